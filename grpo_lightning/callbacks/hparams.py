@@ -1,0 +1,40 @@
+"""The HParams tab of TensorBoard: the settings of a finished run beside its final metrics."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.tensorboard.summary import hparams
+
+
+class HParams(Callback):
+    """Writes the run's settings once it is finished.
+
+    Args:
+        metrics: Names of scalars to show beside the settings; those that were never written are left out.
+    """
+
+    def __init__(self, *, metrics: list[str]) -> None:
+        self.metrics = metrics
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        values: Mapping[str, float] = module.metrics  # type: ignore[assignment]
+        final = {name: values[name] for name in self.metrics if name in values}
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                # Only the settings: the metrics' values are the last scalars of the same names.
+                for summary in hparams(flat(module.config), final):  # type: ignore[arg-type]
+                    logger.experiment._get_file_writer().add_summary(summary)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested settings as ``a.b.c`` -> value; lists and null as text, targets left out."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{name}.")
+        elif key not in ("_target_", "_partial_"):
+            found[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found

@@ -1,0 +1,80 @@
+"""The best, the worst and a random completion of a rollout as text, and histograms, in TensorBoard."""
+
+import random
+import re
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from grpo_lightning.batch import Prompt
+from grpo_lightning.rollout import Judged
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class Samples(Callback):
+    """Writes texts and histograms of the training rollouts.
+
+    Args:
+        every: Steps between two of them; the first step is always written.
+        max_characters: Longer prompts and completions are cut.
+    """
+
+    def __init__(self, *, every: int, max_characters: int) -> None:
+        self.every = every
+        self.max_characters = max_characters
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step: int = module.completed_steps  # type: ignore[assignment]
+        if not outputs or "judged" not in outputs or (step % self.every and step != 1):
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                self._write(logger.experiment, step, **outputs)
+
+    def _write(self, writer: Any, step: int, *, judged: Judged, advantages: torch.Tensor, ratio: torch.Tensor) -> None:
+        rewards = judged.rewards["total"]
+        known = rewards.nan_to_num(-torch.inf)
+        rows = {
+            "best": int(known.argmax()),
+            "worst": int(rewards.nan_to_num(torch.inf).argmin()),
+            "random": random.Random(step).randrange(len(rewards)),
+        }
+        for name, row in rows.items():
+            writer.add_text(f"samples/{name}", self.page(judged, advantages, row), step)
+        scores = rewards[rewards.isfinite()]
+        if len(scores):
+            writer.add_histogram("reward/total", scores, step)
+        writer.add_histogram("advantage/value", advantages.float(), step)
+        writer.add_histogram("completion/length", judged.sampled.mask.sum(-1), step)
+        writer.add_histogram("policy/ratio", ratio.float(), step)
+
+    def page(self, judged: Judged, advantages: torch.Tensor, row: int) -> str:
+        """One completion as Markdown: rewards, advantage, prompt and text, the last two fenced."""
+        group_size = len(judged.sampled.texts) // len(judged.prompts)
+        scores = ", ".join(f"{name} {float(values[row]):.3g}" for name, values in judged.rewards.items())
+        prompt = self.fence(as_text(judged.prompts.texts[row // group_size]))
+        completion = self.fence(judged.sampled.texts[row])
+        return (
+            f"**rewards** {scores}  \n**advantage** {float(advantages[row]):.3g}\n\n"
+            f"**prompt**\n\n{prompt}\n\n**completion**\n\n{completion}"
+        )
+
+    def fence(self, text: str) -> str:
+        """``text`` as a Markdown code block that it cannot leave: cut, control characters escaped."""
+        cut = text[: self.max_characters] + (" […]" if len(text) > self.max_characters else "")
+        shown = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", cut)
+        longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+        marks = "`" * max(3, longest + 1)
+        return f"{marks}text\n{shown}\n{marks}"
+
+
+def as_text(prompt: Prompt) -> str:
+    """A prompt as one text; chat messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"[{message['role']}] {message['content']}" for message in prompt)

@@ -1,0 +1,94 @@
+"""What each setting may be."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be: ``test`` accepts it, ``allowed`` says so in words."""
+
+    test: Callable[[Any], bool]
+    allowed: str
+    null: bool = False
+
+    def problem(self, key: str, value: Any) -> str | None:
+        """What is wrong with ``key=value``, if anything."""
+        if value is None and self.null:
+            return None
+        if value is not None and self.test(value):
+            return None
+        null = " or null" if self.null else ""
+        return f"{key}={'null' if value is None else value}: allowed is {self.allowed}{null}"
+
+
+def integer(low: int, *, null: bool = False) -> Rule:
+    """A whole number, at least ``low``."""
+    return Rule(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low, f"an integer >= {low}", null)
+
+
+def number(test: Callable[[float], bool], allowed: str) -> Rule:
+    """A finite number that passes ``test``."""
+    return Rule(
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and test(v), allowed
+    )
+
+
+def choice(*values: Any) -> Rule:
+    """One of ``values``."""
+    return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)))
+
+
+_SAMPLING = {
+    "top_p": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "top_k": integer(0),
+    "min_p": number(lambda v: 0 <= v < 1, "a number in [0, 1)"),
+    "max_new_tokens": integer(1),
+    "stop": Rule(
+        lambda v: isinstance(v, list) and all(isinstance(text, str) and text for text in v),
+        'a list of texts that are not empty, quoted if they are numbers: rollout.stop=["7"]',
+    ),
+    "threshold": number(math.isfinite, "a finite number"),
+}
+_NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
+_POSITIVE = number(lambda v: v > 0, "a number > 0")
+
+RULES: dict[str, Rule] = {
+    "steps": integer(1),
+    "seed": integer(0),
+    "mode": choice("fit", "validate", "export"),
+    "data.prompts_per_step": integer(1),
+    "data.max_prompt_length": integer(1, null=True),
+    "data.train_size": integer(1),
+    "data.validation_size": integer(1),
+    "data.validation_batch_size": integer(1),
+    "data.num_workers": integer(0),
+    "rollout.group_size": integer(2),
+    "rollout.temperature": _POSITIVE,
+    **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},
+    "validation.every": integer(1),
+    "validation.samples_per_prompt": integer(1),
+    "validation.temperature": _NOT_NEGATIVE,
+    **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
+    "module.ppo_epochs": integer(1),
+    "module.minibatch_size": integer(1, null=True),
+    "module.microbatch_tokens": integer(1),
+    "module.max_grad_norm": _POSITIVE,
+    "module.max_skipped": integer(0),
+    "loss.kl_coef": _NOT_NEGATIVE,
+    "loss.entropy_coef": _NOT_NEGATIVE,
+    "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),
+    "loss.surrogate.epsilon_high": _POSITIVE,
+    "loss.weights.length": integer(1),
+    "advantage.eps": _NOT_NEGATIVE,
+    "advantage.correction": choice(0, 1),
+    "optimizer.lr": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "schedule.warmup_steps": integer(0),
+    "callbacks.checkpoint.every": integer(1),
+    "policy.dtype": choice("float32", "bfloat16", "float16"),
+    "trainer.precision": choice("32-true", "32", 32, "bf16-mixed"),
+}
+WEIGHT = number(math.isfinite, "a finite number")

@@ -1,0 +1,162 @@
+"""Flawed demonstrations for the supervised stage: short reasoning in tags, wrong in a given share of cases.
+
+A wrong demonstration makes one random slip in its reasoning and carries it on to the answer. Slips are spread over
+many values, so a policy that imitates them is often wrong when it samples, while its likeliest answer stays right.
+"""
+
+import operator
+import random
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import reasoning_gym
+
+Reason: TypeAlias = Callable[[Mapping[str, Any], random.Random, bool], tuple[str, str]]
+"""(entry's metadata, random numbers, whether to slip) -> (reasoning, answer)."""
+
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
+# A slip adds one of these: as likely as all of them together is a quarter of the demonstrations, each alone is rare.
+_SHIFTS = (*range(-11, 0), *range(1, 12))
+
+
+def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slip: bool) -> tuple[str, str]:
+    """Operations from left to right, one equation each; a slip changes one result and later ones follow from it.
+
+    Args:
+        first: Number that the first operation starts from.
+        operations: Operator and right-hand number of each step.
+        rng: Source of the slip's place and size.
+        slip: Whether one step's result is wrong.
+
+    Returns:
+        The equations, separated by spaces, and the last result.
+    """
+    slip_at = rng.randrange(len(operations)) if slip else -1
+    result, equations = first, []
+    for step, (symbol, number) in enumerate(operations):
+        value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if step == slip_at else 0)
+        equations.append(f"{result}{symbol}{number}={value}")
+        result = value
+    return " ".join(equations), str(result)
+
+
+def _expression(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
+    """Sums and products: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
+    expression = metadata["expression"]
+    if not re.fullmatch(r"-?\d+( [-+*] -?\d+)+", expression):
+        raise ValueError(f"expression: expected whole numbers joined by +, - or *, got {expression!r}")
+    first, *rest = expression.split()
+    return _compute(int(first), list(zip(rest[::2], map(int, rest[1::2]), strict=True)), rng, slip)
+
+
+def _equation(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
+    """Linear equations: "57 - x = 12" becomes "57-12=45", "3*x + 4 = 10" becomes "10-4=6 6/3=2"."""
+    variable, equation = metadata["variable"], metadata["equation"]
+    left, _, right = equation.replace(" ", "").partition("=")
+    term = re.search(rf"([+-]?)(?:(\d+)\*)?{variable}", left)
+    constant = re.fullmatch(r"[+-]?\d*", left.replace(term[0], "", 1)) if term else None
+    if term is None or constant is None:
+        raise ValueError(f"equation: expected one variable {variable!r} and numbers, got {equation!r}")
+    number, division = int(constant[0] or 0), [("/", int(term[2]))] if term[2] else []
+    if term[1] == "-":
+        return _compute(number, [("-", int(right)), *division], rng, slip)
+    return _compute(int(right), [("+" if number < 0 else "-", abs(number)), *division], rng, slip)
+
+
+def _backward(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
+    """Words: "sun" is spelled "s u n", then read backward; a slip changes a letter or swaps two neighbours."""
+    letters = list(metadata["word"])
+    if slip:
+        at = rng.randrange(len(letters))
+        if at and rng.random() < 0.5:
+            letters[at - 1 : at + 1] = letters[at], letters[at - 1]
+        else:
+            letters[at] = rng.choice(string.ascii_lowercase)
+    return " ".join(letters), "".join(reversed(letters))
+
+
+_REASONS: Mapping[str, Reason] = {
+    "basic_arithmetic": _expression,
+    "chain_sum": _expression,
+    "products": _expression,
+    "simple_equations": _equation,
+    "spell_backward": _backward,
+}
+
+
+def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, error_rate: float) -> str:
+    """A completion that reasons and answers, without an end of sequence.
+
+    Args:
+        task: Name of a reasoning_gym data set.
+        entry: One of its entries.
+        rng: Decides whether and how the demonstration is wrong.
+        error_rate: Probability of a wrong answer, 0 to 1.
+
+    Returns:
+        ``<think>reasoning</think><answer>answer</answer>``.
+
+    Raises:
+        ValueError: If there are no demonstrations of the task, or its configuration asks for more than they show.
+    """
+    if task not in _REASONS:
+        raise ValueError(f"task: expected one of {sorted(_REASONS)}, got {task!r}")
+    slip = rng.random() < error_rate
+    reasoning, answer = _REASONS[task](entry["metadata"], rng, slip)
+    while slip and answer.lower() == entry["answer"].lower():  # a slip without effect, such as one before "*0"
+        reasoning, answer = _REASONS[task](entry["metadata"], rng, slip)
+    return f"<think>{reasoning}</think><answer>{answer}</answer>"
+
+
+class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
+    """Questions with demonstrated completions, cycling over the tasks; item i is a function of (seed, i).
+
+    reasoning_gym makes its entry i from the number seed + i, so two ranges [seed, seed + size) that do not overlap
+    share no entry's seed.
+
+    Args:
+        tasks: Name of a reasoning_gym data set -> its configuration without size and seed.
+        size: Number of demonstrations.
+        seed: First of the entries' seeds.
+        error_rate: Share of wrong demonstrations, 0 to 1.
+
+    Raises:
+        ValueError: If there is no task, or none of its demonstrations, or a size or rate is out of range.
+    """
+
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, error_rate: float) -> None:
+        if not tasks or not set(tasks) <= set(_REASONS):
+            raise ValueError(f"tasks: expected one or more of {sorted(_REASONS)}, got {list(tasks)}")
+        if size < 1:
+            raise ValueError(f"size: expected 1 or more, got {size}")
+        if not 0 <= error_rate <= 1:
+            raise ValueError(f"error_rate: expected 0 to 1, got {error_rate}")
+        self._sources = [
+            (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
+        ]
+        self._size, self._seed, self._error_rate = size, seed, error_rate
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
+        """Question and columns of one demonstration: completion, answer, task and metadata.
+
+        Raises:
+            IndexError: If the index is not in [0, size).
+        """
+        if not 0 <= index < self._size:
+            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
+        task, source = self._sources[index % len(self._sources)]
+        entry = source[index]
+        rng = random.Random(f"demonstration {self._seed + index}")
+        completion = demonstrate(task, entry, rng, error_rate=self._error_rate)
+        columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
+        return entry["question"], {"completion": completion, **columns}

@@ -1,0 +1,147 @@
+"""Prompts from a data set of the Hugging Face hub, or from a local copy of one."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from grpo_lightning.data import PromptData
+from grpo_lightning.data.jsonl import Rows
+
+_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
+
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+def gsm8k_answer(text: str) -> str:
+    """The final answer of a GSM8K solution: what follows the last "####", without thousands separators.
+
+    Args:
+        text: A worked solution.
+
+    Raises:
+        ValueError: If nothing follows such a mark.
+    """
+    _, _, answer = text.rpartition("####")
+    answer = answer.replace(",", "").strip()
+    if "####" not in text or not answer:
+        raise ValueError(f"no answer after '####' in {text[-60:]!r}")
+    return answer
+
+
+def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A GSM8K row with its bare answer in place of the worked solution; raises as ``gsm8k_answer``."""
+    return {**row, "answer": gsm8k_answer(row["answer"])}
+
+
+class Hub(Rows):
+    """Rows of one split, in memory. Code that comes with a data set is never run.
+
+    Args:
+        path: Name on the hub, a folder written by ``save_to_disk``, or a folder or file ``load_dataset`` can read.
+        split: Which split, such as "train" or "train[:1000]".
+        name: Configuration of the data set, if it has several.
+        revision: Branch, tag or commit on the hub.
+        columns: New name -> name in the data set; only these are read. None reads all, under their names.
+        filter: Which rows, as published, to use; None uses all.
+        map_row: Row as published -> row whose columns are then selected and renamed; None leaves it as it is.
+
+    Raises:
+        ValueError: If the data set, its split or a column does not exist, or a row is malformed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        split: str,
+        name: str | None = None,
+        revision: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        filter: Callable[[dict[str, Any]], bool] | None = None,
+        map_row: RowMap | None = None,
+    ) -> None:
+        table = _load(path, split, name, revision)
+        if columns and not (filter or map_row):
+            _check_columns(columns, table.column_names, path)
+            table = table.select_columns(sorted(set(columns.values())))
+        rows: list[Mapping[str, Any]] = []
+        numbers: list[int] = []
+        for number, row in enumerate(table, 1):
+            try:
+                if filter and not filter(row):
+                    continue
+                mapped = map_row(row) if map_row else row
+            except Exception as error:
+                raise ValueError(f"{path} ({split}), row {number}: data.filter or data.map_row: {error!r}") from error
+            if columns:
+                _check_columns(columns, list(mapped), path)
+                mapped = {new: mapped[old] for new, old in columns.items()}
+            rows.append(mapped)
+            numbers.append(number)
+        source = f"{path} ({split})"
+        super().__init__(rows, "prompt", lambda i: f"{source}, row {numbers[i]}" if numbers else source)
+
+
+def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> None:
+    absent = sorted(set(columns.values()) - set(there))
+    if absent or "prompt" not in columns:
+        what = f"{', '.join(absent)} not in {path}" if absent else "nothing is mapped to prompt"
+        raise ValueError(f"data.columns={dict(columns)}: {what}; allowed: new name -> one of {sorted(there)}")
+
+
+def _load(path: str, split: str, name: str | None, revision: str | None) -> datasets.Dataset:
+    local = Path(path)
+    try:
+        if any((local / file).is_file() for file in _SAVED):
+            return _of_saved(datasets.load_from_disk(path), path, split)
+        if local.is_file():
+            if local.suffix not in _KINDS:
+                raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
+            return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
+        return datasets.load_dataset(path, name, split=split, revision=revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"data.path={path!r}, data.split={split!r}: {error}") from error
+
+
+def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: str) -> datasets.Dataset:
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        raise ValueError(f"no such split in {path}; allowed: {sorted(saved)}")
+    return saved[split]
+
+
+def prompts(
+    *,
+    path: str,
+    split: str,
+    validation_split: str | None,
+    name: str | None,
+    revision: str | None,
+    columns: Mapping[str, str] | None,
+    filter: Callable[[dict[str, Any]], bool] | None,
+    map_row: RowMap | None,
+    **settings: Any,
+) -> PromptData:
+    """Data of a data set of the hub or a local copy.
+
+    Args:
+        path: See ``Hub``, as for the other arguments.
+        split: The training split.
+        validation_split: The split with held-out prompts; None holds out rows of the training split.
+        name: Configuration of the data set.
+        revision: Branch, tag or commit on the hub.
+        columns: New name -> name in the data set.
+        filter: Which rows to use.
+        map_row: Changes a row.
+        settings: Everything else that ``PromptData`` needs.
+    """
+    source = functools.partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
+    return PromptData(
+        train=functools.partial(source, split=split),
+        validation=functools.partial(source, split=validation_split) if validation_split else None,
+        **settings,
+    )

@@ -1,0 +1,202 @@
+"""Prompts made by reasoning_gym: over a hundred tasks, each with its own verifier, made on access."""
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS, create_dataset
+
+from grpo_lightning.batch import Prompt
+from grpo_lightning.data import Fits, PromptData, Row
+
+# Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
+# second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
+_TRAIN_SEED, _VALIDATION_SEED, _SPARE_OFFSET = 0, 2**29, 2**28
+_NUM_SPARES = 2**14
+_SPARE_STRIDE = 167  # odd, so that successive tries of an entry meet different spares
+_TRIES = 100
+_REMEMBERED = 1024  # entries; some tasks need a second for each
+
+
+def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> ProceduralDataset:
+    """The named data set of reasoning_gym.
+
+    Raises:
+        ValueError: If there is no such task, or the configuration is not one of its own.
+    """
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.5) or sorted(DATASETS)
+        raise ValueError(f"data.task={task!r}: allowed: a name of a reasoning_gym data set, such as {', '.join(near)}")
+    allowed = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
+    unknown = sorted(set(config) - allowed)
+    if unknown:
+        raise ValueError(
+            f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}; allowed: {sorted(allowed)}"
+        )
+    try:
+        given = dict(config)
+        if "datasets" in given:  # of the task "composite"
+            given["datasets"] = [DatasetSpec(**spec) for spec in given["datasets"]]
+        return create_dataset(task, size=size, seed=seed, **given)
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}; settings: {sorted(allowed)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _global_generators(seed: int) -> Iterator[None]:
+    """Python's and numpy's global generators seeded within, untouched outside: some tasks draw from or seed them."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+class ReasoningGym:
+    """Entries of one reasoning_gym task, made from the seeds [seed, seed + size) when they are asked for.
+
+    Its columns are ``answer`` (text, empty where only the verifier can tell), ``task``, ``metadata`` and
+    ``task_config``. A few tasks (intermediate_integration, isomorphic_strings, knight_swap, polynomial_multiplication,
+    ransom_note, word_ladder) make the same entries in every process only if PYTHONHASHSEED is set.
+
+    Args:
+        task: Name of a reasoning_gym data set.
+        task_config: Its settings, without size and seed; the others keep reasoning_gym's defaults.
+        size: How many entries there are, up to 2^28.
+        seed: Seed of the first entry.
+        held_out: Entries whose questions are replaced by others here; ignored where fewer than half of its questions
+            are distinct, as the task has too few then.
+
+    Raises:
+        ValueError: If task, settings or size are not allowed.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        task_config: Mapping[str, Any],
+        size: int,
+        seed: int,
+        held_out: "ReasoningGym | None" = None,
+    ) -> None:
+        if not 1 <= size <= _SPARE_OFFSET:
+            raise ValueError(f"data.train_size, data.validation_size: got {size}: allowed: 1 to {_SPARE_OFFSET}")
+        self._task, self._task_config, self._size, self._held_out = task, dict(task_config), size, held_out
+        self._entries = _dataset(task, task_config, size, seed)
+        self._open_spares = functools.cache(
+            functools.partial(_dataset, task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET)
+        )
+        self._fits: tuple[Fits, ...] = ()
+        self._held_out_questions: frozenset[str] | None = None
+        self._remembered: dict[tuple[int, int], dict[str, Any]] = {}
+        self.redrawn = 0
+        """How often an entry was replaced because it did not fit or is held out."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:
+        """Question and columns of one entry; always the same for the same index.
+
+        Raises:
+            IndexError: If the index is not in [0, size).
+            ValueError: If none of 100 candidates fits.
+        """
+        if not 0 <= index < self._size:
+            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
+        for attempt in range(_TRIES):
+            entry = self._candidate(index, attempt)
+            if self._suits(entry["question"]):
+                self.redrawn += attempt > 0
+                answer = entry["answer"]
+                columns = {
+                    "answer": "" if answer is None else str(answer),
+                    "task": self._task,
+                    "metadata": entry["metadata"],
+                    "task_config": self._task_config,
+                }
+                return entry["question"], columns
+        raise ValueError(
+            f"data.task={self._task!r}: none of {_TRIES} questions is within data.max_prompt_length and not held out"
+        )
+
+    def keep(self, fits: Fits) -> "tuple[ReasoningGym, int]":
+        """The same entries, with others in place of those that do not fit; none is lost.
+
+        Args:
+            fits: Says which of a list of prompts fit.
+
+        Returns:
+            The new source, and 0.
+        """
+        kept = copy.copy(self)
+        kept._fits = (*self._fits, fits)
+        kept._held_out = self._held_out and self._held_out.keep(fits)[0]
+        kept._held_out_questions, kept.redrawn = None, 0
+        return kept, 0
+
+    def _candidate(self, index: int, attempt: int) -> dict[str, Any]:
+        key = index, attempt
+        if key not in self._remembered:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            entries = self._open_spares() if attempt else self._entries
+            position = (index + attempt * _SPARE_STRIDE) % _NUM_SPARES if attempt else index
+            with _global_generators(entries.seed + position):
+                self._remembered[key] = entries[position]
+        return self._remembered[key]
+
+    def _suits(self, question: Prompt) -> bool:
+        if self._held_out_questions is None:
+            self._held_out_questions = self._questions_to_avoid()
+        return question not in self._held_out_questions and all(fits([question])[0] for fits in self._fits)
+
+    def _questions_to_avoid(self) -> frozenset[str]:
+        if self._held_out is None:
+            return frozenset()
+        questions = frozenset(str(self._held_out[i][0]) for i in range(len(self._held_out)))
+        return questions if 2 * len(questions) >= len(self._held_out) else frozenset()
+
+
+def prompts(
+    *,
+    task: str,
+    task_config: Mapping[str, Any] | None,
+    levels: Mapping[str, Mapping[str, Any]],
+    train_size: int,
+    validation_size: int,
+    **settings: Any,
+) -> PromptData:
+    """Data of one reasoning_gym task; training and held-out entries share neither a seed nor, if avoidable, a question.
+
+    Which entries there are does not depend on the run's seed, so that all runs are validated on the same ones.
+
+    Args:
+        task: Name of a reasoning_gym data set.
+        task_config: Settings that go before those of the level.
+        levels: Task -> settings that this project uses instead of reasoning_gym's defaults.
+        train_size: How many training entries there are.
+        validation_size: How many held-out entries there are.
+        settings: Everything else that ``PromptData`` needs.
+    """
+    config = {**levels.get(task, {}), **(task_config or {})}
+    validation = functools.cache(lambda: ReasoningGym(task, config, validation_size, _VALIDATION_SEED))
+    return PromptData(
+        train=lambda: ReasoningGym(task, config, train_size, _TRAIN_SEED, held_out=validation()),
+        validation=validation,
+        validation_size=validation_size,
+        **settings,
+    )

@@ -1,0 +1,251 @@
+"""Any causal language model of the Hugging Face hub, or a directory in its format, as a policy."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
+from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.policy.decode import decode, positions
+from grpo_lightning.policy.head import token_logprobs
+
+log = logging.getLogger(__name__)
+
+_SHIPPED = "pkg://"
+
+
+class HFPolicy(Policy):
+    """A transformers causal language model and its tokenizer.
+
+    Whatever sampling options the model's ``generation_config`` holds are ignored: only its end tokens count.
+
+    Args:
+        model: The weights, trained in place; its dropout is switched off.
+        tokenizer: A fast or slow transformers tokenizer.
+        system_prompt: Put before every prompt that has no system message of its own; null for none.
+        plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
+        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None = None,
+        plain_text: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        disable_progress_bar()  # one more beside the run's own says nothing
+        self.model = model
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.templated = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
+        self.template_kwargs = dict(template_kwargs or {})
+        self.end_ids = _end_ids(model, tokenizer)
+        self.pad_id = next(
+            (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), self.end_ids[0]
+        )
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+    def render(self, prompt: Prompt) -> str:
+        """The text that the model continues: the chat template's, or the messages' own text where there is none."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if not self.templated:
+            return "\n\n".join(message["content"] for message in messages)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+        return text
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of every prompt; a chat template brings its own special tokens, plain text gets the tokenizer's."""
+        texts = [self.render(prompt) for prompt in prompts]
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.templated)["input_ids"]
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
+        return encoded
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
+        return [len(ids) for ids in self.tokenize(prompts)]
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int, poll: Poll | None = None
+    ) -> Sampled:
+        ids, attention_mask = self._pad_left(self.tokenize(prompts))
+        self._check_context(ids.shape[1] + sampling.max_new_tokens, "rollout.max_new_tokens")
+        completions, mask, logprobs, finished = decode(
+            self.model,
+            ids,
+            attention_mask,
+            group_size=group_size,
+            sampling=sampling,
+            end_ids=self.end_ids,
+            pad_id=self.pad_id,
+            stops=self._stop_test(sampling.stop),
+            generator=torch.Generator(ids.device).manual_seed(seed),
+            poll=poll,
+        )
+        return Sampled(
+            ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),
+            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
+            mask=mask,
+            logprobs=logprobs,
+            texts=self._texts(completions, mask),
+            finished=tuple(finished.tolist()),
+        )
+
+    def score(self, rows: Sampled | Rollout, *, temperature: float) -> tuple[Tensor, Tensor]:
+        # Columns that are padding in every row cost time and change nothing.
+        width, length = rows.ids.shape[1], rows.mask.shape[1]
+        real = rows.attention_mask.any(0).nonzero()
+        first, last = int(real[0]), int(real[-1]) + 1
+        kept = last - (width - length)
+        attention_mask = rows.attention_mask[:, first:last]
+        logits = self.model(
+            input_ids=rows.ids[:, first:last],
+            attention_mask=attention_mask.long(),
+            position_ids=positions(attention_mask),
+            use_cache=False,
+            logits_to_keep=kept + 1,
+        ).logits
+        chosen = rows.ids[:, last - kept : last]
+        padding, counts = (0, length - kept), rows.mask[:, :kept]
+        logprobs, entropy = token_logprobs(logits[:, -kept - 1 : -1], chosen, temperature)
+        return (
+            torch.nn.functional.pad(logprobs.masked_fill(~counts, 0.0), padding),
+            torch.nn.functional.pad(entropy.masked_fill(~counts, 0.0), padding),
+        )
+
+    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
+        ids, attention_mask = self._pad_left(self.tokenize(prompts))
+        encoded = self.tokenizer(list(completions), add_special_tokens=False)["input_ids"]
+        answers = [[*tokens, self.tokenizer.eos_token_id] for tokens in encoded]
+        length = max(map(len, answers))
+        self._check_context(ids.shape[1] + length, "the demonstrations")
+        padded = torch.tensor([row + [self.pad_id] * (length - len(row)) for row in answers], device=ids.device)
+        mask = torch.tensor([[t < len(row) for t in range(length)] for row in answers], device=ids.device)
+        return Sampled(
+            ids=torch.cat([ids, padded], 1),
+            attention_mask=torch.cat([attention_mask, mask], 1),
+            mask=mask,
+            logprobs=torch.zeros(mask.shape, device=ids.device),
+            texts=tuple(completions),
+            finished=(True,) * len(answers),
+        )
+
+    def export(self, directory: Path) -> None:
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        width = max(map(len, rows))
+        device = self.model.device
+        ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=device)
+        return ids, mask
+
+    def _texts(self, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
+        rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
+        return tuple(self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _stop_test(self, stop: tuple[str, ...]) -> Any:
+        if not stop:
+            return None
+        # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
+        tail = max(len(text.encode()) for text in stop) + 1
+
+        def ends(completions: Tensor) -> Tensor:
+            texts = self.tokenizer.batch_decode(completions[:, -tail:], clean_up_tokenization_spaces=False)
+            return torch.tensor([any(s in text for s in stop) for text in texts], device=completions.device)
+
+        return ends
+
+    def _check_context(self, tokens: int, key: str) -> None:
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and tokens > context:
+            raise ValueError(
+                f"prompt and completion need up to {tokens} tokens, the model's context holds {context}: "
+                f"lower {key} or data.max_prompt_length"
+            )
+
+
+def load(
+    path: str,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    system_prompt: str | None = None,
+    plain_text: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> HFPolicy:
+    """A policy from a hub name or a directory in Hugging Face format.
+
+    Args:
+        path: Hub name, directory, or ``pkg://package/folder`` for weights shipped inside a Python package.
+        dtype: Of the weights: float32, bfloat16 or float16.
+        attn_implementation: transformers' name, such as sdpa or eager.
+        trust_remote_code: Whether code that comes with the weights may run.
+        system_prompt: As in ``HFPolicy``.
+        plain_text: As in ``HFPolicy``.
+        template_kwargs: As in ``HFPolicy``.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    where = resolve(path)
+    disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        for name, value in config.to_dict().items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+                setattr(config, name, 0.0)  # what is sampled without dropout is scored without it
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
+            f"can be asked for from here: {error}"
+        ) from error
+    return HFPolicy(
+        model, tokenizer, system_prompt=system_prompt, plain_text=plain_text, template_kwargs=template_kwargs
+    )
+
+
+def resolve(path: str) -> str:
+    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package."""
+    if not path.startswith(_SHIPPED):
+        return path
+    package, _, folder = path.removeprefix(_SHIPPED).partition("/")
+    return str(files(package).joinpath(folder))
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion, by the model's own word; its other generation settings are dropped."""
+    own = model.generation_config or GenerationConfig()
+    ids: set[int] = set()
+    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids |= {value} if isinstance(value, int) else set(value or ())
+    if not ids:
+        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
+    return sorted(ids)

@@ -1,0 +1,171 @@
+"""Rewards for the right answer. Odd text of the model scores 0; a broken right answer raises."""
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.verifier import Scorer, make_scorer, may_be_verified
+
+_LOG = logging.getLogger(__name__)
+
+_WINDOW = 200  # characters before the last digit that can belong to its number
+_MOST_DIGITS = 50
+_FRAC = re.compile(r"\\[dt]?frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
+_VALUE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}%])[-\u2212])?\$?(?P<number>{_VALUE})(?:[eE](?P<exponent>[-+]?[0-9]+))?"
+    rf"(?: ?/ ?(?P<divisor>{_VALUE}))?",
+    re.ASCII,
+)
+
+verifier_failures: Counter[str] = Counter()
+"""Task -> how often its verifier raised on a model's text in this process."""
+_scorers: dict[str, Scorer] = {}
+
+
+def exact(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1.0 if the answer text is the right answer, surrounding whitespace aside, else 0.0.
+
+    Args:
+        completions: [B]
+        answer: [B] the right answers.
+
+    Returns:
+        [B] 0.0 or 1.0
+
+    Raises:
+        ValueError: A right answer is empty or neither text nor a number.
+    """
+    return [float(answer_text(text) == _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def numeric(completions: Sequence[str], answer: Sequence[Any], *, tolerance: float, **_: Any) -> list[float | None]:
+    r"""1.0 if the last number of the answer text is the right one's, |given − right| ≤ tolerance, else 0.0.
+
+    Numbers are 1,234.5 or -3 or 1e-3 or 3/4 or \frac{3}{4}; a percent or dollar sign is ignored, so 50% is 50.
+    The tolerance is absolute, since a relative one lets large integers be off by one.
+
+    Args:
+        completions: [B]
+        answer: [B] the right answers; their last number counts, so that "… #### 72" is 72.
+        tolerance: At least 0.
+
+    Returns:
+        [B] 0.0 or 1.0
+
+    Raises:
+        ValueError: A right answer holds no number, or ``tolerance`` is negative or NaN.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance: expected a number of at least 0, got {tolerance}")
+    scores: list[float | None] = []
+    for text, right in zip(completions, answer, strict=True):
+        expected, given = last_number(_right_answer(right)), last_number(answer_text(text))
+        if expected is None:
+            raise ValueError(f"answer: expected a number, got {right!r:.80}")
+        scores.append(float(given is not None and abs(given - expected) <= tolerance))
+    return scores
+
+
+def reasoning_gym(
+    completions: Sequence[str],
+    answer: Sequence[str | None],
+    task: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    task_config: Sequence[Mapping[str, Any] | None] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """What the task's own verifier gives the answer text, in [0, 1]; 0.0 for text that it cannot be given or raises on.
+
+    Args:
+        completions: [B]
+        answer: [B] the right answers; None in the tasks where any solution counts.
+        task: [B] reasoning_gym dataset names.
+        metadata: [B] the entries' metadata, unchanged: verifiers read the puzzle from it.
+        task_config: [B] the arguments the data set was made with, where they are not its defaults: some verifiers
+            (arc_agi, decimal_arithmetic, puzzle24, …) read them.
+
+    Returns:
+        [B] in [0, 1]
+
+    Raises:
+        ValueError: An unknown task, metadata that are no mapping, or a right answer that the verifier itself raises on.
+    """
+    configs = task_config or [None] * len(completions)
+    rows = zip(completions, answer, task, metadata, configs, strict=True)
+    return [_verified(answer_text(text), right, name, about, config or {}) for text, right, name, about, config in rows]
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in ``text``, or None: there is none, its divisor is 0, or it has more than 50 digits."""
+    end = max(text.rfind(digit) for digit in "0123456789") + 1
+    window = _FRAC.sub(r"\1/\2", text[max(end - _WINDOW, 0) : end + 1])
+    matches = list(_NUMBER.finditer(window))
+    if not matches:
+        return None
+    found = matches[-1]
+    number, divisor = (found[group] or "1" for group in ("number", "divisor"))
+    exponent = found["exponent"] or "0"
+    if max(len(number), len(divisor), len(exponent)) > _MOST_DIGITS or abs(int(exponent)) > _MOST_DIGITS:
+        return None
+    bottom = Fraction(divisor.replace(",", ""))
+    if not bottom:
+        return None
+    value = Fraction(number.replace(",", "")) * Fraction(10) ** int(exponent) / bottom
+    return -value if found["sign"] else value
+
+
+def _right_answer(answer: Any) -> str:
+    text = str(answer).strip()
+    if not text or isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"answer: expected text or a number, got {answer!r:.80}")
+    return text
+
+
+def _verified(text: str, right: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    if not isinstance(metadata, Mapping):
+        raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
+    source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
+    scorer = _scorer(source, config if source == task else {})
+    if not may_be_verified(source, text, str(right or "")):
+        return 0.0
+    entry = {"question": "", "answer": right, "metadata": metadata}
+    try:
+        value = float(scorer(answer=text, entry=entry))
+    except Exception as error:
+        _blame_the_text(scorer, entry, source, error)
+        return 0.0
+    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+
+
+def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
+    """The verifier of a task, made once."""
+    key = f"{task} {dict(config)!r}"
+    if key not in _scorers:
+        _scorers[key] = make_scorer(task, config)
+    return _scorers[key]
+
+
+def _blame_the_text(scorer: Scorer, entry: Mapping[str, Any], task: str, error: Exception) -> None:
+    """Counts a verifier's exception, unless it raises on the right answer too."""
+    if entry["answer"] and not isinstance(error, TimeoutError):
+        try:
+            scorer(answer=entry["answer"], entry=entry)
+        except Exception as broken:
+            raise ValueError(
+                f"task {task!r}: its verifier raised {type(broken).__name__}: {broken} on the data set's own answer "
+                f"{entry['answer']!r:.80}; expected its unchanged `answer` and `metadata`"
+            ) from broken
+    if not verifier_failures[task]:
+        _LOG.warning(
+            "task %r: its verifier raised %s: %.200s on a completion, which scores 0; further ones are only counted",
+            task,
+            type(error).__name__,
+            error,
+        )
+    verifier_failures[task] += 1

@@ -1,0 +1,42 @@
+"""Rewards for the shape of a completion: ``<think>…</think><answer>…</answer>``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format(completions: Sequence[str], **_: Any) -> list[float | None]:
+    """1.0 if the whole completion is ``<think>…</think><answer>…</answer>``, else 0.0.
+
+    Whitespace may surround and separate the two parts; each of the four tags stands there exactly once.
+    DeepSeek-R1, arXiv:2501.12948, section 2.2.2, made strict.
+
+    Args:
+        completions: [B]
+
+    Returns:
+        [B] 0.0 or 1.0
+    """
+    return [float(_is_formatted(completion.strip())) for completion in completions]
+
+
+def tag_count(completions: Sequence[str], **_: Any) -> list[float | None]:
+    """A quarter for each of the four tags that stands in the completion exactly once.
+
+    Args:
+        completions: [B]
+
+    Returns:
+        [B] 0.0, 0.25, 0.5, 0.75 or 1.0
+    """
+    return [sum(completion.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for completion in completions]
+
+
+def _is_formatted(text: str) -> bool:
+    if not (text.startswith("<think>") and text.endswith("</answer>")):
+        return False
+    if any(text.count(tag) != 1 for tag in _TAGS):
+        return False
+    between = text[text.find("</think>") + len("</think>") : text.find("<answer>")]
+    return text.find("</think>") < text.find("<answer>") and not between.strip()

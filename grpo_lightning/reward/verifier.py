@@ -1,0 +1,173 @@
+"""reasoning_gym's verifiers, and what may be given to them.
+
+Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. Text
+that could run code, or run for long, does not reach them: it is a wrong answer. Those whose work no look at the text
+can bound run in a process that is ended after a time.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_lightning.reward.isolated import Isolated
+
+Scorer = Callable[..., float]
+
+_MOST_SECONDS = 5.0  # a right answer takes less than half a second
+_LONGEST = 10_000  # characters of an answer; right ones of the default configurations have up to about 5,000
+_LONGEST_FORMULA = 1_000  # characters of a formula
+_LARGEST_CONSTANT = 10**12
+_LARGEST_POWER = 64
+_DEEPEST_CALL = 2  # log(cos(x)) is 2
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
+_ALGEBRA = (*_ARITHMETIC, ast.Name, ast.Call, ast.Load)
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub)
+_FUNCTIONS = frozenset(("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt"))
+_LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
+
+
+def make_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
+    """The verifier of a task: ``scorer(answer=…, entry=…) -> float``.
+
+    Args:
+        task: A reasoning_gym dataset name.
+        config: Arguments of the data set where they are not its defaults; some verifiers read them.
+
+    Raises:
+        ValueError: There is no such task.
+    """
+    if task in TIMED:
+        return Isolated(_own_scorer, task, dict(config), seconds=_MOST_SECONDS)
+    return _own_scorer(task, config)
+
+
+def may_be_verified(task: str, answer: str, expected: str) -> bool:
+    """Whether the verifier of ``task`` can be trusted with ``answer``.
+
+    Args:
+        task: A reasoning_gym dataset name.
+        answer: What the model answers.
+        expected: The right answer, which is always allowed.
+    """
+    if answer == expected.strip():
+        return True
+    return len(answer) <= max(_LONGEST, 4 * len(expected)) and GATES.get(task, _anything)(answer)
+
+
+def is_literal(text: str) -> bool:
+    """Whether `eval` of ``text`` builds nothing but lists, or fails at once because it is no expression."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        return True
+    except (RecursionError, MemoryError):
+        return False
+    return all(isinstance(node, _LITERAL) for node in ast.walk(tree))
+
+
+def is_arithmetic(text: str) -> bool:
+    """Whether ``text`` is numbers of bounded size joined by + - * / and brackets."""
+    tree = _formula(text)
+    return tree is not None and all(_is_allowed(node, _ARITHMETIC, _OPERATORS) for node in ast.walk(tree))
+
+
+def is_algebra(text: str) -> bool:
+    """Whether ``text`` is arithmetic with names, elementary functions of one argument and powers of bounded size."""
+    tree = _formula(text)
+    if tree is None or not all(_is_allowed(node, _ALGEBRA, (*_OPERATORS, ast.Pow)) for node in ast.walk(tree)):
+        return False
+    try:
+        return _power(tree) <= _LARGEST_POWER and _calls(tree) <= _DEEPEST_CALL
+    except RecursionError:
+        return False
+
+
+def is_short(text: str) -> bool:
+    """Whether ``text`` has the size of a formula."""
+    return len(text) <= _LONGEST_FORMULA
+
+
+def has_small_exponents(text: str) -> bool:
+    """Whether a number in ``text`` has at most three digits of exponent: `Fraction` writes them out."""
+    return re.search(r"[eE][-+]?[\d_]{4}", text) is None
+
+
+def has_small_steps(text: str) -> bool:
+    """Whether no number in ``text`` has more than two digits: moves are carried out one by one."""
+    return re.search(r"\d{3}", text) is None
+
+
+GATES: Mapping[str, Callable[[str], bool]] = {
+    "binary_matrix": is_literal,
+    "n_queens": is_literal,
+    "spiral_matrix": is_literal,
+    "string_insertion": is_literal,
+    "countdown": is_arithmetic,
+    "puzzle24": is_arithmetic,
+    "intermediate_integration": is_algebra,
+    "polynomial_multiplication": is_algebra,
+    "simple_integration": is_algebra,
+    "propositional_logic": is_short,
+    "coin_flip": has_small_exponents,
+    "rubiks_cube": has_small_steps,
+    "rush_hour": has_small_steps,
+}
+"""Task -> what its verifier can be trusted with; any text for the others."""
+
+TIMED = frozenset(("intermediate_integration", "propositional_logic", "rubiks_cube", "simple_integration"))
+"""Tasks whose verifiers simplify formulas, try all truth values or turn a cube."""
+
+
+def _own_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
+    from reasoning_gym.factory import create_dataset, get_score_answer_fn  # takes two seconds; not every run needs it
+
+    scorer: Scorer = create_dataset(task, **config).score_answer if config else get_score_answer_fn(task)
+    return scorer
+
+
+def _anything(_: str) -> bool:
+    return True
+
+
+def _formula(text: str) -> ast.Expression | None:
+    if not is_short(text):
+        return None
+    try:
+        return ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _is_allowed(node: ast.AST, kinds: tuple[type, ...], operators: tuple[type, ...]) -> bool:
+    if isinstance(node, ast.operator | ast.unaryop):
+        return isinstance(node, operators)
+    if isinstance(node, ast.Constant):
+        value = node.value
+        return isinstance(value, int | float) and not isinstance(value, bool) and value <= _LARGEST_CONSTANT
+    if isinstance(node, ast.Call):
+        is_elementary = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        return is_elementary and len(node.args) == 1 and not node.keywords
+    return isinstance(node, kinds)
+
+
+def _power(node: ast.AST) -> float:
+    """At most how many factors the powers in ``node`` have when they are multiplied out; infinite for towers."""
+    powers = [_power(child) for child in ast.iter_child_nodes(node)]
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+        return max(powers, default=1.0)
+    base, _, tower = powers
+    if tower > 1:
+        return math.inf
+    exponent = 2.0  # a name's, so that a tower of names is one too
+    for child in ast.walk(node.right):
+        if isinstance(child, ast.Constant) and isinstance(child.value, int | float):
+            size = max(child.value, 1 / child.value if child.value else 0)
+            exponent *= 1 + size  # above both the sum and the product of the constants
+    return base * exponent
+
+
+def _calls(node: ast.AST) -> int:
+    """How deep function calls are nested."""
+    return isinstance(node, ast.Call) + max((_calls(child) for child in ast.iter_child_nodes(node)), default=0)

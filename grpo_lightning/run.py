@@ -1,0 +1,212 @@
+"""One run: from checked settings to a trained, validated or exported policy and a summary of it."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+from rich.tree import Tree
+
+from grpo_lightning import config as settings
+from grpo_lightning.callbacks import events
+from grpo_lightning.callbacks.checkpoint import read
+from grpo_lightning.callbacks.export import export
+from grpo_lightning.data import PromptData
+from grpo_lightning.reward import check_columns
+from grpo_lightning.step import Preempted, StepModule
+
+log = logging.getLogger(__name__)
+
+Build = Callable[[str], Any]
+"""Name of a part -> the objects that its settings describe."""
+
+PREEMPTED = 143
+"""Exit status after SIGTERM: 128 + 15, as a shell reports it."""
+
+
+def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], directory_given: bool) -> float:
+    """Do what ``config`` says and leave ``summary.json``.
+
+    Args:
+        config: Resolved settings as plain values.
+        build: Instantiates a part of them.
+        overrides: What the user changed, for the summary.
+        directory_given: Whether the user named the run directory, so that a run to continue can be in it.
+
+    Returns:
+        ``metrics[sweep_metric]`` for hyper-parameter searches, which maximize it: always finite.
+
+    Raises:
+        ConfigError: The settings cannot work; nothing was loaded.
+        SystemExit: With status 143, after SIGTERM.
+    """
+    settings.check(config)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
+    directory = Path(config["run_dir"])
+    directory.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    summary: dict[str, Any] = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": list(overrides)}
+    module: StepModule | None = None
+    try:
+        checkpoint = _checkpoint(config, directory, directory_given)
+        lightning.seed_everything(config["seed"], workers=True, verbose=False)
+        announce(config)
+        data: PromptData = build("data")
+        data.load()
+        check_columns(build("reward"), data.columns)
+        module = build("module")
+        module.config = settings.redacted(config)
+        limit, count_tokens = config["data"]["max_prompt_length"], module.policy.count_tokens
+        data.limit_prompts(lambda prompts: [length <= limit for length in count_tokens(prompts)])
+        MODES[config["mode"]](config, build, module, data, checkpoint, directory)
+        status = "finished"
+    except (Preempted, SIGTERMException):
+        status = "preempted"
+    except BaseException:
+        status = "failed"
+        raise
+    finally:
+        if module is not None:
+            summary |= {"metrics": dict(sorted(module.metrics.items())), "steps": module.completed_steps}
+        summary |= {"seconds": round(time.perf_counter() - started, 3), "status": status}
+        _write_summary(directory, config["mode"], summary)
+    if status == "preempted":
+        log.warning("asked to end: the last complete step is saved; checkpoint=last continues from it")
+        sys.exit(PREEMPTED)
+    return sweep_value(summary["metrics"], config)
+
+
+def fit(
+    config: dict[str, Any],
+    build: Build,
+    module: StepModule,
+    data: PromptData,
+    checkpoint: Path | None,
+    directory: Path,
+) -> None:
+    """Train, from ``checkpoint`` if there is one."""
+    known = read(checkpoint)["run"] if checkpoint else {"events": {}, "config": module.config}
+    for key, then, now in differences(known["config"], module.config):
+        log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
+    if checkpoint or config["checkpoint"] == "last":
+        events.rewind(directory / "tensorboard", known["events"])
+    trainer: Trainer = build("trainer")
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+
+
+def validate(
+    config: dict[str, Any],
+    build: Build,
+    module: StepModule,
+    data: PromptData,
+    checkpoint: Path | None,
+    directory: Path,
+) -> None:
+    """Measure the policy, or ``checkpoint``'s, on the held-out prompts."""
+    trainer: Trainer = build("trainer")
+    trainer.validate(module, datamodule=data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+
+
+def write_export(
+    config: dict[str, Any],
+    build: Build,
+    module: StepModule,
+    data: PromptData,
+    checkpoint: Path | None,
+    directory: Path,
+) -> None:
+    """Write the policy, or ``checkpoint``'s, in Hugging Face format."""
+    if checkpoint:
+        content = read(checkpoint)
+        module.load_state_dict(content["state_dict"])
+        module.on_load_checkpoint(content)
+    export(module.policy, directory / "export", metrics=module.metrics, config=module.config)
+    log.info("exported to %s", directory / "export")
+
+
+MODES = {"fit": fit, "validate": validate, "export": write_export}
+
+
+def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> float:
+    """``metrics[sweep_metric]``, or the smallest float there is where it was not measured."""
+    name = config["sweep_metric"]
+    value = metrics.get(name, math.nan)
+    if math.isfinite(value):
+        return value
+    if config["mode"] != "export":
+        log.warning("sweep_metric=%s was not measured; there are %s", name, ", ".join(metrics))
+    return -sys.float_info.max
+
+
+def announce(config: Mapping[str, Any]) -> None:
+    """Print the settings as a tree, and what a step amounts to."""
+    console = Console(stderr=True)
+    tree = Tree("settings")
+    _grow(tree, settings.redacted(config))
+    console.print(tree, markup=False, highlight=False, soft_wrap=True)
+    console.print(settings.arithmetic(config), markup=False, highlight=False, soft_wrap=True)
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Settings of a checkpoint that the resumed run changed: (key, then, now). Those that may change are left out."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in sorted({*then, *now} - {"run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode"}):
+        one, other = then.get(key), now.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            found.append((f"{prefix}{key}", one, other))
+    return found
+
+
+def _grow(tree: Tree, node: Mapping[str, Any]) -> None:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            _grow(tree.add(str(key)), value)
+        else:
+            tree.add(f"{key}: {value}")
+
+
+def _checkpoint(config: Mapping[str, Any], directory: Path, directory_given: bool) -> Path | None:
+    """The file that ``checkpoint=`` names, or None to start anew."""
+    given = config["checkpoint"]
+    if given is None:
+        if config["mode"] == "fit" and (directory / "checkpoints" / "last.ckpt").exists():
+            raise ValueError(
+                f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
+            )
+        return None
+    if given != "last":
+        if "://" in given:
+            raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
+        if not Path(given).is_file():
+            raise ValueError(f"checkpoint={given}: no such file")
+        return Path(given)
+    if not directory_given:
+        raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
+    path = directory / "checkpoints" / "last.ckpt"
+    if path.exists():
+        return path
+    if config["mode"] != "fit":
+        raise ValueError(f"checkpoint=last: there is no {path}")
+    log.warning("checkpoint=last: there is no %s yet, starting from the beginning", path)
+    return None
+
+
+def _write_summary(directory: Path, mode: str, summary: Mapping[str, Any]) -> None:
+    """``summary.json``; a later validation or export of the same directory does not overwrite that of its training."""
+    path = directory / "summary.json"
+    if mode != "fit" and path.exists():
+        path = directory / f"summary_{mode}.json"
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    staged.replace(path)

@@ -1,0 +1,80 @@
+"""A look at the first rollout for the errors that training hides: it would go on and merely learn less."""
+
+import torch
+
+from grpo_lightning.batch import Rollout, Sampling
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout import split
+
+
+class SelfCheckError(RuntimeError):
+    """Sampling, scoring and reference do not describe the same distribution."""
+
+
+@torch.no_grad()
+def check_rollout(
+    policy: Policy,
+    reference: Policy | None,
+    rollout: Rollout,
+    sampling: Sampling,
+    microbatch_tokens: int,
+    *,
+    tolerance: float = 1e-3,
+) -> None:
+    """Check a rollout made with weights that were not updated since.
+
+    Args:
+        policy: As it sampled.
+        reference: Of the KL term, or None.
+        rollout: With the sampler's log-probabilities as the old ones.
+        sampling: How it was drawn.
+        microbatch_tokens: Most tokens in one forward pass.
+        tolerance: Largest difference in nats for float32 weights; 16-bit ones get 0.3, their rounding.
+
+    Raises:
+        SelfCheckError: Scoring the same tokens twice differs (something random is left on, so that no ratio is 1);
+            scoring differs from the sampler (then the ratio of the first update is not 1); or a reference that is a
+            copy of the policy is not at distance 0.
+    """
+    rows = rollout[split(rollout, microbatch_tokens)[0]]
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.parameters()) or torch.is_autocast_enabled(
+        rows.ids.device.type
+    )
+    allowed = 0.3 if half else tolerance
+    first = policy.logprobs(rows, temperature=sampling.temperature)
+    again = policy.logprobs(rows, temperature=sampling.temperature)
+    if not torch.equal(first, again):
+        raise SelfCheckError(
+            f"scoring the same completions twice differs by up to {_gap(first, again):.2g} nats, so the ratio to the "
+            "old policy is never 1: dropout or another random layer is still on in the policy"
+        )
+    if (gap := _gap(first, rows.old_logprobs)) > allowed:
+        alone = rows[torch.arange(1, device=rows.mask.device)]
+        moved = _gap(policy.logprobs(alone, temperature=sampling.temperature), first[:1])
+        cause = (
+            f"the score of a completion changes by {moved:.2g} with the rows beside it: the model does not respect "
+            "attention_mask or position_ids (padding)"
+            if moved > allowed
+            else "the model scores a token otherwise in one pass than step by step with its cache, or another "
+            "temperature was sampled than is scored"
+        )
+        raise SelfCheckError(
+            f"recomputed log-probabilities differ from the sampler's by up to {gap:.2g} nats "
+            f"(allowed: {allowed}): {cause}"
+        )
+    if reference is not None and _same_weights(policy, reference):
+        found = reference.logprobs(rows, temperature=sampling.temperature)
+        if (gap := _gap(first, found)) > allowed:
+            raise SelfCheckError(
+                f"the reference is a copy of the policy, yet their log-probabilities differ by up to {gap:.2g} nats: "
+                "the KL term would pull to a wrong place (another dtype or attention implementation?)"
+            )
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def _same_weights(policy: Policy, reference: Policy) -> bool:
+    mine, theirs = dict(policy.named_parameters()), dict(reference.named_parameters())
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,0 +1,91 @@
+"""Validation on held-out prompts, with its own sampling: pass@1, pass@k, maj@k and the rewards."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from grpo_lightning.batch import Prompts, Sampling
+from grpo_lightning.clock import Clock
+from grpo_lightning.metric import MajorityAtK, PassAtK
+from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.reward import Weighted
+from grpo_lightning.reward.text import answer_text
+from grpo_lightning.rollout import Judged, judge
+
+
+class Validation(nn.Module):
+    """Collects metrics over the held-out prompts.
+
+    Args:
+        reward: As in training.
+        outcome: The reward that says whether a completion is right; None as in ``rollout.judge``.
+        threshold: Its least score that counts as right.
+        every: Steps between validations; kept for whoever schedules them.
+        samples_per_prompt: Completions of each prompt, n.
+        ks: pass@k and maj@k are reported for these, each at most n; pass@1 always is.
+        temperature: 0 is greedy; the others as in ``Sampling``.
+        top_p: As in ``Sampling``.
+        top_k: As in ``Sampling``.
+        min_p: As in ``Sampling``.
+        max_new_tokens: As in ``Sampling``.
+        stop: As in ``Sampling``.
+    """
+
+    def __init__(
+        self,
+        reward: Mapping[str, Weighted],
+        outcome: str | None,
+        threshold: float,
+        *,
+        every: int,
+        samples_per_prompt: int,
+        ks: Sequence[int],
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        min_p: float,
+        max_new_tokens: int,
+        stop: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.judge = judge(reward, outcome, threshold)
+        self.every = every
+        self.samples_per_prompt = samples_per_prompt
+        self.sampling = Sampling(temperature, top_p, top_k, min_p, max_new_tokens, tuple(stop))
+        self.passes = {f"val/pass@{k}": PassAtK(k) for k in sorted({1, *ks})}
+        self.majorities = {f"val/maj@{k}": MajorityAtK(k) for k in sorted(set(ks)) if k > 1}
+        self.rewards = {name: MeanMetric(nan_strategy="ignore") for name in (*reward, "total")}
+        # Registered, so that they move to the device with the module.
+        self._metrics = nn.ModuleList([*self.passes.values(), *self.majorities.values(), *self.rewards.values()])
+
+    def step(self, policy: Policy, prompts: Prompts, *, seed: int, clock: Clock, poll: Poll | None = None) -> Judged:
+        """Sample and count some prompts; returns what was sampled."""
+        judged = self.judge(
+            policy,
+            prompts,
+            group_size=self.samples_per_prompt,
+            sampling=self.sampling,
+            seed=seed,
+            clock=clock,
+            poll=poll,
+        )
+        right = judged.right.view(len(prompts), self.samples_per_prompt)
+        answers = [answer_text(text) for text in judged.sampled.texts]
+        groups = [answers[i : i + self.samples_per_prompt] for i in range(0, len(answers), self.samples_per_prompt)]
+        for passes in self.passes.values():
+            passes.update(right)
+        for majority in self.majorities.values():
+            majority.update(right, groups)
+        for name, mean in self.rewards.items():
+            mean.update(judged.rewards[name].to(mean.device))
+        return judged
+
+    def compute(self) -> dict[str, Tensor]:
+        """The metrics over everything counted since the last call, by name."""
+        rewards = {f"val/reward/{name}": mean for name, mean in self.rewards.items()}
+        values: dict[str, Tensor] = {}
+        for name, metric in (self.passes | self.majorities | rewards).items():
+            values[name] = metric.compute()
+            metric.reset()
+        return values

@@ -1,0 +1,29 @@
+"""The settings as train.py composes them, without a run."""
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+
+
+def settings(*overrides: str) -> DictConfig:
+    """conf/train.yaml with overrides; the run directory is one that nobody writes to unless named."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", ["run_dir=/nonexistent", *overrides])
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """The same, resolved, as the package sees it."""
+    config: Any = OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True)
+    return config
+
+
+def build(*overrides: str) -> Any:
+    """Part -> what its settings describe."""
+    config = settings(*overrides)
+    return lambda part: instantiate(config[part], _convert_="all")

@@ -1,0 +1,32 @@
+"""Reward functions as a user would write them in a file of their own, right and wrong."""
+
+
+def vowels(completions, **kwargs):
+    """TRL's signature: varies with any text."""
+    return [sum(c in "aeiou" for c in text) / (len(text) + 1) for text in completions]
+
+
+def sometimes(completions, answer):
+    return [None if len(text) % 2 else len(text) / 10 for text in completions]
+
+
+def never(completions):
+    return [None] * len(completions)
+
+
+def too_few(completions):
+    return [1.0] * (len(completions) - 1)
+
+
+def not_a_number(completions):
+    return [1.0] * (len(completions) - 1) + [float("nan")]
+
+
+def raising(completions):
+    if any(completions):
+        raise RuntimeError("judge is out")
+    return [0.0] * len(completions)
+
+
+def infinite_gradient(completions):
+    return [1e38 if i % 2 else -1e38 for i in range(len(completions))]

@@ -1,0 +1,47 @@
+"""A whole run in this process, as train.py makes it, on a policy small enough for milliseconds."""
+
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.run import run
+from tests.composed import build, composed
+
+SMALL = (
+    "policy=scratch",
+    "policy.hidden_size=16",
+    "policy.intermediate_size=32",
+    "policy.num_layers=1",
+    "policy.num_heads=2",
+    "data.prompts_per_step=2",
+    "data.train_size=50",
+    "data.validation_size=4",
+    "validation.samples_per_prompt=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=10",
+    "rollout.stop=[a,e,i,o,u,A,B,C,D,E,F,G]",  # a random policy would never end: this makes lengths ragged
+    "reward=[custom,format]",
+    "reward.custom.function._target_=tests.rewards.vowels",
+    "trainer=cpu",
+    "steps=1",
+)
+
+
+def small_run(directory: Path, *overrides: str) -> GRPOLightningModule:
+    """Train as ``overrides`` say and return the module."""
+    arguments = [*SMALL, f"run_dir={directory}", *overrides]
+    parts = build(*arguments)
+    built: dict[str, Any] = {}
+
+    def remember(part: str) -> Any:
+        built[part] = parts(part)
+        return built[part]
+
+    run(composed(*arguments), remember, overrides=list(overrides), directory_given=True)
+    module: GRPOLightningModule = built["module"]
+    return module
+
+
+def small_module(*overrides: str) -> Any:
+    """A module without a trainer."""
+    return build(*SMALL, *overrides)("module")

@@ -1,0 +1,127 @@
+import pytest
+
+from grpo_lightning.config import ConfigError, arithmetic, check, redacted
+from grpo_lightning.config.target import trusted
+from tests.composed import composed
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        check(composed(*overrides))
+    assert all(problem in str(error.value) for problem in error.value.problems)
+    return error.value.problems
+
+
+def test_the_defaults_are_right():
+    check(composed())
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optimizer.lr=nan", "optimizer.lr=nan: allowed is a number >= 0"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: allowed is a number >= 0"),
+        ("steps=0", "steps=0: allowed is an integer >= 1"),
+        ("steps=2.5", "steps=2.5: allowed is an integer >= 1"),
+        ("steps=true", "steps=True: allowed is an integer >= 1"),
+        ("seed=-1", "seed=-1: allowed is an integer >= 0"),
+        ("mode=train", "mode=train: allowed is one of fit, validate, export"),
+        ("rollout.group_size=1", "rollout.group_size=1: allowed is an integer >= 2"),
+        ("rollout.temperature=0", "rollout.temperature=0: allowed is a number > 0"),
+        ("rollout.temperature=inf", "rollout.temperature=inf: allowed is a number > 0"),
+        ("rollout.top_p=0", "rollout.top_p=0: allowed is a number in (0, 1]"),
+        ("validation.stop=[a,7]", "validation.stop=['a', 7]: allowed is a list of texts"),
+        ("rollout.top_k=-1", "rollout.top_k=-1: allowed is an integer >= 0"),
+        ("rollout.min_p=1", "rollout.min_p=1: allowed is a number in [0, 1)"),
+        ("data.prompts_per_step=-4", "data.prompts_per_step=-4: allowed is an integer >= 1"),
+        ("data.max_prompt_length=0", "data.max_prompt_length=0: allowed is an integer >= 1 or null"),
+        ("module.ppo_epochs=null", "module.ppo_epochs=null: allowed is an integer >= 1"),
+        ("module.microbatch_tokens=0", "module.microbatch_tokens=0: allowed is an integer >= 1"),
+        ("loss.kl_coef=-0.1", "loss.kl_coef=-0.1: allowed is a number >= 0"),
+        ("loss.surrogate.epsilon_low=1", "loss.surrogate.epsilon_low=1: allowed is a number in (0, 1)"),
+        ("advantage.correction=2", "advantage.correction=2: allowed is one of 0, 1"),
+        ("reward.accuracy.weight=nan", "reward.accuracy.weight=nan: allowed is a finite number"),
+        ("trainer.precision=16-mixed", "trainer.precision=16-mixed: allowed is one of 32-true, 32, 32, bf16-mixed"),
+        ("optimizer.betas=[0.9,inf]", "optimizer.betas.1=inf: allowed is a finite number"),
+        ("+loss.kl_coeff=0.1", "loss.kl_coeff: unknown; grpo_lightning.loss.PolicyLoss takes surrogate, kl, weights,"),
+        ("module.self_check=maybe", "module.self_check=maybe: allowed is true or false"),
+        ("policy.path=3", "policy.path=3: allowed is text"),
+        ("loss.kl._target_=os.system", "loss.kl._target_=os.system: allowed are members of grpo_lightning, torch"),
+        ("loss.kl._target_=grpo_lightning.loss.k9", "loss.kl._target_=grpo_lightning.loss.k9: not found"),
+        ("loss.kl._target_=k3", "loss.kl._target_=k3: allowed is a dotted path"),
+        ("reference=none", "loss.kl_coef=0.04: allowed is 0 with reference=none; or choose a reference"),
+        (
+            "module.minibatch_size=7",
+            "module.minibatch_size=7: allowed is a divisor of data.prompts_per_step x rollout.group_size = ",
+        ),
+        (
+            "data.train_size=3",
+            "allowed is at most data.train_size=3, the training prompts there are",
+        ),
+        ("validation.ks=[1,5]", "validation.ks=[1, 5]: allowed are integers from 1 to validation.samples_per_prompt=4"),
+        ("rollout.outcome=correct", "rollout.outcome=correct: allowed is one of the rewards: accuracy, format or null"),
+        ("reward=[]", "reward=[]: allowed is at least one reward"),
+        (
+            "+reward.mine._target_=grpo_lightning.reward.format.format",
+            "reward.mine: grpo_lightning.reward.format.format needs completions (or",
+        ),
+        ("policy.dtype=bfloat16", "policy.dtype=bfloat16: allowed is float32 for training"),
+    ],
+)
+def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
+    (found,) = problems(override)
+    assert message in found
+
+
+def test_every_mistake_is_reported_at_once():
+    found = problems(
+        "optimizer.lr=nan", "rollout.group_size=1", "+loss.kl_coeff=1", "reference=none", "validation.ks=[9]"
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        "rollout.group_size=1",
+        "optimizer.lr=nan",
+        "loss.kl_coeff",
+        "validation.ks=[9]",
+        "loss.kl_coef=0.04",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["module.minibatch_size=64", "reference=none loss.kl_coef=0", "mode=validate policy.dtype=bfloat16", "steps=1"],
+)
+def test_what_is_right_passes(override):
+    check(composed(*override.split()))
+
+
+def test_only_known_packages_and_the_users_own_files_are_imported(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("raise RuntimeError('must not be imported to be judged')\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert trusted("my_rewards.f")
+    assert trusted("torch.optim.SGD")
+    for name in ("os.system", "builtins.eval", "subprocess.run", "sys.exit", "no_such_package.f", "pathlib.Path"):
+        assert not trusted(name)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not trusted("my_rewards.f")
+
+
+def test_arithmetic():
+    config = composed("steps=10", "data.prompts_per_step=4", "rollout.group_size=6")
+    assert arithmetic(config) == (
+        "4 prompts x 6 completions = 24 completions per rollout; 1 optimizer step per rollout; "
+        "10 rollouts = 240 completions, 10 optimizer steps in total"
+    )
+    config["module"] |= {"ppo_epochs": 3, "minibatch_size": 12}
+    assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in arithmetic(config)
+
+
+def test_secrets_are_not_shown():
+    config = {"logger": {"api_key": "s3", "name": "x"}, "hub_token": "s3", "max_new_tokens": 5, "password": None}
+    assert redacted(config) == {
+        "logger": {"api_key": "<redacted>", "name": "x"},
+        "hub_token": "<redacted>",
+        "max_new_tokens": 5,
+        "password": None,
+    }

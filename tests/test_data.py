@@ -1,0 +1,586 @@
+"""Order, sources and the data module, on small real files."""
+
+import functools
+import itertools
+import json
+import logging
+import operator
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import datasets
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from grpo_lightning.batch import Prompts
+from grpo_lightning.data import PromptData, hold_out, keep
+from grpo_lightning.data.hub import Hub, gsm8k_answer, gsm8k_row
+from grpo_lightning.data.hub import prompts as hub_prompts
+from grpo_lightning.data.jsonl import Inline, JsonLines
+from grpo_lightning.data.jsonl import prompts as jsonl_prompts
+from grpo_lightning.data.order import StepSampler, even_batches, permutation, prompt_index
+from grpo_lightning.data.reasoning_gym import _SPARE_OFFSET, _TRAIN_SEED, _VALIDATION_SEED, DATASETS, ReasoningGym
+from grpo_lightning.data.reasoning_gym import prompts as gym_prompts
+
+SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 100 sums and 100 differences
+CHAT = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+def write(path, *lines) -> str:
+    """A file with one line per value; text is written as it is."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def settings(**changed):
+    fixed = {"prompts_per_step": 2, "steps": 10, "validate_every": 4, "validation_size": 3, "validation_batch_size": 2}
+    return fixed | {"max_prompt_length": None, "seed": 0, "verifier": "x.y"} | changed
+
+
+def inline(count, **changed) -> PromptData:
+    """Prompts "p0", "p1", … for training, "v0" … "v3" held out."""
+    held_out = [f"v{i}" for i in range(4)]
+    train = Inline([{"prompt": f"p{i}", "answer": i} for i in range(count)])
+    return PromptData(train=train, validation=functools.partial(Inline, held_out), **settings(**changed))
+
+
+def attach(data, completed_steps=0, rank=0, world_size=1) -> PromptData:
+    """The data module in the hands of a trainer."""
+    module = SimpleNamespace(completed_steps=completed_steps)
+    data.trainer = SimpleNamespace(lightning_module=module, global_rank=rank, world_size=world_size)
+    return data
+
+
+def texts(loader) -> list[tuple]:
+    return [batch.texts for batch in loader]
+
+
+# Order
+
+
+def test_every_epoch_is_another_permutation_whatever_the_seed():
+    epochs = [[prompt_index(seed, e * 7 + i, 7) for i in range(7)] for seed in (0, 1) for e in range(3)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 6
+
+
+def test_the_order_is_pinned_because_a_resumed_run_relies_on_it():
+    assert [prompt_index(3, i, 5) for i in range(12)] == [prompt_index(3, i, 5) for i in reversed(range(12))][::-1]
+    assert permutation(0, 0, 5).tolist() == [1, 3, 2, 4, 0]
+
+
+def test_seeds_that_agree_in_their_low_32_bits_give_different_orders():
+    assert permutation(1, 0, 50).tolist() != permutation(1 + 2**32, 0, 50).tolist()
+
+
+def test_no_more_than_two_epochs_are_kept():
+    for epoch in range(5):
+        prompt_index(0, epoch * 9, 9)
+    assert permutation.cache_info().currsize == 2
+
+
+def test_steps_consume_the_run_in_order_whatever_the_start_the_split_and_the_devices():
+    run = [prompt_index(5, i, 10) for i in range(24)]  # crosses two epoch borders, one of them within a step
+    whole = list(StepSampler(10, 4, 5, 0, 6))
+    assert whole == [run[0:4], run[4:8], run[8:12], run[12:16], run[16:20], run[20:24]]
+    assert list(StepSampler(10, 4, 5, 2, 3)) == whole[2:5]
+    assert functools.reduce(operator.iadd, StepSampler(10, 6, 5, 0, 4), []) == run
+    ranks = [list(StepSampler(10, 4, 5, 0, 6, rank, 2)) for rank in range(2)]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+    assert len(StepSampler(10, 4, 5, 2, 3)) == 3
+
+
+def test_prompts_that_devices_cannot_share_equally_are_refused():
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=6: allowed: a multiple of the number of devices, 4"):
+        StepSampler(10, 6, 0, 0, 1, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "world_size", "expected"),
+    [
+        (5, 2, 1, [[[0], [1, 2], [3, 4]]]),  # ceil(5 / 2) = 3 batches
+        (4, 9, 1, [[[0, 1, 2, 3]]]),
+        (7, 2, 2, [[[0], [1, 2]], [[3, 4], [5, 6]]]),  # 3 and 4 prompts, both in ceil(4 / 2) = 2 batches
+        (5, 2, 2, [[[0], [1]], [[2], [3, 4]]]),  # 2 and 3 prompts, both in ceil(3 / 2) = 2 batches
+        (2, 4, 2, [[[0]], [[1]]]),
+        (3, 1, 2, [[[0]], [[1, 2]]]),  # two batches would leave one of rank 0 empty
+    ],
+)
+def test_validation_batches_by_hand(size, batch_size, world_size, expected):
+    assert [even_batches(size, batch_size, rank, world_size) for rank in range(world_size)] == expected
+
+
+def test_more_devices_than_held_out_prompts_are_refused():
+    with pytest.raises(ValueError, match=r"data.validation_size=3: allowed: at least the number of devices, 4"):
+        even_batches(3, 2, 0, 4)
+
+
+# JSON lines and parquet
+
+
+def test_rows_of_json_lines_are_text_or_messages_and_the_rest_are_columns(tmp_path):
+    one = write(tmp_path / "a.jsonl", "\ufeff" + json.dumps({"prompt": "a\u2028b", "answer": 1}), "", "  ")
+    two = write(tmp_path / "b.ndjson", {"answer": None, "prompt": CHAT})
+    source = JsonLines([one, two])
+    assert [source[i] for i in range(len(source))] == [("a\u2028b", {"answer": 1}), (CHAT, {"answer": None})]
+    assert JsonLines(write(tmp_path / "c.jsonl", {"q": "x", "prompt": "y"}), "q")[0] == ("x", {"prompt": "y"})
+
+
+def test_rows_of_parquet(tmp_path):
+    messages = [{**message, "name": None} for message in CHAT]
+    table = pyarrow.table({"prompt": [CHAT, messages], "answer": ["1", "2"], "info": [{"k": 1}, {"k": 2}]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = JsonLines(str(tmp_path / "a.parquet"))
+    assert [source[i] for i in range(2)] == [
+        (CHAT, {"answer": "1", "info": {"k": 1}}),
+        (CHAT, {"answer": "2", "info": {"k": 2}}),
+    ]
+
+
+GOOD = {"prompt": "p", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"prompt": "p"', r"line 3: no JSON: Expecting"),
+        ("[1, 2]", r"line 3: list '\[1, 2\]'; allowed: a JSON object"),
+        ("[" * 100_000, r"line 3: nested too deeply"),
+        ({"prompt": "p"}, r"line 3, column 'answer': missing, while .*a.jsonl, line 1 has it"),
+        ({"answer": "1"}, r"line 3, column 'prompt': missing, while"),
+        ({**GOOD, "late": 1}, r"line 1, column 'late': missing, while .*a.jsonl, line 3 has it"),
+        ({**GOOD, "completions": 1}, r"line 3, column 'completions': allowed: any name but"),
+        ({**GOOD, "prompt": " \n"}, r"line 3, column 'prompt': empty; allowed: text or a list of chat messages"),
+        ({**GOOD, "prompt": None}, r"line 3, column 'prompt': null; allowed: text or"),
+        ({**GOOD, "prompt": 7}, r"line 3, column 'prompt': int '7'; allowed: text or"),
+        ({**GOOD, "prompt": "\ud800"}, r"line 3, column 'prompt': half a surrogate pair at character 0"),
+        ({**GOOD, "prompt": []}, r"line 3, column 'prompt': empty"),
+        ({**GOOD, "prompt": [CHAT[0]]}, r"line 3, column 'prompt': empty"),
+        ({**GOOD, "prompt": [*CHAT, "hi"]}, r"line 3, column 'prompt', message 3: str 'hi'; allowed: an object with"),
+        ({**GOOD, "prompt": [{"role": "user"}]}, r"line 3, column 'prompt', message 1: an object with \['role'\]"),
+        (
+            {**GOOD, "prompt": [{**CHAT[1], "tool": "x"}]},
+            r"line 3, column 'prompt', message 1: an object with \['content', 'role', 'tool'\]",
+        ),
+        (
+            {**GOOD, "prompt": [{"role": "user", "content": 3}]},
+            r"line 3, column 'prompt', message 1: content is int '3'; allowed",
+        ),
+        ({**GOOD, "prompt": [{"role": " ", "content": "x"}]}, r"line 3, column 'prompt', message 1: role is empty"),
+        (
+            {**GOOD, "prompt": [{"role": "user", "content": "\udfff"}]},
+            r"line 3, column 'prompt', message 1: half a surrogate",
+        ),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path, bad, message):
+    path = write(tmp_path / "a.jsonl", GOOD, "", bad)
+    with pytest.raises(ValueError, match=r"a\.jsonl, " + message):
+        JsonLines(path)
+
+
+def test_bytes_that_are_no_utf8_are_named_by_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "p"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no JSON: 'utf-8' codec"):
+        JsonLines(str(tmp_path / "a.jsonl"))
+
+
+def test_a_malformed_parquet_row_is_named_by_row(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p", "q", None]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 3, column 'prompt': null"):
+        JsonLines(str(tmp_path / "a.parquet"))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    for name, content, message in [
+        ("a.jsonl", "\n", r"a\.jsonl: there is no row"),
+        ("a.csv", "", r"data.path=.*a\.csv: allowed: a file ending in \.jsonl, .*\.parquet"),
+        ("a.parquet", "junk", r"a\.parquet: not a parquet file"),
+    ]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            JsonLines(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"none\.jsonl: there is no such file"):
+        JsonLines(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1, column 'prompt': missing; the columns are \['q'\]"):
+        JsonLines(write(tmp_path / "a.jsonl", {"q": "x"}))
+
+
+def test_prompts_in_the_config():
+    source = Inline(["a", CHAT, {"prompt": "c"}])
+    assert [source[i] for i in range(3)] == [("a", {}), (CHAT, {}), ("c", {})]
+    with pytest.raises(ValueError, match=r"data.train.prompts, item 2, column 'prompt': empty"):
+        Inline(["a", ""])
+
+
+def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
+    rows = [{"prompt": f"p{i}", "i": i} for i in range(20)] + [{"prompt": f"p{i}", "i": 20 + i} for i in range(20)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    data = [
+        jsonl_prompts(path=path, validation_path=None, prompt_column="prompt", **settings(validation_size=8, seed=s))
+        for s in (0, 1)
+    ]
+    first, second = ([d.validation[i] for i in range(len(d.validation))] for d in data)
+    train = [data[0].train[i] for i in range(len(data[0].train))]
+    assert first == second
+    assert len(first) == 8
+    assert not {prompt for prompt, _ in first} & {prompt for prompt, _ in train}
+    held_out_numbers = [columns["i"] for _, columns in first]
+    assert held_out_numbers == sorted(held_out_numbers) != list(range(32, 40))
+    both = Counter(n % 20 for n in held_out_numbers)  # a prompt held out once leaves one repeat behind
+    assert len(train) == 40 - 8 - sum(count == 1 for count in both.values())
+    assert "training rows that repeat a held-out prompt" in caplog.text
+
+
+def test_a_small_file_holds_out_a_fifth(caplog):
+    train, validation = hold_out(Inline([f"p{i}" for i in range(11)]), 256)
+    assert (len(train), len(validation)) == (9, 2)
+    assert "held out 2 of 11 rows, fewer than data.validation_size=256" in caplog.text
+    assert [len(part) for part in hold_out(Inline(["a", "b"]), 1)] == [1, 1]
+    with pytest.raises(ValueError, match="1 rows; allowed: at least 2"):
+        hold_out(Inline(["a"]), 1)
+
+
+# The hub
+
+
+def saved() -> datasets.DatasetDict:
+    rows = {"question": ["one?", "two?", "three?"], "answer": ["so #### 1", "#### 2,000", "#### 3"], "level": [1, 2, 3]}
+    return datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), test=datasets.Dataset.from_dict(rows))
+
+
+COLUMNS = {"prompt": "question", "answer": "answer"}
+
+
+def test_a_saved_data_set_with_filter_map_and_columns(tmp_path):
+    saved().save_to_disk(tmp_path / "d")
+    source = Hub(str(tmp_path / "d"), "train", columns=COLUMNS, filter=lambda row: row["level"] > 1, map_row=gsm8k_row)
+    assert [source[i] for i in range(len(source))] == [("two?", {"answer": "2000"}), ("three?", {"answer": "3"})]
+    saved()["test"].save_to_disk(tmp_path / "one")
+    assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("three?", {})
+    with pytest.raises(ValueError, match=r"data.split='dev': no such split in .*; allowed: \['test', 'train'\]"):
+        Hub(str(tmp_path / "d"), "dev", columns=COLUMNS)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "folder/train.jsonl"])
+def test_a_local_file_or_folder_is_loaded_by_datasets(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / name, {"prompt": "a", "level": 1}, {"prompt": CHAT[1]["content"], "level": 2})
+    source = Hub(str(tmp_path / name.split("/")[0]), "train[1:]")
+    assert (len(source), source[0]) == (1, ("hi", {"level": 2}))
+
+
+def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
+    saved().save_to_disk(tmp_path / "d")
+    path = str(tmp_path / "d")
+    with pytest.raises(
+        ValueError, match=r"data.columns=.*: nope not in .*; allowed: .*\['answer', 'level', 'question'"
+    ):
+        Hub(path, "train", columns={"prompt": "nope"})
+    with pytest.raises(ValueError, match=r"data.columns=.*: nothing is mapped to prompt"):
+        Hub(path, "train", columns={"answer": "answer"})
+    with pytest.raises(ValueError, match=r"\(train\), row 1, column 'prompt': missing; the columns are \['answer'"):
+        Hub(path, "train")
+    with pytest.raises(ValueError, match=r"\(train\), row 3: data.filter or data.map_row: ZeroDivisionError"):
+        Hub(path, "train", columns=COLUMNS, filter=lambda row: 1 / (row["level"] - 3))
+    late = {"filter": lambda row: row["level"] > 1, "map_row": lambda r: {**r, "question": "x" * (3 - r["level"])}}
+    with pytest.raises(ValueError, match=r"\(train\), row 3, column 'prompt': empty"):  # its number before filtering
+        Hub(path, "train", columns=COLUMNS, **late)
+    with pytest.raises(ValueError, match=r"\(train\): there is no row"):
+        Hub(path, "train", columns=COLUMNS, filter=lambda row: row["level"] > 3)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"a\.txt', data.split='train': allowed: a file ending in \.json, "):
+        Hub(str(tmp_path / "a.txt"), "train")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"data.path='no/such', data.split='train': "):
+        Hub("no/such", "train")
+
+
+def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
+    saved().save_to_disk(tmp_path / "d")
+    unused = {"name": None, "revision": None, "filter": None, "map_row": None}
+    build = functools.partial(hub_prompts, path=str(tmp_path / "d"), split="train", columns=COLUMNS, **unused)
+    both, one = (build(validation_split=split, **settings()) for split in ("test", None))
+    assert both.describe() == {
+        "training prompts": 3,
+        "held-out prompts": 3,
+        "dropped prompts": 0,
+        "columns": ["answer"],
+    }
+    assert (len(one.train), len(one.validation)) == (2, 1)
+
+
+def test_gsm8k_answer():
+    assert gsm8k_answer("3 #### 4\n#### -1,234.5 ") == "-1234.5"
+    for text in ("1234", "1 #### "):
+        with pytest.raises(ValueError, match="no answer after '####'"):
+            gsm8k_answer(text)
+
+
+# reasoning_gym
+
+
+@pytest.mark.parametrize(
+    "task", ["chain_sum", "spell_backward", "gcd", "gsm_symbolic", "list_functions", "pool_matrix", "boxnet"]
+)
+def test_entries_are_the_same_whenever_they_are_asked_for(task):
+    source, again = (ReasoningGym(task, {}, size=6, seed=10) for _ in range(2))
+    rows = [source[i] for i in range(6)]
+    random.seed(0)
+    numpy.random.seed(0)
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    assert [again[i] for i in (5, 2)] == [rows[5], rows[2]]
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before  # no task disturbs the run's
+    assert all(isinstance(prompt, str) and prompt and isinstance(row["answer"], str) for prompt, row in rows)
+    assert all(list(row) == ["answer", "task", "metadata", "task_config"] for _, row in rows)
+    assert {row["task"] for _, row in rows} == {task}
+    with pytest.raises(IndexError):
+        source[6]
+
+
+def test_settings_reach_the_task_and_go_before_its_level():
+    build = functools.partial(gym_prompts, task="chain_sum", train_size=9, **settings())
+    levels = {"chain_sum": {**SUM, "min_terms": 4, "max_terms": 4}}
+    assert build(task_config=None, levels=levels).train[0][1]["metadata"]["num_terms"] == 4
+    row = build(task_config={"max_terms": 3, "min_terms": 3}, levels=levels).train[0][1]
+    assert row["metadata"]["num_terms"] == 3
+    assert row["task_config"] == {**SUM, "min_terms": 3, "max_terms": 3}
+    assert build(task_config=None, levels={"gcd": {}}).validation[0][1]["task_config"] == {}
+
+
+def test_a_composite_takes_plain_values():
+    spec = {"name": "chain_sum", "weight": 1, "config": SUM}
+    assert ReasoningGym("composite", {"datasets": [spec]}, 3, 0)[0][1]["metadata"]["source_dataset"] == "chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "size", "message"),
+    [
+        ("chain_sums", {}, 3, "data.task='chain_sums': allowed: a name of a reasoning_gym data set, such as chain_sum"),
+        ("??", {}, 3, "such as ab, acre, "),
+        (
+            "chain_sum",
+            {"terms": 2},
+            3,
+            r"data.task_config: terms: no setting of .*; allowed: \['allow_negation', 'max_",
+        ),
+        ("chain_sum", {"size": 2}, 3, "data.task_config: size: no setting"),
+        ("chain_sum", {"max_terms": 1}, 3, r"data.task_config=\{'max_terms': 1\}: refused by .*: max_terms must be"),
+        ("chain_sum", {"max_terms": "x"}, 3, r"data.task_config=.*: refused by data.task='chain_sum'"),
+        ("composite", {"datasets": [{"nam": "x"}]}, 3, r"data.task_config=.*: refused by data.task='composite'"),
+        ("chain_sum", {}, 0, r"data.train_size, data.validation_size: got 0: allowed: 1 to 268435456"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_named(task, config, size, message):
+    with pytest.raises(ValueError, match=message):
+        ReasoningGym(task, config, size, 0)
+
+
+def test_unfit_entries_are_replaced_the_same_way_every_time():
+    def fits(prompts):
+        return [
+            len(prompt) <= len("State the final answer to the following arithmetic problem: 1 - 1 =")
+            for prompt in prompts
+        ]
+
+    config = {**SUM, "max_digits": 2}
+    source = ReasoningGym("chain_sum", config, 40, 5)
+    kept, lost = keep(source, fits)
+    rows = [kept[i] for i in range(40)]
+    stay = [fits([source[i][0]])[0] for i in range(40)]
+    assert lost == 0
+    assert 0 < stay.count(False) < 40
+    assert kept.redrawn == stay.count(False)
+    assert source.redrawn == 0
+    assert all(fits([prompt])[0] for prompt, _ in rows)
+    assert [rows[i] == source[i] for i in range(40)] == stay
+    assert [keep(source, fits)[0][i] for i in reversed(range(40))] == rows[::-1]
+    assert keep(kept, lambda prompts: ["+" in p for p in prompts])[0][0][0].count("+") == 1  # both conditions hold
+    assert all(fits([keep(kept, lambda prompts: ["+" in p for p in prompts])[0][i][0]])[0] for i in range(40))
+
+
+def test_training_never_meets_a_held_out_question_while_there_are_others():
+    config = {"task": "chain_sum", "task_config": SUM, "levels": {}, "train_size": 300}
+    data = gym_prompts(**config, **settings(validation_size=100))
+    held_out = {data.validation[i][0] for i in range(100)}
+    plain = ReasoningGym("chain_sum", SUM, 300, _TRAIN_SEED)
+    assert held_out & {plain[i][0] for i in range(300)}
+    assert not held_out & {data.train[i][0] for i in range(300)}
+    few = gym_prompts(**config, **settings(validation_size=900))  # 200 questions, so that most are held out
+    assert {few.train[i][0] for i in range(50)} & {few.validation[i][0] for i in range(900)}
+
+
+def test_held_out_questions_that_are_replaced_are_avoided_too():
+    data = gym_prompts(
+        task="chain_sum",
+        task_config=SUM,
+        levels={},
+        train_size=300,
+        **settings(validation_size=40, max_prompt_length=1),
+    )
+    data.limit_prompts(lambda prompts: ["+" in prompt for prompt in prompts])
+    held_out, train = ([s[i][0] for i in range(len(s))] for s in (data.validation, data.train))
+    assert (len(held_out), len(train)) == (40, 300)
+    assert all("+" in prompt for prompt in held_out + train)
+    assert not set(held_out) & set(train)
+
+
+def test_training_and_validation_seeds_are_disjoint_whatever_the_sizes():
+    half = _SPARE_OFFSET
+    blocks = [(start, start + half) for base in (_TRAIN_SEED, _VALIDATION_SEED) for start in (base, base + half)]
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(blocks))
+    assert blocks[-1][1] == 2**30 < 2**32  # where the demonstrations' seeds begin
+
+
+def test_slow_entries_are_made_once(monkeypatch):
+    calls = Counter()
+    made = DATASETS["chain_sum"][0].__getitem__
+    monkeypatch.setattr(
+        DATASETS["chain_sum"][0], "__getitem__", lambda self, i: calls.update([self.seed + i]) or made(self, i)
+    )
+    data = gym_prompts(task="chain_sum", task_config=None, levels={}, train_size=50, **settings(validation_size=20))
+    attach(data).train_dataloader()
+    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}  # before a worker could start
+    for _ in range(2):
+        texts(data.val_dataloader())
+        texts(data.train_dataloader())
+    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}
+
+
+def test_a_prompt_length_nothing_meets_is_an_error_before_training():
+    data = gym_prompts(task="gcd", task_config=None, levels={}, train_size=9, **settings(max_prompt_length=3))
+    with pytest.raises(ValueError, match=r"data.max_prompt_length=3: data.task='gcd': none of 100 questions is within"):
+        data.limit_prompts(lambda prompts: [False] * len(prompts))
+
+
+# The data module
+
+
+@pytest.mark.parametrize(
+    ("every", "completed", "num_steps"),
+    [
+        (4, 0, 4),
+        (4, 3, 1),  # resumed in the middle of a stretch
+        (4, 4, 4),
+        (4, 8, 2),  # 10 steps in all
+        (4, 10, 0),
+        (None, 3, 7),
+        (0, 0, 10),
+        (50, 9, 1),
+    ],
+)
+def test_an_epoch_lasts_to_the_next_validation(every, completed, num_steps):
+    data = attach(inline(5, validate_every=every), completed)
+    expected = [
+        tuple(f"p{prompt_index(0, 2 * step + j, 5)}" for j in range(2))
+        for step in range(completed, completed + num_steps)
+    ]
+    loader = data.train_dataloader()
+    assert len(loader) == num_steps
+    assert texts(loader) == expected
+
+
+def test_stretches_of_two_devices_make_up_the_run():
+    data = inline(5)
+    whole = [batch for start in (0, 4, 8) for batch in texts(attach(data, start).train_dataloader())]
+    ranks = [
+        [batch for start in (0, 4, 8) for batch in texts(attach(data, start, rank, 2).train_dataloader())]
+        for rank in range(2)
+    ]
+    assert len(whole) == 10
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+
+
+def test_a_batch_carries_the_columns_of_its_prompts():
+    data = attach(inline(5, seed=3))
+    batch = next(iter(data.train_dataloader()))
+    assert isinstance(batch, Prompts)
+    assert [f"p{answer}" for answer in batch.columns["answer"]] == list(batch.texts)
+    assert isinstance(data.train_dataloader(), DataLoader)
+
+
+def test_held_out_prompts_come_in_their_own_order():
+    data = inline(5)
+    assert texts(attach(data).val_dataloader()) == [("v0",), ("v1", "v2")]  # 3 of the 4 there are
+    shares = [texts(attach(data, rank=rank, world_size=2).val_dataloader()) for rank in range(2)]
+    assert shares == [[("v0",)], [("v1", "v2")]]
+
+
+def test_long_prompts_are_dropped_with_a_count(caplog):
+    caplog.set_level(logging.WARNING)
+    data = inline(1500, max_prompt_length=3, validation_size=4)  # more than are measured at once
+    asked = []
+
+    def fits(prompts):
+        asked.append(len(prompts))
+        return [len(prompt) <= 3 and prompt != "v1" for prompt in prompts]  # p0 to p99 stay
+
+    data.limit_prompts(fits)
+    assert asked == [1024, 476, 4]
+    assert [data.train[i][0] for i in range(len(data.train))] == [f"p{i}" for i in range(100)]
+    assert [data.validation[i][0] for i in range(len(data.validation))] == ["v0", "v2", "v3"]
+    assert data.describe()["dropped prompts"] == 1401
+    assert "dropped 1400 training and 1 held-out prompts longer than data.max_prompt_length=3 tokens" in caplog.text
+
+
+def test_no_limit_measures_nothing():
+    data = inline(5)
+    data.limit_prompts(lambda _: pytest.fail("measured"))
+    assert len(data.train) == 5
+
+
+def test_too_few_prompts_are_refused_before_and_after_the_limit():
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=6: allowed: at most 5 \(the training prompts there"):
+        inline(5, prompts_per_step=6).load()
+    data = inline(5, max_prompt_length=7)
+    with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.prompts_per_step=2: allowed: at most 1"):
+        data.limit_prompts(lambda prompts: [prompt in ("p3", "v0") for prompt in prompts])
+    with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.validation: no held-out prompt is left"):
+        data.limit_prompts(lambda prompts: [prompt[0] == "p" for prompt in prompts])
+    assert len(data.train) == 5  # a limit that failed changed nothing
+
+
+def test_sources_are_opened_once_and_only_when_needed():
+    opened = []
+
+    def train():
+        opened.append("train")
+        return Inline([{"prompt": "a", "x": 1}, {"prompt": "b", "x": 2}])
+
+    data = PromptData(train=train, validation=train, **settings())
+    assert opened == []
+    assert data.columns == ("x",)
+    data.load()
+    assert (len(data.train), len(data.validation), len(opened)) == (2, 2, 2)
+
+
+def test_all_numbers_out_of_range_are_named_at_once():
+    wrong = {"prompts_per_step": 0, "steps": -1, "validate_every": -2, "validation_size": 0, "validation_batch_size": 0}
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=0: allowed: 1 or more") as error:
+        inline(5, **wrong, max_prompt_length=0, num_workers=-1)
+    assert str(error.value).splitlines()[1:] == [
+        "steps=-1: allowed: 0 or more",
+        "data.validate_every=-2: allowed: 0 or more",
+        "data.validation_size=0: allowed: 1 or more",
+        "data.validation_batch_size=0: allowed: 1 or more",
+        "data.max_prompt_length=0: allowed: 1 or more",
+        "data.num_workers=-1: allowed: 0 or more",
+    ]
+
+
+def test_workers_prepare_the_same_prompts():
+    data = gym_prompts(task="gcd", task_config=None, levels={}, train_size=9, **settings(num_workers=1, steps=2))
+    alone = gym_prompts(task="gcd", task_config=None, levels={}, train_size=9, **settings(steps=2))
+    torch.set_num_threads(1)
+    assert texts(attach(data).train_dataloader()) == texts(attach(alone).train_dataloader())

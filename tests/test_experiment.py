@@ -1,0 +1,283 @@
+"""Published recipes: each composes to its own numbers, and each trains at reduced size on a random model of its kind."""
+
+import json
+import math
+import re
+import shlex
+from functools import reduce
+
+import datasets
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lightning.config import check
+from grpo_lightning.run import run
+from tests.checkpoints import write_checkpoint
+from tests.composed import CONF, build, composed
+
+# What a recipe pins, whether or not it is a default today. Keys end where they differ between recipes.
+RECIPES = {
+    "open_r1": {
+        "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "data.path": "open-r1/OpenR1-Math-220k",
+        "data.columns": {"prompt": "problem", "answer": "answer"},
+        "steps": 500,
+        "rollout.group_size": 16,
+        "rollout.temperature": 0.6,
+        "rollout.top_p": 0.95,
+        "rollout.top_k": 0,
+        "rollout.max_new_tokens": 2048,
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": 0.1,
+        "advantage._target_": "grpo_lightning.advantage.centered",
+        "loss.surrogate.epsilon_low": 0.2,
+        "loss.surrogate.epsilon_high": 0.2,
+        "loss.kl_coef": 0.01,
+        "optimizer.lr": 1e-6,
+    },
+    "open_r1_exercise": {
+        "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "data.path": "./math_100_samples",
+        "data.columns": {"prompt": "problem", "answer": "answer"},
+        "data.prompts_per_step": 2,  # 100 samples / 50 steps
+        "data.validation_size": 20,
+        "steps": 50,
+        "rollout.group_size": 8,
+        "rollout.temperature": 0.6,
+        "rollout.top_p": 1.0,
+        "rollout.max_new_tokens": 2048,
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": 0.1,
+        "advantage._target_": "grpo_lightning.advantage.centered",
+        "loss.kl_coef": 0.01,
+        "optimizer.lr": 1e-6,
+    },
+    "grpo_guide": {
+        "policy.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "data.path": "openai/gsm8k",
+        "data.prompts_per_step": 16,
+        "rollout.group_size": 8,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "rollout.max_new_tokens": 256,
+        "reward.numeric.weight": 1.0,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "advantage.correction": 1,
+        "advantage.eps": 1e-8,
+        "loss.kl._target_": "grpo_lightning.loss.k3",
+        "loss.kl_coef": 0.1,
+        "loss.surrogate.epsilon_low": 0.2,
+        "loss.surrogate.epsilon_high": 0.2,
+        "module.ppo_epochs": 4,
+        "optimizer.lr": 5e-6,
+    },
+    "deepseekmath": {
+        "policy.path": "deepseek-ai/deepseek-math-7b-instruct",
+        "data.path": "openai/gsm8k",
+        "data.prompts_per_step": 16,  # 1024 / 64
+        "rollout.group_size": 64,
+        "rollout.temperature": 0.7,
+        "rollout.top_p": 1.0,
+        "rollout.max_new_tokens": 1024,
+        "reward.numeric.weight": 1.0,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "loss.weights._target_": "grpo_lightning.loss.completion_mean",
+        "loss.kl._target_": "grpo_lightning.loss.k3",
+        "loss.kl_coef": 0.04,
+        "module.ppo_epochs": 1,
+        "module.minibatch_size": None,
+        "optimizer.lr": 1e-6,
+    },
+    "gpt2_notebook": {
+        "policy.path": "openai-community/gpt2",
+        "reference.path": "distilbert/distilgpt2",
+        "data.train.prompts": [
+            "The best food in the world is",
+            "Corgis are",
+            "The meaning of life is",
+            "I am",
+            "The most important thing in the world is",
+        ],
+        "data.prompts_per_step": 5,
+        "rollout.group_size": 5,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "rollout.top_k": 50,
+        "rollout.max_new_tokens": 10,
+        "reward.word_variety.weight": 1.0,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "advantage.correction": 0,
+        "advantage.eps": 1e-8,
+        "loss.surrogate.epsilon_low": 0.2,
+        "loss.surrogate.epsilon_high": 0.2,
+        "loss.kl_coef": 0.01,
+    },
+    "rlox_quickstart": {
+        "policy.path": "pkg://grpo_lightning/policy/tiny",
+        "data.prompts_per_step": 16,
+        "data.train_size": 16,  # every step is one of the three passes over the prompts
+        "steps": 3,
+        "rollout.group_size": 4,
+        "rollout.temperature": 1.0,
+        "rollout.max_new_tokens": 8,
+        "reward.accuracy.weight": 1.0,
+        "reward.tag_count.weight": 0.05,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "loss.weights._target_": "grpo_lightning.loss.constant",
+        "loss.weights.length": 1,
+        "loss.kl_coef": 0.1,
+        "module.ppo_epochs": 1,
+        "module.minibatch_size": None,
+        "module.max_grad_norm": 1.0,
+        "optimizer.lr": 1e-4,
+    },
+    "sft_tiny": {
+        "module._target_": "grpo_lightning.sft.SFTLightningModule",
+        "policy._target_": "grpo_lightning.policy.scratch.character_llama",
+        "reference._target_": "grpo_lightning.reference.none",
+        "data.train._target_": "grpo_lightning.data.demonstrations.Demonstrations",
+    },
+}
+SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
+SHORT = ("steps=2", "data.prompts_per_step=2", "rollout.max_new_tokens=6")
+# How each is reduced, and its optimizer steps: rollouts times updates of each.
+REDUCED = {
+    "open_r1": ("qwen2", [*SHORT, "rollout.group_size=3"], 2),
+    "open_r1_exercise": ("qwen2", ["steps=2", "rollout.max_new_tokens=6", "rollout.group_size=2"], 2),
+    "grpo_guide": ("qwen2", [*SHORT, "rollout.group_size=2"], 8),
+    "deepseekmath": ("llama", [*SHORT, "rollout.group_size=4"], 2),
+    "gpt2_notebook": ("gpt2", ["steps=2"], 2),
+    "rlox_quickstart": ("llama", [], 3),
+    "sft_tiny": (
+        None,
+        [
+            "steps=2",
+            "data.prompts_per_step=4",
+            "rollout.max_new_tokens=6",
+            "policy.hidden_size=16",
+            "policy.intermediate_size=32",
+            "policy.num_layers=1",
+            "policy.num_heads=2",
+        ],
+        2,
+    ),
+}
+
+
+def value(config, key):
+    return reduce(lambda node, part: node[part], key.split("."), config)
+
+
+def names(folder):
+    return {path.stem for path in (CONF / folder).glob("*.yaml")}
+
+
+def test_every_recipe_has_its_numbers_and_its_run_here():
+    recipes = {name for name in names("experiment") if name in RECIPES or name in REDUCED}
+    assert recipes == set(RECIPES) == set(REDUCED)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_to_its_published_numbers(name):
+    config = composed(f"experiment={name}")
+    check(config)
+    assert {key: value(config, key) for key in RECIPES[name]} == RECIPES[name]
+    weighted = {key.split(".")[1] for key in RECIPES[name] if key.startswith("reward.")}
+    assert not weighted or set(config["reward"]) == weighted
+
+
+@pytest.mark.parametrize("name", sorted(names("experiment")))
+def test_the_command_in_the_header_works(name):
+    text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    assert re.search(r"^# Result +\S", header, re.MULTILINE)
+    assert re.search(r"^# Hardware +\S", header, re.MULTILINE)
+    (command,) = re.findall(r"^# Command +python train\.py (.+)$", header, re.MULTILINE)
+    arguments = shlex.split(command)
+    assert f"experiment={name}" in arguments
+    check(composed(*arguments))
+
+
+@pytest.mark.parametrize("policy", ["gpt2", "tiny"])
+def test_a_recipe_wins_over_the_sizes_that_a_policy_sets(policy):
+    config = composed("experiment=grpo_guide", f"policy={policy}")
+    assert config["optimizer"]["lr"] == 5e-6
+    assert config["rollout"]["max_new_tokens"] == 256
+    assert config["validation"]["max_new_tokens"] == 256
+
+
+def test_the_command_line_wins_over_a_recipe():
+    config = composed(
+        "experiment=open_r1_exercise",
+        "policy=gpt2",
+        "advantage=leave_one_out",
+        "reward=[numeric,format]",
+        "optimizer.lr=3e-6",
+        "rollout.top_p=0.9",
+        "steps=7",
+    )
+    assert config["policy"]["path"] == "openai-community/gpt2"
+    assert config["advantage"]["_target_"] == "grpo_lightning.advantage.leave_one_out"
+    assert list(config["reward"]) == ["numeric", "format"]
+    assert (config["optimizer"]["lr"], config["rollout"]["top_p"], config["steps"]) == (3e-6, 0.9, 7)
+    assert config["rollout"]["group_size"] == 8  # what is not overridden stays
+
+
+@pytest.fixture(scope="module")
+def local_data(tmp_path_factory):
+    """Data sets with the columns of the published ones, as save_to_disk leaves them."""
+    directory = tmp_path_factory.mktemp("data")
+    sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(10) for b in range(10)]
+    math = datasets.Dataset.from_dict(
+        {
+            "problem": [question for question, _ in sums],
+            "solution": ["Add them."] * 100,
+            "answer": [answer for _, answer in sums],
+            "source": ["olympiads"] * 100,
+        }
+    )
+    math.save_to_disk(directory / "math")
+    grade_school = datasets.Dataset.from_dict(
+        {
+            "question": [question for question, _ in sums],
+            "answer": [f"It is <<{answer}={answer}>>{answer}.\n#### {answer}" for _, answer in sums],
+        }
+    )
+    datasets.DatasetDict(train=grade_school, test=grade_school.select(range(8))).save_to_disk(directory / "gsm8k")
+    paths = {"openai/gsm8k": "gsm8k", "open-r1/OpenR1-Math-220k": "math", "./math_100_samples": "math"}
+    return {published: directory / name for published, name in paths.items()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
+    architecture, reduced, updates = REDUCED[name]
+    published = composed(f"experiment={name}")
+    overrides = [f"experiment={name}", *SMALL, *reduced, f"run_dir={tmp_path / 'run'}"]
+    if architecture:
+        chat = architecture != "gpt2"
+        overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
+    if "reference.path" in RECIPES[name]:
+        overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
+    if "path" in published["data"]:
+        overrides.append(f"data.path={local_data[published['data']['path']]}")
+
+    config, parts, built = composed(*overrides), build(*overrides), {}
+    returned = run(
+        config, lambda part: built.setdefault(part, parts(part)), overrides=overrides, directory_given=True
+    )
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    metrics = summary["metrics"]
+    assert (summary["status"], summary["steps"]) == ("finished", config["steps"])
+    assert all(math.isfinite(number) for number in metrics.values())
+    assert returned == metrics["val/pass@1"]
+    assert {f"val/reward/{reward}" for reward in published["reward"]} <= set(metrics)
+    assert built["trainer"].global_step == updates
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["optim/skipped"] == 0
+    if architecture:  # the schedules of the recipes are constant
+        assert metrics["optim/lr"] == pytest.approx(published["optimizer"]["lr"])
+        assert metrics["completion/length_max"] <= config["rollout"]["max_new_tokens"]
+    export = tmp_path / "run" / "export"
+    trained, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    assert trained.config.vocab_size == len(words) == len(built["module"].policy.tokenizer)

@@ -1,0 +1,224 @@
+"""Two completions, worked by hand.
+
+row  A   ratio            min(rA, clip(r, .8, 1.4) A)   bound active
+0   +1   1.0  1.5  0.5    1.0   1.4   0.5               -  x  -
+1   -2   1.0  0.5  pad   -2.0  -1.6                     -  x
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Rollout
+from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, constant, k1, k2, k3, token_mean
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+TOKENS = MASK.sum()
+LOG_RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.0, 0.5, 1.0]]).log()
+ENTROPY = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]])
+CLIP = partial(clipped, epsilon_low=0.2, epsilon_high=0.4)
+ALL_WEIGHTS = [completion_mean, token_mean, partial(constant, length=4)]
+
+
+def rollout(**changed) -> Rollout:
+    """The two completions, old log-probabilities all zero."""
+    zeros = torch.zeros(2, 3)
+    fields = {
+        "ids": torch.zeros(2, 5, dtype=torch.long),
+        "attention_mask": torch.ones(2, 5, dtype=torch.bool),
+        "mask": MASK,
+        "old_logprobs": zeros,
+        "ref_logprobs": zeros,
+        "advantages": torch.tensor([[1.0], [-2.0]]).expand(2, 3),
+    }
+    return Rollout(**fields | changed)
+
+
+def loss(weights=completion_mean, kl_coef=0.0, entropy_coef=0.0, kl=k3) -> PolicyLoss:
+    return PolicyLoss(CLIP, kl, weights, kl_coef, entropy_coef)
+
+
+@pytest.mark.parametrize(
+    "weights, expected",
+    [
+        (completion_mean, 0.4166667),  # -( 2.9 / 3  +  -3.6 / 2 ) / 2
+        (token_mean, 0.14),  # -( 2.9 - 3.6 ) / 5
+        (partial(constant, length=4), 0.0875),  # -( 2.9 - 3.6 ) / (2 * 4)
+    ],
+    ids=["completion_mean", "token_mean", "constant"],
+)
+def test_loss(weights, expected):
+    total, parts = loss(weights)(LOG_RATIO, ENTROPY, rollout(), weights(MASK, TOKENS))
+    assert_close(total.item(), expected, rtol=1e-5, atol=0)
+    assert parts.keys() == {"policy", "total"}
+    assert_close(parts["policy"].item(), expected, rtol=1e-5, atol=0)
+
+
+def test_weights_by_hand():
+    assert_close(completion_mean(MASK, TOKENS), torch.tensor([[1 / 6] * 3, [1 / 4, 1 / 4, 0.0]]))
+    # 8 tokens on average over ranks, of which this one has 5: it is the average that counts
+    assert_close(token_mean(MASK, torch.tensor(8.0)), torch.tensor([[1 / 8] * 3, [1 / 8, 1 / 8, 0.0]]))
+    assert_close(constant(MASK, TOKENS, length=10), torch.tensor([[0.05] * 3, [0.05, 0.05, 0.0]]))
+
+
+@pytest.mark.parametrize("weights", ALL_WEIGHTS)
+def test_a_completion_without_tokens_weighs_nothing(weights):
+    mask = torch.tensor([[True, True], [False, False]])
+    found = weights(mask, mask.sum())
+    assert found[1].tolist() == [0.0, 0.0]
+    assert found.isfinite().all()
+
+
+def test_gradient_is_zero_exactly_where_the_bound_is_active():
+    logprobs = LOG_RATIO.clone().requires_grad_()
+    loss()(logprobs, ENTROPY, rollout(), completion_mean(MASK, TOKENS))[0].backward()
+    #        -w r A:   -1/6 * 1 * 1   active   -1/6 * .5      -1/4 * 1 * -2   active   padding
+    assert_close(logprobs.grad, torch.tensor([[-1 / 6, 0.0, -1 / 12], [0.5, 0.0, 0.0]]))
+    _, active = CLIP(LOG_RATIO, rollout().advantages, MASK)
+    assert active.tolist() == [[False, True, False], [False, True, False]]
+
+
+def test_a_bound_that_does_not_help_is_not_active():
+    # a ratio that moved the wrong way keeps its gradient: A > 0 and r < 1 - eps, A < 0 and r > 1 + eps
+    log_ratio = torch.tensor([[0.5], [1.7]]).log()
+    objective, active = CLIP(log_ratio, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool))
+    assert_close(objective, torch.tensor([[0.5], [-1.7]]))
+    assert not active.any()
+
+
+def test_the_bound_is_not_active_on_padding():
+    _, active = CLIP(LOG_RATIO, rollout().advantages, torch.zeros_like(MASK))
+    assert not active.any()
+
+
+def test_huge_ratios_stay_finite():
+    log_ratio = torch.tensor([[300.0, -300.0]], requires_grad=True)
+    objective, _ = CLIP(log_ratio, torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert_close(objective[0, 0].item(), -math.exp(20.0))
+    assert_close(objective[0, 1].item(), math.exp(-20.0))
+    objective.sum().backward()
+    assert log_ratio.grad.isfinite().all()
+
+
+def test_kl_estimators_by_hand():
+    # reference half as likely: d = log 2;  four times as likely: d = -log 4
+    logprobs, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-1.0 - math.log(2), -3.0 + math.log(4)])
+    assert_close(k1(logprobs, ref), torch.tensor([0.6931472, -1.3862944]))
+    assert_close(k2(logprobs, ref), torch.tensor([0.2402265, 0.9609060]))  # .693^2 / 2, 1.386^2 / 2
+    assert_close(k3(logprobs, ref), torch.tensor([0.1931472, 1.6137056]))  # 1/2 + log 2 - 1, 4 - log 4 - 1
+
+
+def test_kl_gradients_by_hand():
+    ref = torch.tensor([-math.log(2), math.log(4)])
+    for estimator, expected in [(k1, [1.0, 1.0]), (k2, [math.log(2), -math.log(4)]), (k3, [1 - 0.5, 1 - 4.0])]:
+        logprobs = torch.zeros(2, requires_grad=True)
+        estimator(logprobs, ref).sum().backward()
+        assert_close(logprobs.grad, torch.tensor(expected))
+
+
+def test_expected_kl_gradients_by_enumeration():
+    """On-policy, over all tokens of a softmax: E[grad k1] = 0, E[grad k2] = grad KL(pi || ref), E[grad k3] = grad
+    KL(ref || pi)."""
+    torch.manual_seed(1)
+    ref = torch.randn(5, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    probabilities = logits.detach().softmax(-1)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    logprobs = logits.log_softmax(-1)
+    forward = gradient((logprobs.exp() * (logprobs - ref)).sum())
+    backward = gradient((ref.exp() * (ref - logprobs)).sum())
+    assert forward.abs().max() > 0.01
+    assert (forward - backward).abs().max() > 0.01
+    expectation = {e: gradient((probabilities * e(logprobs, ref)).sum()) for e in (k1, k2, k3)}
+    assert_close(expectation[k1], torch.zeros(5, dtype=torch.float64))
+    assert_close(expectation[k2], forward)
+    assert_close(expectation[k3], backward)
+
+
+def test_kl_and_entropy_terms():
+    ref = torch.tensor([[math.log(2.0)] * 3, [0.0] * 3])
+    total, parts = loss(token_mean, kl_coef=0.5, entropy_coef=0.1)(
+        torch.zeros(2, 3), ENTROPY, rollout(ref_logprobs=ref), token_mean(MASK, TOKENS)
+    )
+    assert_close(parts["kl"].item(), 0.5 * 3 * (1 - math.log(2.0)) / 5)  # 2 - log 2 - 1 on three of five tokens
+    assert_close(parts["entropy"].item(), -0.1 * 1.5 / 5)
+    assert_close(parts["policy"].item(), -(3 * 1 - 2 * 2) / 5)
+    assert_close(total.item(), sum(parts[name].item() for name in ("kl", "entropy", "policy")))
+
+
+def test_the_entropy_bonus_has_the_gradient_of_its_coefficient():
+    entropy = ENTROPY.clone().requires_grad_()
+    loss(token_mean, entropy_coef=0.3)(LOG_RATIO, entropy, rollout(), token_mean(MASK, TOKENS))[0].backward()
+    assert_close(entropy.grad, -0.3 / 5 * MASK.float())
+
+
+@pytest.mark.parametrize("weights", ALL_WEIGHTS)
+@pytest.mark.parametrize("pieces", [[[0], [1]], [[1], [0]]])
+def test_microbatches_add_up_to_the_minibatch_in_any_order(weights, pieces):
+    torch.manual_seed(0)
+    batch = rollout(ref_logprobs=torch.randn(2, 3) * MASK)
+    whole, parts = LOG_RATIO.clone().requires_grad_(), LOG_RATIO.clone().requires_grad_()
+    share = weights(MASK, TOKENS)
+    objective = loss(weights, kl_coef=0.1, entropy_coef=0.2)
+    total, _ = objective(whole, ENTROPY, batch, share)
+    total.backward()
+    added = 0.0
+    for piece in pieces:
+        rows = torch.tensor(piece)
+        value, _ = objective(parts[rows], ENTROPY[rows], batch[rows], share[rows])
+        value.backward()
+        added += value.item()
+    assert_close(parts.grad, whole.grad, rtol=1e-6, atol=1e-8)
+    assert_close(added, total.item(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("weights", ALL_WEIGHTS)
+@pytest.mark.parametrize("extra", [1, 7])
+def test_padding_changes_nothing(weights, extra):
+    def pad(tensor, value=0.0):
+        return torch.nn.functional.pad(tensor, (0, extra), value=value)
+
+    narrow, wide = LOG_RATIO.clone().requires_grad_(), pad(LOG_RATIO, 3.0).requires_grad_()
+    padded = rollout(
+        ids=torch.zeros(2, 5 + extra, dtype=torch.long),
+        attention_mask=torch.ones(2, 5 + extra, dtype=torch.bool),
+        mask=pad(MASK),
+        old_logprobs=pad(torch.zeros(2, 3)),
+        ref_logprobs=pad(torch.zeros(2, 3), -2.0),
+        advantages=pad(rollout().advantages, 9.0),
+    )
+    objective = loss(weights, kl_coef=0.1)
+    one, _ = objective(narrow, ENTROPY, rollout(), weights(MASK, TOKENS))
+    other, _ = objective(wide, pad(ENTROPY), padded, weights(padded.mask, TOKENS))
+    one.backward()
+    other.backward()
+    assert_close(other, one)
+    assert_close(wide.grad, pad(narrow.grad), rtol=1e-6, atol=0)
+    for name, value in objective.statistics(narrow, ENTROPY, rollout()).items():
+        assert_close(objective.statistics(wide, pad(ENTROPY), padded)[name], value)
+
+
+def test_statistics_by_hand():
+    ref = torch.tensor([[0.0, 0.0, math.log(1.0)], [0.0, 0.0, 5.0]])
+    found = loss(kl_coef=0.1).statistics(LOG_RATIO, ENTROPY, rollout(ref_logprobs=ref))
+    assert_close(found["tokens"].item(), 5.0)
+    assert_close(found["ratio_mean"].item(), 1.0 + 1.5 + 0.5 + 1.0 + 0.5)
+    assert_close(found["ratio_max"].item(), 1.5)
+    assert_close(found["clip_fraction"].item(), 2.0)
+    assert_close(found["entropy"].item(), 1.5)
+    # k3 with d = log r: 1/r + log r - 1, zero where r = 1
+    k = sum(1 / r + math.log(r) - 1 for r in (1.5, 0.5, 0.5))
+    assert_close(found["kl_divergence"].item(), k)
+    assert "kl_divergence" not in loss(kl_coef=0.0).statistics(LOG_RATIO, ENTROPY, rollout())
+
+
+@pytest.mark.parametrize("advantages, mask", [(torch.ones(2), MASK), (torch.ones(2, 3), MASK[:1])])
+def test_other_shapes_are_refused(advantages, mask):
+    with pytest.raises(ValueError, match="must match"):
+        clipped(LOG_RATIO, advantages, mask, epsilon_low=0.2, epsilon_high=0.4)

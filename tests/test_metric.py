@@ -1,0 +1,66 @@
+import itertools
+
+import pytest
+import torch
+
+from grpo_lightning.metric import MajorityAtK, PassAtK
+
+
+def rights(*rows: str) -> torch.Tensor:
+    return torch.tensor([[c == "x" for c in row] for row in rows])
+
+
+@pytest.mark.parametrize(
+    "k, expected",
+    [
+        (1, (1 / 4 + 0 + 3 / 4) / 3),
+        (2, (1 / 2 + 0 + 1) / 3),  # 1 - C(3,2)/C(4,2) = 1/2; 1 - C(1,2)/C(4,2) = 1
+        (4, 2 / 3),
+    ],
+)
+def test_pass_at_k_by_hand(k, expected):
+    metric = PassAtK(k)
+    metric.update(rights("x...", "...."))
+    metric.update(rights("xx.x"))
+    assert metric.compute().item() == pytest.approx(expected)
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    row, k = "x..x.", 3
+    subsets = list(itertools.combinations(row, k))
+    metric = PassAtK(k)
+    metric.update(rights(row))
+    assert metric.compute().item() == pytest.approx(sum("x" in s for s in subsets) / len(subsets))
+
+
+def test_majority_by_hand():
+    metric = MajorityAtK(4)
+    metric.update(rights("xx.."), [["7", "7", "1", "2"]])  # 7 wins, right
+    assert metric.compute().item() == 1.0
+    metric.update(rights(".x.."), [["1", "7", "1", "2"]])  # 1 wins, wrong
+    assert metric.compute().item() == 0.5
+    metric.reset()
+    metric.update(rights("xx..", "x..."), [["7", "7", "1", "1"], ["7", "1", "2", "3"]])  # ties: 1/2 and 1/4
+    assert metric.compute().item() == pytest.approx((1 / 2 + 1 / 4) / 2)
+
+
+def test_majority_looks_at_the_first_k_only():
+    metric = MajorityAtK(3)
+    metric.update(rights("xx..."), [["7", "7", "1", "1", "1"]])
+    assert metric.compute().item() == 1.0
+
+
+def test_reset_and_no_prompts():
+    metric = PassAtK(1)
+    assert metric.compute().item() == 0.0
+    metric.update(rights("x"))
+    metric.reset()
+    metric.update(rights("."))
+    assert metric.compute().item() == 0.0
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="pass@3 needs at least 3"):
+        PassAtK(3).update(rights("x."))
+    with pytest.raises(ValueError, match="maj@3 needs at least 3"):
+        MajorityAtK(3).update(rights("x."), [["1", "2"]])

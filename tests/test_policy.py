@@ -1,0 +1,299 @@
+"""Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.policy.decode import draw
+from grpo_lightning.policy.head import token_logprobs, truncate
+from grpo_lightning.policy.hf import HFPolicy, load, resolve
+from tests.checkpoints import ARCHITECTURES, CHATML, write_checkpoint
+
+PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
+FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
+
+
+def opened(path, **arguments) -> HFPolicy:
+    defaults = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+    return load(str(path), **defaults | arguments)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(root / name, name, chat=name.startswith("qwen")) for name in ARCHITECTURES}
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def policy(request, checkpoints):
+    return opened(checkpoints[request.param])
+
+
+def test_sampler_and_scorer_agree(policy):
+    sampled = policy.sample(PROMPTS, group_size=3, sampling=FREE, seed=1)
+    assert len(sampled) == 9
+    assert sampled.mask.sum(-1).unique().numel() > 1 or sampled.mask.all()
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+
+
+def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(policy):
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=2)
+    logprobs, entropy = policy.score(sampled, temperature=0.7)
+    for row in range(len(sampled)):
+        ids = sampled.ids[row][sampled.attention_mask[row]][None]
+        length = int(sampled.mask[row].sum())
+        expected = (policy.model(ids).logits[0, -length - 1 : -1] / 0.7).log_softmax(-1)
+        chosen = expected.gather(-1, ids[0, -length:, None]).squeeze(-1)
+        assert_close(logprobs[row, :length], chosen, rtol=1e-4, atol=2e-5)
+        assert_close(entropy[row, :length], -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=2e-5)
+        assert logprobs[row, length:].count_nonzero() == entropy[row, length:].count_nonzero() == 0
+
+
+def test_greedy_decoding_is_that_of_generate(policy):
+    sampled = policy.sample(PROMPTS[:1], group_size=1, sampling=GREEDY, seed=0)
+    ids = torch.tensor(policy.tokenize(PROMPTS[:1]))
+    blank = GenerationConfig(
+        do_sample=False, max_new_tokens=12, eos_token_id=policy.end_ids, pad_token_id=policy.pad_id
+    )
+    policy.model.generation_config = GenerationConfig()
+    expected = policy.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=blank)
+    assert sampled.ids.tolist() == expected.tolist()
+
+
+def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
+    wide = type(sampled)(
+        ids=torch.nn.functional.pad(sampled.ids, (5, 4), value=policy.pad_id),
+        attention_mask=torch.nn.functional.pad(sampled.attention_mask, (5, 4)),
+        mask=torch.nn.functional.pad(sampled.mask, (0, 4)),
+        logprobs=torch.nn.functional.pad(sampled.logprobs, (0, 4)),
+        texts=sampled.texts,
+        finished=sampled.finished,
+    )
+    expected = policy.logprobs(sampled, temperature=1.0)
+    found = policy.logprobs(wide, temperature=1.0)
+    assert_close(found[:, :-4], expected, rtol=0, atol=1e-5)
+    assert found[:, -4:].count_nonzero() == 0
+    order = torch.tensor([4, 0, 2])
+    assert_close(policy.logprobs(sampled[order], temperature=1.0), expected[order], rtol=0, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_padding(policy):
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=4)
+
+    def gradient(parts):
+        policy.zero_grad()
+        for rows in parts:
+            policy.logprobs(sampled[torch.tensor(rows)], temperature=1.0).sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+    together, apart = gradient([[0, 1, 2, 3, 4, 5]]), gradient([[5], [1, 3], [0, 2, 4]])
+    assert together.abs().max() > 0.1
+    assert_close(apart, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
+
+
+def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    one = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(8)
+    assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=5).texts == one.texts
+    assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=6).texts != one.texts
+
+
+def test_dropout_is_off_even_in_training_mode(checkpoints):
+    policy = opened(checkpoints["gpt2"]).train()
+    assert policy.model.training
+    sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1)
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+
+
+def test_sampling_options_of_the_checkpoint_do_not_leak(checkpoints):
+    policy = opened(checkpoints["llama"])
+    assert policy.model.generation_config.top_k == 2
+    first = policy.sample(PROMPTS[:1], group_size=400, sampling=FREE, seed=1)
+    tokens = first.ids[:, -first.mask.shape[1]]
+    logits = policy.model(first.ids[:1, : -first.mask.shape[1]]).logits[0, -1]
+    expected = logits.softmax(-1)
+    assert tokens.unique().numel() > 20  # top_k 2 would leave 2
+    likeliest = int(expected.argmax())
+    share = float((tokens == likeliest).float().mean())
+    assert share == pytest.approx(expected[likeliest].item(), abs=4 * (0.25 / 400) ** 0.5)
+
+
+def test_both_end_tokens_end_and_are_counted_once(checkpoints):
+    policy = opened(checkpoints["qwen2"])
+    assert len(policy.end_ids) == 2
+    sampled = policy.sample(PROMPTS, group_size=60, sampling=Sampling(1.5, 1.0, 0, 0.0, 40), seed=1)
+    ended = [row for row, finished in enumerate(sampled.finished) if finished]
+    assert 0 < len(ended) < len(sampled)
+    seen = set()
+    for row in range(len(sampled)):
+        completion = sampled.ids[row, -sampled.mask.shape[1] :][sampled.mask[row]].tolist()
+        ends = [i for i, token in enumerate(completion) if token in policy.end_ids]
+        assert ends == ([len(completion) - 1] if sampled.finished[row] else [])
+        seen |= {completion[i] for i in ends}
+        assert sampled.finished[row] or len(completion) == 40
+    assert seen == set(policy.end_ids)
+
+
+def test_a_stop_string_ends_a_completion_and_stays_in_it(checkpoints):
+    policy = opened(checkpoints["gpt2"])
+    free = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=9)
+    letters = Counter(c for text in free.texts for c in set(text) if c.isascii() and c.isalpha())
+    stop = letters.most_common(1)[0][0]
+    stopped = policy.sample(
+        PROMPTS, group_size=4, sampling=Sampling(1.0, 1.0, 0, 0.0, 12, ("never seen", stop)), seed=9
+    )
+    hits = [row for row, text in enumerate(stopped.texts) if stop in text]
+    assert hits
+    for row in hits:
+        assert stopped.finished[row]
+        completion = stopped.ids[row, -stopped.mask.shape[1] :][stopped.mask[row]].tolist()
+        assert stop in policy.tokenizer.decode(completion[-1:])
+        assert stop not in policy.tokenizer.decode(completion[:-1])
+    assert all(stopped.finished[row] == (row in hits) or "<|" in free.texts[row] for row in range(12))
+
+
+def test_poll_is_asked_before_every_token_and_may_abandon(checkpoints):
+    policy = opened(checkpoints["llama"])
+    asked = []
+
+    def poll():
+        asked.append(1)
+        if len(asked) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1, poll=poll)
+    assert len(asked) == 3
+
+
+def test_damaged_weights_are_named(checkpoints):
+    policy = opened(checkpoints["llama"])
+    with torch.no_grad():
+        next(policy.parameters()).fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1)
+
+
+def test_prompts_are_rendered_by_the_template(checkpoints):
+    policy = opened(checkpoints["qwen3"], system_prompt="Be brief.", template_kwargs={"enable_thinking": False})
+    assert policy.render("2 + 2?") == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
+    assert policy.render(own).startswith("<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\nHi")
+    assert "Be brief" not in policy.render(own)
+    assert policy.count_tokens(["2 + 2?"]) == [len(policy.tokenizer(policy.render("2 + 2?"))["input_ids"])]
+
+
+def test_plain_text_prompts(checkpoints):
+    assert opened(checkpoints["gpt2"]).render("Corgis are") == "Corgis are"
+    assert opened(checkpoints["qwen2"], plain_text=True).render("Corgis are") == "Corgis are"
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert opened(checkpoints["gpt2"], system_prompt="unused").render(chat) == "a\n\nb"
+
+
+def test_a_missing_pad_token_is_no_problem(tmp_path):
+    policy = opened(write_checkpoint(tmp_path / "gpt2", "gpt2", chat=False, pad=False))
+    assert policy.tokenizer.pad_token is None
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+
+
+def test_export_gives_the_same_logits(policy, tmp_path):
+    policy.export(tmp_path / "export")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = torch.tensor(policy.tokenize(PROMPTS[:1]))
+    assert torch.equal(again(ids).logits, policy.model(ids).logits)
+    assert again.generation_config.top_k == 2  # what the model came with is exported with it
+
+
+def test_user_errors(checkpoints, tmp_path):
+    with pytest.raises(ValueError, match="policy.path='.*nothing here'"):
+        opened(tmp_path / "nothing here")
+    policy = opened(checkpoints["llama"])
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
+        policy.sample([""], group_size=2, sampling=FREE, seed=1)
+    with pytest.raises(ValueError, match="context holds 512: lower rollout.max_new_tokens"):
+        policy.sample(PROMPTS, group_size=2, sampling=Sampling(1.0, 1.0, 0, 0.0, 510), seed=1)
+
+
+def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
+    policy = opened(checkpoints["qwen2"])
+    rows = policy.demonstrate(PROMPTS[:2], ["46", "<answer>4 + 2</answer>"])
+    assert rows.texts == ("46", "<answer>4 + 2</answer>")
+    for row, text in enumerate(rows.texts):
+        completion = rows.ids[row, -rows.mask.shape[1] :][rows.mask[row]].tolist()
+        assert completion[-1] == policy.tokenizer.eos_token_id
+        assert policy.tokenizer.decode(completion[:-1]) == text
+        prompt = rows.ids[row][rows.attention_mask[row]].tolist()[: -len(completion)]
+        assert prompt == policy.tokenize(PROMPTS[:2])[row]
+
+
+def test_shipped_weights_are_found_inside_a_package():
+    assert resolve("pkg://grpo_lightning/policy").endswith("grpo_lightning/policy")
+    assert resolve("some/dir") == "some/dir"
+
+
+def test_token_logprobs_by_hand():
+    # logits (0, log 3) / 0.5 = (0, log 9): probabilities 1/10 and 9/10
+    logits = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0)
+    logits[0, 0] = 0.0
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 0.5)
+    assert_close(logprobs, torch.tensor([0.9]).log())
+    assert_close(entropy, -(0.1 * torch.tensor([0.1]).log() + 0.9 * torch.tensor([0.9]).log()))
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_k": 2}, [True, True, False, False]),
+        ({"top_p": 0.5}, [True, False, False, False]),  # .5 reaches it alone
+        ({"top_p": 0.51}, [True, True, False, False]),
+        ({"top_p": 0.95}, [True, True, True, True]),
+        ({"top_p": 1e-9}, [True, False, False, False]),
+        ({"min_p": 0.3}, [True, True, False, False]),  # .15 < .3 x .5 <= .25... : .5, .3 stay, .14 goes
+        ({"top_k": 3, "top_p": 0.9}, [True, True, True, False]),  # of .5 .3 .14 renormalized: .532 .319 .149
+        ({"top_k": 99}, [True] * 4),
+        ({}, [True] * 4),
+    ],
+)
+def test_truncation_by_hand(options, kept):
+    logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
+    shuffle = torch.tensor([2, 0, 3, 1])
+    assert truncate(logits, **options).isfinite().tolist() == [kept]
+    assert truncate(logits[:, shuffle], **options).isfinite().tolist() == [[kept[i] for i in shuffle]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [FREE, Sampling(0.5, 1.0, 0, 0.0, 1), Sampling(1.0, 0.8, 0, 0.0, 1), Sampling(2.0, 1.0, 3, 0.0, 1)],
+    ids=["plain", "temperature", "top_p", "top_k"],
+)
+def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 8) * 2
+    rows = 20_000
+    tokens, logprobs = draw(logits.expand(rows, 8), sampling, torch.Generator().manual_seed(1))
+    scaled = logits / sampling.temperature
+    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
+    counts = tokens.bincount(minlength=8)
+    assert counts[kept == 0].sum() == 0
+    live = kept > 0
+    chi_square = ((counts[live] - rows * kept[live]).square() / (rows * kept[live])).sum()
+    assert chi_square < 29.9  # 0.9999 quantile at 7 degrees of freedom
+    assert_close(logprobs, scaled.log_softmax(-1)[0][tokens])
+
+
+def test_the_chat_template_of_the_tests_knows_its_argument():
+    assert "enable_thinking" in CHATML

@@ -1,0 +1,210 @@
+import functools
+import math
+import time
+from fractions import Fraction
+
+import pytest
+
+from grpo_lightning.reward.accuracy import exact, last_number, numeric
+from grpo_lightning.reward.format import format as format_reward
+from grpo_lightning.reward.format import tag_count
+from grpo_lightning.reward.length import length, word_variety
+from grpo_lightning.reward.text import answer_text, tag
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<a>1</a>", "1"),
+        ("<a> 1 </a> and <a>\n2\t</a>", "2"),
+        ("<a>1</a> <a>2", "1"),
+        ("<a>1<a>2</a>", "2"),
+        ("<a><a>1</a>2</a>", "1"),
+        ("<a>1</a></a>", "1"),
+        ("</a>1<a>", None),
+        ("<a>1", None),
+        ("1</a>", None),
+        ("<a></a>", ""),
+        ("<ab>1</ab>", None),
+        ("", None),
+    ],
+)
+def test_tag_is_the_last_complete_one(text, content):
+    assert tag(text, "a") == content
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("<think>3</think><answer> 4 </answer>", "4"),
+        ("<think>3</think> 4 ", "4"),
+        ("1<think>2</think>3<think>4</think>5", "135"),
+        ("1 <think> 2, or", "1"),  # cut off while thinking
+        ("2, or 3</think> 4", "4"),  # the prompt ended in <think>
+        ("<think>1<think>2</think>3</think>4", "4"),
+        ("<answer>4</answer><answer>5", "4"),
+        ("<answer>4", "<answer>4"),
+        ("<answer></answer> 5", ""),
+        ("", ""),
+    ],
+)
+def test_answer_text(completion, answer):
+    assert answer_text(completion) == answer
+
+
+HOSTILE = [
+    "<answer>" * 125_000,
+    "<answer>" * 62_500 + "</answer>" * 62_500,
+    "</answer>" * 111_111,
+    "<think>" * 142_857,
+    "<think></think>" * 66_666,
+    "<answer>" + " " * 20_000,
+    "<answer>" + " " * 1_000_000 + "x</answer",
+    "<" * 1_000_000,
+    "9" * 1_000_000,
+    "1," * 500_000,
+    "1/" * 500_000,
+    "1,111" * 200_000,
+    "\\frac{" * 166_666,
+    "-" * 1_000_000,
+    "1e" * 500_000 + "9" * 20,
+    "0" * 200 + "." * 1_000_000,
+    "\ud800\x00",
+]
+
+
+def test_hostile_text_takes_linear_time_and_earns_nothing():
+    answers, start = ["7"] * len(HOSTILE), time.process_time()
+    assert exact(HOSTILE, answers) == numeric(HOSTILE, answers, tolerance=0) == [0.0] * len(HOSTILE)
+    assert format_reward(HOSTILE) == [0.0] * len(HOSTILE)
+    assert len(tag_count(HOSTILE)) == len(length(HOSTILE, target=5)) == len(HOSTILE)
+    assert time.process_time() - start < 1.0
+
+
+# --- accuracy
+
+
+def test_exact_compares_stripped_text():
+    completions = ["<answer> cat </answer>", "cat", "<answer>Cat</answer>", "<answer>cat.</answer>"]
+    assert exact(completions, [" cat\n"] * 4, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert exact(["7", "7.5"], [7, 7.5]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", [exact, functools.partial(numeric, tolerance=0.1)])
+@pytest.mark.parametrize("answer", ["", "  ", None, True, ["1"]])
+def test_a_broken_right_answer_raises(reward, answer):
+    with pytest.raises(ValueError, match="answer: expected text or a number, got"):
+        reward(["1"], [answer])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("so it is 1,234.", 1234),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("3, 4, 5", 5),
+        ("3,4,5", 5),
+        ("1,2345", 2345),
+        ("-3", -3),
+        ("\u22123", -3),
+        ("10-3", 3),
+        ("x -3", -3),
+        ("(2)-3", 3),
+        ("-$1,000", -1000),
+        ("$2.50 each", Fraction(5, 2)),
+        (".5", Fraction(1, 2)),
+        ("1.2.3", 3),
+        ("-3/4", Fraction(-3, 4)),
+        ("1 / 3", Fraction(1, 3)),
+        ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("\\boxed{\\dfrac{1}{8}}", Fraction(1, 8)),
+        ("50%", 50),
+        ("12.5 %.", Fraction(25, 2)),
+        ("1.5e3", 1500),
+        ("2E-2", Fraction(1, 50)),
+        ("9" * 50, 10**50 - 1),
+        ("1e50", 10**50),
+        ("007", 7),
+        ("7" + "." * 500, 7),
+        ("1/0", None),
+        ("1e51", None),
+        ("1e999999999", None),
+        ("9" * 51, None),
+        ("1/" + "9" * 51, None),
+        ("9" * 5_000, None),
+        ("1e" + "9" * 100, None),
+        ("none", None),
+        ("", None),
+        ("٣", None),  # an Arabic three
+    ],
+)
+def test_last_number(text, value):
+    assert last_number(text) == value
+
+
+def test_numeric_tolerance_is_absolute():
+    completions = ["1000001", "about 1000000.5", "999999.5", "999999", "no"]
+    assert numeric(completions, ["1,000,000"] * 5, tolerance=0.5) == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert numeric(["1/3", "0.333333"], ["0.3333333", "1/3"], tolerance=1e-6) == [1.0, 1.0]
+    assert numeric(["9007199254740993"], ["9007199254740992"], tolerance=1e-6) == [0.0]  # equal as floats
+
+
+def test_numeric_reads_the_answer_and_not_the_thoughts():
+    completions = ["<think>7</think><answer>8</answer> 7", "<think>8</think><answer>it is 7 apples</answer>"]
+    assert numeric(completions, ["3 + 4 = 7 #### 7", 7], tolerance=0.0) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("answer", ["seven", "1/0", "1e99"])
+def test_a_right_answer_without_a_number_raises(answer):
+    with pytest.raises(ValueError, match=f"answer: expected a number, got '{answer}'"):
+        numeric(["7"], [answer], tolerance=0.0)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
+def test_a_tolerance_is_not_negative(tolerance):
+    with pytest.raises(ValueError, match="tolerance: expected a number of at least 0"):
+        numeric([], [], tolerance=tolerance)
+
+
+# --- format and length
+
+
+@pytest.mark.parametrize(
+    ("completion", "formatted", "tags"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0, 1.0),
+        (" \n<think>\na</think>\n\t<answer>b\n</answer>\n", 1.0, 1.0),
+        ("<think></think><answer></answer>", 1.0, 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0, 1.0),
+        ("Hm <think>a</think><answer>b</answer>", 0.0, 1.0),
+        ("<think>a</think><answer>b</answer>.", 0.0, 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0, 1.0),
+        ("<think>a<answer>b</think></answer>", 0.0, 1.0),
+        ("<think><answer></think></answer>", 0.0, 1.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0, 0.5),
+        ("<think><think>a</think><answer>b</answer>", 0.0, 0.75),
+        ("<think>a</think><answer>b", 0.0, 0.75),
+        ("<answer>b</answer>", 0.0, 0.5),
+        ("</think>", 0.0, 0.25),
+        ("<THINK>a</THINK>", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_format_and_tag_count(completion, formatted, tags):
+    assert format_reward([completion, "x"], answer=["7", "7"]) == [formatted, 0.0]
+    assert tag_count([completion], answer=["7"]) == [tags]
+
+
+def test_length_falls_from_the_target_to_twice_it():
+    completions = ["", "a" * 3, "a" * 4, "a" * 5, "a" * 7, "a" * 8, "a" * 9, "  é\n"]
+    assert length(completions, target=4, answer=[]) == [1.0, 1.0, 1.0, 0.75, 0.25, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("target", [0, -3])
+def test_a_target_is_positive(target):
+    with pytest.raises(ValueError, match=f"target: expected at least 1 character, got {target}"):
+        length(["a"], target=target)
+
+
+def test_word_variety_is_the_share_of_distinct_words():
+    assert word_variety(["a b\nA c", "a a a", "one", " \n", ""], answer=[]) == [3 / 4, 1 / 3, 1.0, 0.0, 0.0]

@@ -1,0 +1,212 @@
+# ruff: noqa: ARG005
+import functools
+import inspect
+import math
+import os
+import re
+import time
+import timeit
+
+import pytest
+
+from grpo_lightning.reward.accuracy import reasoning_gym, verifier_failures
+from grpo_lightning.reward.isolated import Isolated
+from grpo_lightning.reward.verifier import GATES, TIMED, is_algebra, is_arithmetic, is_literal, may_be_verified
+
+
+def verified(task, text, answer, metadata=None, **columns):
+    columns = {name: [value] for name, value in columns.items()}
+    return reasoning_gym([f"<answer>{text}</answer>"], [answer], [task], [metadata or {}], **columns)[0]
+
+
+def test_the_tasks_own_verifier_scores_the_answer():
+    rows = [("<think>5</think><answer>-7</answer>", "-7", "chain_sum", {}), ("-7", "12", "chain_sum", {})]
+    rows += [("<answer>2 * 3 + 4</answer>", "4 + 2*3", "countdown", {"numbers": [2, 3, 4], "target": 10})]
+    rows += [("<answer>2 * 3 - 4</answer>", "4 + 2*3", "countdown", {"numbers": [2, 3, 4], "target": 10})]
+    assert reasoning_gym(*zip(*rows, strict=True), prompts=[]) == [1.0, 0.0, 1.0, 0.05]
+
+
+def test_a_verifier_knows_the_settings_of_its_data_set():
+    solution, metadata = "(8 - 2) * (2 + 2)", {"numbers": [8, 2, 2, 2]}  # 24, of numbers from 1 to 10
+    assert verified("puzzle24", solution, None, metadata) == 1.0
+    assert verified("puzzle24", solution, None, metadata, task_config=None) == 1.0
+    assert verified("puzzle24", solution, None, metadata, task_config={"min_value": 3}) == 0.01
+
+
+def test_an_entry_of_a_composite_is_scored_by_the_data_set_it_comes_from():
+    assert verified("composite", "5", "5", {"source_dataset": "chain_sum"}) == 1.0
+    assert verified("composite", "5", "5", {"source_dataset": "chain_sum"}, task_config={"datasets": []}) == 1.0
+
+
+def test_a_verifier_that_raises_on_the_models_text_scores_0_and_is_counted(caplog):
+    verifier_failures.clear()
+    metadata = {"factors": [2, 3]}
+    assert verified("prime_factorization", "2 \u00d7 3", "2 \u00d7 3", metadata) == 1.0
+    assert verified("prime_factorization", "two", "2 \u00d7 3", metadata) == 0.0
+    assert verified("prime_factorization", "three", "2 \u00d7 3", metadata) == 0.0
+    assert dict(verifier_failures) == {"prime_factorization": 2}
+    assert len(caplog.records) == 1
+    assert "'prime_factorization': its verifier raised ValueError: invalid literal" in caplog.text
+
+
+def test_a_verifier_that_raises_on_the_right_answer_too_means_broken_data():
+    with pytest.raises(ValueError, match=r"'prime_factorization'.*on the data set's own answer 'six'"):
+        verified("prime_factorization", "two", "six")
+
+
+@pytest.mark.parametrize(("given", "value"), [(3.0, 1.0), (-0.5, 0.0), (0.25, 0.25), (math.nan, 0.0), (math.inf, 0.0)])
+def test_a_verifiers_value_is_clamped(monkeypatch, given, value):
+    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: lambda answer, entry: given)
+    assert verified("any", "5", "5") == value
+
+
+def test_unknown_tasks_and_broken_metadata_raise():
+    with pytest.raises(ValueError, match="'no_such_task' not registered"):
+        verified("no_such_task", "5", "5")
+    with pytest.raises(ValueError, match=r"metadata: expected a mapping for the task 'chain_sum', got '\{\}'"):
+        verified("chain_sum", "5", "5", "{}")
+
+
+# --- what is not given to a verifier
+
+
+def evaluating_tasks():
+    """Tasks whose verifier evaluates text, by its source."""
+    factory = pytest.importorskip("reasoning_gym.factory")
+    code = {name: inspect.getsource(made.score_answer) for name, (made, _) in factory.DATASETS.items()}
+    own = {"number_sorting"}, {"propositional_logic"}  # evaluates the data's answer; parse_expr is its own parser
+    found = {name for name, text in code.items() if re.search(r"\b(eval|exec|parse_expr|sympify|Fraction)\(", text)}
+    return sorted(found - set().union(*own))
+
+
+def test_every_verifier_that_evaluates_text_has_a_gate():
+    tasks = evaluating_tasks()
+    assert len(tasks) == 10
+    assert set(tasks) <= set(GATES)
+    assert set(GATES) | TIMED <= set(pytest.importorskip("reasoning_gym.factory").DATASETS)
+
+
+@pytest.mark.parametrize("task", [*evaluating_tasks(), "rush_hour"])
+def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
+    reached = []
+    monkeypatch.setattr(os, "system", lambda command: reached.append(command) or 0)
+    monkeypatch.setattr("grpo_lightning.reward.accuracy.verifier_failures", {})
+    scorer = lambda answer, entry: reached.append(answer) or 1.0  # noqa: E731
+    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: scorer)
+    everywhere = ["9" * 10_001]
+    code = [
+        "__import__('os').system('true')",
+        "().__class__.__base__",
+        "[x for x in (1,)]",
+        "9**9**9**9",
+        "'a' * 10**10",
+        "[1] * 10**10",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "exit()",
+    ]
+    harmful = {"coin_flip": ["1e99999999", "1E+0000009", "1e1_000_000"], "rush_hour": ["A+99999999", "A-100"]}
+    for text in everywhere + harmful.get(task, code):
+        assert verified(task, text, "1") == 0.0
+    assert reached == []
+    assert verified(task, "1", "1") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "allowed"),
+    [
+        (is_literal, "[[1, -2], ('a', b)]", True),
+        (is_literal, "1 0 1\n0 0 1", True),  # no expression: eval raises at once
+        (is_literal, "_ Q", True),
+        (is_literal, "a.b", False),
+        (is_literal, "1 + 1", False),
+        (is_literal, "-" * 9_000 + "1", False),
+        (is_arithmetic, " (3 + 4.5) * -2 / 7", True),
+        (is_arithmetic, "1000000000000", True),
+        (is_arithmetic, "1000000000001", False),
+        (is_arithmetic, "2**3", False),
+        (is_arithmetic, "7 // 2", False),
+        (is_arithmetic, "x", False),
+        (is_arithmetic, "1j", False),
+        (is_arithmetic, "1e999", False),
+        (is_arithmetic, "True", False),
+        (is_arithmetic, "3 +", False),
+        (is_arithmetic, "1" + "+1" * 500, False),  # 1001 characters
+        (is_algebra, "2*(2 - 8*x)**(3/2)/3 + C", True),  # 2 * (1 + 3) * (1 + 2) = 24 of 64
+        (is_algebra, "x**31", True),  # 2 * (1 + 31) = 64
+        (is_algebra, "x**32", False),
+        (is_algebra, "x**0.03", False),  # 2 * (1 + 1 / 0.03) > 64
+        (is_algebra, "(x**2 + 1)**3 * exp(-x)", True),  # 2 * 3 * 2 * 4 = 48
+        (is_algebra, "((x**2)**2)**2", False),  # 6**3
+        (is_algebra, "9**(9 * 9 * 9)", False),
+        (is_algebra, "9**9**9", False),
+        (is_algebra, "E**E**E", False),
+        (is_algebra, "log(cos(x)) / sqrt(x)", True),
+        (is_algebra, "exp(exp(exp(x)))", False),
+        (is_algebra, "Integral(x, x)", False),
+        (is_algebra, "log(x, 2)", False),
+        (is_algebra, "exp(x, evaluate=1)", False),
+        (is_algebra, "x.diff(x)", False),
+        (is_algebra, "(sin)(x)", True),
+        (is_algebra, "sin(x)(x)", False),
+        (is_algebra, "x | 1", False),
+        (is_algebra, "~x", False),
+        (is_algebra, "x**" * 300 + "2", False),
+        (is_algebra, "+" * 990 + "x", False),
+        (GATES["coin_flip"], "1.5e-3", True),
+        (GATES["coin_flip"], "3/1024", True),
+        (GATES["rush_hour"], "A+2 B-13", True),
+        (GATES["propositional_logic"], "P" * 1000, True),
+        (GATES["propositional_logic"], "P" * 1001, False),
+    ],
+)
+def test_gates(check, text, allowed):
+    start = time.process_time()
+    assert check(text) is allowed
+    assert time.process_time() - start < 0.5
+
+
+def test_the_right_answer_always_reaches_its_verifier():
+    assert may_be_verified("intermediate_integration", "Integral(x, x) + C", " Integral(x, x) + C\n")
+    assert may_be_verified("tower_of_hanoi", "a" * 10_000, "a")
+    assert not may_be_verified("tower_of_hanoi", "a" * 10_001, "a")
+    assert may_be_verified("tower_of_hanoi", "b" * 12_000, "a" * 3_000)
+    assert not may_be_verified("tower_of_hanoi", "b" * 12_001, "a" * 3_000)
+
+
+def test_a_call_that_takes_too_long_is_ended():
+    isolated = Isolated(functools.partial, timeit.timeit, seconds=1.0)  # runs `stmt` and returns how long it took
+    remember, recall = "import os; os.environ['SEEN'] = '1'", "import os; os.environ['SEEN']"
+    assert 0.1 < isolated(stmt="import time; time.sleep(0.1)", number=1) < 1
+    isolated(stmt=remember, number=1)
+    isolated(stmt=recall, number=1)  # the same process
+    assert "SEEN" not in os.environ
+    with pytest.raises(RuntimeError, match=r"^ZeroDivisionError: division by zero$"):
+        isolated(stmt="1 / 0", number=1)
+    isolated(stmt=recall, number=1)
+    process, start = isolated._running[0].pid, time.perf_counter()
+    with pytest.raises(TimeoutError, match="took longer than 1 s"):
+        isolated(stmt="import time; time.sleep(60)", number=1)
+    assert time.perf_counter() - start < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    with pytest.raises(RuntimeError, match="KeyError: 'SEEN'"):
+        isolated(stmt=recall, number=1)  # a new one
+    with pytest.raises(RuntimeError, match="its process died"):
+        isolated(stmt="import os; os._exit(1)", number=1)
+    assert isolated(stmt="pass", number=1) < 1
+    isolated.close()
+    isolated.close()
+
+
+def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplog):
+    metadata = {"variable": "x", "integrand": "2*x"}
+    assert verified("simple_integration", "x**2 + 5", "x**2 + C", metadata) == 1.0
+    assert verified("simple_integration", "x**3", "x**2 + C", metadata) == 0.0
+
+    def late(answer, entry):
+        raise TimeoutError("took longer than 5 s")
+
+    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: late)
+    assert verified("late", "x", "x**2 + C", metadata) == 0.0
+    assert "TimeoutError" in caplog.text

@@ -1,0 +1,27 @@
+"""Train, validate or export a policy: ``python train.py algorithm=dapo rollout.group_size=8 seed=1``."""
+
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_lightning.run import run
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    """Run what the settings describe and return the value a sweep maximizes."""
+    given = HydraConfig.get().overrides
+    config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    return run(
+        config,
+        lambda part: instantiate(cfg[part], _convert_="all"),
+        overrides=list(given.task),
+        directory_given=any(override.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for override in given.hydra),
+    )
+
+
+if __name__ == "__main__":
+    main()
