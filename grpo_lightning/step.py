@@ -144,16 +144,24 @@ class StepModule(LightningModule):
         if self.completed_steps >= self.steps:
             self.trainer.should_stop = True
 
+    @property
+    def _validation_due(self) -> bool:
+        """False where a resumed run starts between two validations, or right after one that it already has."""
+        if self.trainer.state.fn != "fit":
+            return True
+        done = self.completed_steps
+        return self.validated_at != done and (done in (0, self.steps) or done % self.validation.every == 0)
+
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
-        if self.trainer.training and self.validated_at == self.completed_steps:
-            return None  # a resumed run whose last act was this validation
+        if not self._validation_due:
+            return None
         judged = self.validation.step(
             self.policy, prompts, seed=self.seed_of("validation", batch_idx), clock=self.clock, poll=self.poll
         )
         return {"judged": judged}
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.training and self.validated_at == self.completed_steps:
+        if not self._validation_due:
             return
         self.validated_at = self.completed_steps
         self.report(self.validation.compute())

@@ -60,6 +60,10 @@ def test_the_defaults_are_right():
         ),
         ("validation.ks=[1,5]", "validation.ks=[1, 5]: allowed are integers from 1 to validation.samples_per_prompt=4"),
         ("rollout.outcome=correct", "rollout.outcome=correct: allowed is one of the rewards: accuracy, format or null"),
+        (
+            "+reward.exact.weight=1.0",
+            "reward.exact: no such reward was chosen; allowed is reward=[accuracy, format, exact]",
+        ),
         ("reward=[]", "reward=[]: allowed is at least one reward"),
         (
             "+reward.mine._target_=grpo_lightning.reward.format.format",

@@ -135,6 +135,7 @@ def test_rows_of_json_lines_are_text_or_messages_and_the_rest_are_columns(tmp_pa
     source = JsonLines([one, two])
     assert [source[i] for i in range(len(source))] == [("a\u2028b", {"answer": 1}), (CHAT, {"answer": None})]
     assert JsonLines(write(tmp_path / "c.jsonl", {"q": "x", "prompt": "y"}), "q")[0] == ("x", {"prompt": "y"})
+    assert JsonLines(write(tmp_path / "d.jsonl", {"prompts": "x"}), "prompts")[0] == ("x", {})
 
 
 def test_rows_of_parquet(tmp_path):
@@ -185,7 +186,7 @@ GOOD = {"prompt": "p", "answer": "1"}
     ],
 )
 def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path, bad, message):
-    path = write(tmp_path / "a.jsonl", GOOD, "", bad)
+    path = write(tmp_path / "a.jsonl", GOOD, "", bad, GOOD)
     with pytest.raises(ValueError, match=r"a\.jsonl, " + message):
         JsonLines(path)
 
@@ -244,9 +245,10 @@ def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
 
 
 def test_a_small_file_holds_out_a_fifth(caplog):
-    train, validation = hold_out(Inline([f"p{i}" for i in range(11)]), 256)
-    assert (len(train), len(validation)) == (9, 2)
-    assert "held out 2 of 11 rows, fewer than data.validation_size=256" in caplog.text
+    train, validation = hold_out(Inline([f"p{i}" for i in range(14)]), 256)
+    assert (len(train), len(validation)) == (12, 2)
+    assert [validation[i][0] for i in range(2)] == ["p9", "p10"]  # the last of the order, the same in every run
+    assert "held out 2 of 14 rows, fewer than data.validation_size=256" in caplog.text
     assert [len(part) for part in hold_out(Inline(["a", "b"]), 1)] == [1, 1]
     with pytest.raises(ValueError, match="1 rows; allowed: at least 2"):
         hold_out(Inline(["a"]), 1)
@@ -257,7 +259,8 @@ def test_a_small_file_holds_out_a_fifth(caplog):
 
 def saved() -> datasets.DatasetDict:
     rows = {"question": ["one?", "two?", "three?"], "answer": ["so #### 1", "#### 2,000", "#### 3"], "level": [1, 2, 3]}
-    return datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), test=datasets.Dataset.from_dict(rows))
+    test = {name: values[::-1] for name, values in rows.items()}
+    return datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), test=datasets.Dataset.from_dict(test))
 
 
 COLUMNS = {"prompt": "question", "answer": "answer"}
@@ -268,16 +271,16 @@ def test_a_saved_data_set_with_filter_map_and_columns(tmp_path):
     source = Hub(str(tmp_path / "d"), "train", columns=COLUMNS, filter=lambda row: row["level"] > 1, map_row=gsm8k_row)
     assert [source[i] for i in range(len(source))] == [("two?", {"answer": "2000"}), ("three?", {"answer": "3"})]
     saved()["test"].save_to_disk(tmp_path / "one")
-    assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("three?", {})
+    assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("one?", {})
     with pytest.raises(ValueError, match=r"data.split='dev': no such split in .*; allowed: \['test', 'train'\]"):
         Hub(str(tmp_path / "d"), "dev", columns=COLUMNS)
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "folder/train.jsonl"])
-def test_a_local_file_or_folder_is_loaded_by_datasets(tmp_path, name):
+@pytest.mark.parametrize(("name", "split"), [("d.jsonl", "test"), ("folder/train.jsonl", "train")])
+def test_a_local_file_or_folder_is_loaded_by_datasets(tmp_path, name, split):
     (tmp_path / "folder").mkdir()
     write(tmp_path / name, {"prompt": "a", "level": 1}, {"prompt": CHAT[1]["content"], "level": 2})
-    source = Hub(str(tmp_path / name.split("/")[0]), "train[1:]")
+    source = Hub(str(tmp_path / name.split("/")[0]), f"{split}[1:]")
     assert (len(source), source[0]) == (1, ("hi", {"level": 2}))
 
 
@@ -318,6 +321,7 @@ def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
         "dropped prompts": 0,
         "columns": ["answer"],
     }
+    assert (both.train[0][0], both.validation[0][0]) == ("one?", "three?")
     assert (len(one.train), len(one.validation)) == (2, 1)
 
 
@@ -335,18 +339,18 @@ def test_gsm8k_answer():
     "task", ["chain_sum", "spell_backward", "gcd", "gsm_symbolic", "list_functions", "pool_matrix", "boxnet"]
 )
 def test_entries_are_the_same_whenever_they_are_asked_for(task):
-    source, again = (ReasoningGym(task, {}, size=6, seed=10) for _ in range(2))
-    rows = [source[i] for i in range(6)]
+    source, again = (ReasoningGym(task, {}, size=12, seed=10) for _ in range(2))
+    rows = [source[i] for i in range(12)]
     random.seed(0)
     numpy.random.seed(0)
     before = random.getstate(), numpy.random.get_state()[1].tolist()
-    assert [again[i] for i in (5, 2)] == [rows[5], rows[2]]
+    assert [again[i] for i in reversed(range(12))] == rows[::-1]
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before  # no task disturbs the run's
     assert all(isinstance(prompt, str) and prompt and isinstance(row["answer"], str) for prompt, row in rows)
     assert all(list(row) == ["answer", "task", "metadata", "task_config"] for _, row in rows)
     assert {row["task"] for _, row in rows} == {task}
     with pytest.raises(IndexError):
-        source[6]
+        source[12]
 
 
 def test_settings_reach_the_task_and_go_before_its_level():
@@ -402,7 +406,7 @@ def test_unfit_entries_are_replaced_the_same_way_every_time():
     assert lost == 0
     assert 0 < stay.count(False) < 40
     assert kept.redrawn == stay.count(False)
-    assert source.redrawn == 0
+    assert source.redrawn == keep(kept, fits)[0].redrawn == 0
     assert all(fits([prompt])[0] for prompt, _ in rows)
     assert [rows[i] == source[i] for i in range(40)] == stay
     assert [keep(source, fits)[0][i] for i in reversed(range(40))] == rows[::-1]
@@ -429,6 +433,7 @@ def test_held_out_questions_that_are_replaced_are_avoided_too():
         train_size=300,
         **settings(validation_size=40, max_prompt_length=1),
     )
+    assert data.train[0]  # what is known of the held-out questions before the limit no longer holds after it
     data.limit_prompts(lambda prompts: ["+" in prompt for prompt in prompts])
     held_out, train = ([s[i][0] for i in range(len(s))] for s in (data.validation, data.train))
     assert (len(held_out), len(train)) == (40, 300)
@@ -458,6 +463,27 @@ def test_slow_entries_are_made_once(monkeypatch):
     assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}
 
 
+@pytest.mark.parametrize("draw", [random.random, numpy.random.random_sample])
+def test_a_task_that_draws_from_a_global_generator_is_still_a_function_of_the_index(monkeypatch, draw):
+    def entry(*_):
+        return {"question": str(draw()), "answer": "", "metadata": {}}
+
+    monkeypatch.setattr(DATASETS["gcd"][0], "__getitem__", entry)
+    source, again = (ReasoningGym("gcd", {}, 3, 0) for _ in range(2))
+    rows = [source[i] for i in range(3)]
+    draw()
+    assert [again[i] for i in reversed(range(3))] == rows[::-1]
+    assert len({prompt for prompt, _ in rows}) == 3
+
+
+def test_memory_of_entries_is_bounded(monkeypatch):
+    monkeypatch.setattr("grpo_lightning.data.reasoning_gym._REMEMBERED", 4)
+    source = ReasoningGym("chain_sum", SUM, 11, 0)
+    rows = [source[i] for i in range(11)]
+    assert len(source._remembered) == 3  # emptied when the fifth and the ninth came
+    assert [source[i] for i in range(11)] == rows
+
+
 def test_a_prompt_length_nothing_meets_is_an_error_before_training():
     data = gym_prompts(task="gcd", task_config=None, levels={}, train_size=9, **settings(max_prompt_length=3))
     with pytest.raises(ValueError, match=r"data.max_prompt_length=3: data.task='gcd': none of 100 questions is within"):
@@ -481,9 +507,9 @@ def test_a_prompt_length_nothing_meets_is_an_error_before_training():
     ],
 )
 def test_an_epoch_lasts_to_the_next_validation(every, completed, num_steps):
-    data = attach(inline(5, validate_every=every), completed)
+    data = attach(inline(5, validate_every=every, seed=3), completed)
     expected = [
-        tuple(f"p{prompt_index(0, 2 * step + j, 5)}" for j in range(2))
+        tuple(f"p{prompt_index(3, 2 * step + j, 5)}" for j in range(2))
         for step in range(completed, completed + num_steps)
     ]
     loader = data.train_dataloader()

@@ -48,15 +48,15 @@ def calculate(text):
     ],
 )
 def test_right_demonstration_is_worked_by_hand(task, metadata, answer, expected):
-    text = demonstrate(task, {"metadata": metadata, "answer": answer}, random.Random(0), error_rate=0.0)
+    text = demonstrate(task, {"metadata": metadata, "answer": answer}, random.Random(0), slip_rate=0.0)
     assert text == f"<think>{expected}</think><answer>{answer}</answer>"
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_without_errors_every_demonstration_is_right_and_follows(task):
-    judge = reasoning_gym.create_dataset(task, size=400, seed=5, **TASKS[task])
-    demonstrations = Demonstrations({task: TASKS[task]}, size=400, seed=5, error_rate=0.0)
-    for index in range(400):
+    judge = reasoning_gym.create_dataset(task, size=200, seed=5, **TASKS[task])
+    demonstrations = Demonstrations({task: TASKS[task]}, size=200, seed=5, slip_rate=0.0)
+    for index in range(200):
         question, columns = demonstrations[index]
         reasoning, answer = read(columns["completion"])
         assert question == judge[index]["question"]
@@ -72,55 +72,51 @@ def test_without_errors_every_demonstration_is_right_and_follows(task):
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_a_quarter_is_wrong_and_the_wrong_ones_spread(task):
-    demonstrations = Demonstrations({task: TASKS[task]}, size=2000, seed=11, error_rate=0.25)
-    wrong, values = 0, Counter()
+def test_every_step_slips_a_quarter_of_the_time_and_the_slips_spread(task):
+    demonstrations = Demonstrations({task: TASKS[task]}, size=800, seed=11, slip_rate=0.25)
+    steps, values = 0, Counter()
     for _, columns in demonstrations:
-        _, answer = read(columns["completion"])
-        if answer.lower() != columns["answer"].lower():
-            wrong += 1
-            values[answer if task == "spell_backward" else int(answer) - int(columns["answer"])] += 1
-    # 2000 draws at 0.25: mean 500, deviation sqrt(2000 * 0.25 * 0.75) = 19.4; 4 deviations are 78.
-    assert 422 <= wrong <= 578
-    assert max(values.values()) < 0.15 * wrong  # no wrong value comes near the right one's 1500
-    assert len(values) >= 15
+        reasoning, _ = read(columns["completion"])
+        if task == "spell_backward":
+            shown, right = reasoning.split(" "), columns["metadata"]["word"]
+            values.update(letter for letter, true in zip(shown, right, strict=True) if letter != true)
+            steps += len(shown)
+        else:
+            errors = [int(right) - calculate(left) for left, right in (e.split("=") for e in reasoning.split(" "))]
+            values.update(error for error in errors if error)
+            steps += len(errors)
+    # a letter may slip to itself: 25 / 26 of the slips show
+    expected = 0.25 * steps * (25 / 26 if task == "spell_backward" else 1)
+    wrong = values.total()
+    assert abs(wrong - expected) < 4 * (0.25 * 0.75 * steps) ** 0.5
+    assert max(values.values()) < 0.15 * wrong  # no wrong value comes near the right one
+    assert len(values) >= 20
 
 
-def test_a_slip_is_carried_on_to_the_answer():
+def test_slips_are_carried_on_to_the_answer():
     entry = {"metadata": {"expression": "45 + 38 - 12"}, "answer": "71"}
-    places = Counter()
-    for seed in range(200):
-        text = demonstrate("chain_sum", entry, random.Random(seed), error_rate=1.0)
-        reasoning, answer = read(text)
+    for seed in range(50):
+        reasoning, answer = read(demonstrate("chain_sum", entry, random.Random(seed), slip_rate=1.0))
         equations = [equation.split("=") for equation in reasoning.split(" ")]
-        false = [step for step, (left, right) in enumerate(equations) if calculate(left) != int(right)]
-        assert len(false) == 1
+        assert all(calculate(left) != int(right) for left, right in equations)
         assert equations[1][0] == f"{equations[0][1]}-12"
-        assert equations[1][1] == answer != "71"
-        places[false[0]] += 1
-    assert min(places[0], places[1]) > 60  # of 200, each half likely: 100 less 5 deviations of 7.1 is 64.5
-
-
-def test_error_rate_one_is_always_wrong_even_where_a_slip_may_vanish():
-    entry = {"metadata": {"expression": "4 * 7 * 0"}, "answer": "0"}
-    answers = {read(demonstrate("products", entry, random.Random(s), error_rate=1.0))[1] for s in range(50)}
-    assert "0" not in answers
-    word = {"metadata": {"word": "Aa"}, "answer": "aA"}
-    words = {read(demonstrate("spell_backward", word, random.Random(s), error_rate=1.0))[1].lower() for s in range(50)}
-    assert "aa" not in words
+        assert equations[1][1] == answer
+    word = {"metadata": {"word": "sun"}, "answer": "nus"}
+    reasoning, answer = read(demonstrate("spell_backward", word, random.Random(1), slip_rate=1.0))
+    assert reasoning.split(" ") == list(reversed(answer)) != list("sun")
 
 
 def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
-    one, two = (Demonstrations(TASKS, size=60, seed=3, error_rate=0.5) for _ in range(2))
+    one, two = (Demonstrations(TASKS, size=60, seed=3, slip_rate=0.5) for _ in range(2))
     forward = [one[index] for index in range(60)]
     assert forward == [two[index] for index in reversed(range(60))][::-1]
-    later = Demonstrations(TASKS, size=60, seed=3 + 55, error_rate=0.5)
+    later = Demonstrations(TASKS, size=60, seed=3 + 55, slip_rate=0.5)
     assert [later[0][0], later[0][1]["completion"]] == [forward[55][0], forward[55][1]["completion"]]  # from seed + i
     assert later[5][0] not in [question for question, _ in forward]
 
 
 def test_tasks_take_turns_and_the_range_ends():
-    demonstrations = Demonstrations(TASKS, size=12, seed=0, error_rate=0.25)
+    demonstrations = Demonstrations(TASKS, size=12, seed=0, slip_rate=0.25)
     assert len(demonstrations) == 12
     assert [columns["task"] for _, columns in demonstrations] == [*TASKS, *TASKS, *list(TASKS)[:2]]
     for index in (12, -1):
@@ -129,25 +125,25 @@ def test_tasks_take_turns_and_the_range_ends():
 
 
 def test_text_is_printable_ascii_and_newlines():
-    for question, columns in Demonstrations(TASKS, size=1000, seed=7, error_rate=0.5):
+    for question, columns in Demonstrations(TASKS, size=1000, seed=7, slip_rate=0.5):
         assert all(character == "\n" or " " <= character <= "~" for character in question + columns["completion"])
 
 
 def test_mistakes_are_named():
     cancelled = {"metadata": {"equation": "0 = 0", "variable": "x"}, "answer": "3"}
     with pytest.raises(ValueError, match=r"equation: expected one variable 'x' and numbers, got '0 = 0'"):
-        demonstrate("simple_equations", cancelled, random.Random(0), error_rate=0.0)
+        demonstrate("simple_equations", cancelled, random.Random(0), slip_rate=0.0)
     nested = {"metadata": {"expression": "( 3 + 4 )"}, "answer": "7"}
     with pytest.raises(ValueError, match=r"expression: expected whole numbers joined by .*, got '\( 3 \+ 4 \)'"):
-        demonstrate("basic_arithmetic", nested, random.Random(0), error_rate=0.0)
+        demonstrate("basic_arithmetic", nested, random.Random(0), slip_rate=0.0)
     with pytest.raises(ValueError, match=r"chain_sum.*got 'sudoku'"):
-        demonstrate("sudoku", {"metadata": {}, "answer": "1"}, random.Random(0), error_rate=0.0)
+        demonstrate("sudoku", {"metadata": {}, "answer": "1"}, random.Random(0), slip_rate=0.0)
     with pytest.raises(ValueError, match=r"tasks: expected one or more of .*got \['sudoku'\]"):
-        Demonstrations({"sudoku": {}}, size=1, seed=0, error_rate=0.0)
+        Demonstrations({"sudoku": {}}, size=1, seed=0, slip_rate=0.0)
     with pytest.raises(ValueError, match=r"tasks: .*got \[\]"):
-        Demonstrations({}, size=1, seed=0, error_rate=0.0)
+        Demonstrations({}, size=1, seed=0, slip_rate=0.0)
     with pytest.raises(ValueError, match="size: expected 1 or more, got 0"):
-        Demonstrations(TASKS, size=0, seed=0, error_rate=0.0)
+        Demonstrations(TASKS, size=0, seed=0, slip_rate=0.0)
     for rate in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="error_rate: expected 0 to 1"):
-            Demonstrations(TASKS, size=1, seed=0, error_rate=rate)
+        with pytest.raises(ValueError, match="slip_rate: expected 0 to 1"):
+            Demonstrations(TASKS, size=1, seed=0, slip_rate=rate)

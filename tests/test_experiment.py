@@ -1,4 +1,4 @@
-"""Published recipes: each composes to its own numbers, and each trains at reduced size on a random model of its kind."""
+"""Published recipes: each composes to its own numbers and trains at reduced size on a random model of its kind."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from grpo_lightning.run import run
 from tests.checkpoints import write_checkpoint
 from tests.composed import CONF, build, composed
 
-# What a recipe pins, whether or not it is a default today. Keys end where they differ between recipes.
+# What a recipe says, whether or not it is a default today.
 RECIPES = {
     "open_r1": {
         "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -173,8 +173,7 @@ def names(folder):
 
 
 def test_every_recipe_has_its_numbers_and_its_run_here():
-    recipes = {name for name in names("experiment") if name in RECIPES or name in REDUCED}
-    assert recipes == set(RECIPES) == set(REDUCED)
+    assert names("experiment") == set(RECIPES) == set(REDUCED)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -221,6 +220,9 @@ def test_the_command_line_wins_over_a_recipe():
     assert list(config["reward"]) == ["numeric", "format"]
     assert (config["optimizer"]["lr"], config["rollout"]["top_p"], config["steps"]) == (3e-6, 0.9, 7)
     assert config["rollout"]["group_size"] == 8  # what is not overridden stays
+    config = composed("experiment=deepseekmath", "algorithm=dr_grpo")
+    assert config["advantage"]["_target_"] == "grpo_lightning.advantage.centered"
+    assert config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +257,9 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     overrides = [f"experiment={name}", *SMALL, *reduced, f"run_dir={tmp_path / 'run'}"]
     if architecture:
         chat = architecture != "gpt2"
+        # Random text earns nothing by the recipe's own rewards, and a gradient of 0 would show nothing.
+        overrides.append(f"reward=[{','.join([*published['reward'], 'custom'])}]")
+        overrides.append("reward.custom.function._target_=tests.rewards.vowels")
         overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
     if "reference.path" in RECIPES[name]:
         overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
@@ -262,9 +267,7 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
         overrides.append(f"data.path={local_data[published['data']['path']]}")
 
     config, parts, built = composed(*overrides), build(*overrides), {}
-    returned = run(
-        config, lambda part: built.setdefault(part, parts(part)), overrides=overrides, directory_given=True
-    )
+    returned = run(config, lambda part: built.setdefault(part, parts(part)), overrides=overrides, directory_given=True)
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     metrics = summary["metrics"]
@@ -273,7 +276,7 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     assert returned == metrics["val/pass@1"]
     assert {f"val/reward/{reward}" for reward in published["reward"]} <= set(metrics)
     assert built["trainer"].global_step == updates
-    assert metrics["optim/grad_norm"] > 0
+    assert metrics["optim/grad_norm"] > 1e-3
     assert metrics["optim/skipped"] == 0
     if architecture:  # the schedules of the recipes are constant
         assert metrics["optim/lr"] == pytest.approx(published["optimizer"]["lr"])

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG005
 import functools
 import math
 from fractions import Fraction
@@ -73,6 +72,7 @@ def test_per_completion_passes_one_row():
     assert scored(PerCompletion(one), ("abc", "b")) == [3 + 10 + 100 + 9, None]
     assert scored(PerCompletion(lambda text, **row: row == {"prompt": "p", "answer": "1", "level": 3})) == [1.0, 0.0]
     assert scored(PerCompletion(len), ("abc", "b")) == [3.0, 1.0]
+    assert PerCompletion(one)(prompts=["p"], completions=["ab"], answer=["1"], unknown=["x"]) == [2 + 10 + 100 + 9]
 
 
 @pytest.mark.parametrize("function", [lambda *, completion: 0.0, lambda **row: 0.0])
@@ -175,8 +175,8 @@ def test_an_exception_that_no_row_causes_alone_says_so():
 
 def test_total_adds_what_applies():
     rewards = {"a": Weighted(len, 2.0), "b": Weighted(len, -0.5), "c": Weighted(len, 0.0)}
-    scores = {"a": [1.0, None, None, 0.25], "b": [3.0, 4.0, None, None], "c": [7.0, None, None, 1.0]}
-    assert total(rewards, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25]
+    scores = {"a": [1.0, None, None, 0.25, 0.0], "b": [3.0, 4.0] + [None] * 3, "c": [7.0, None, None, 1.0, None]}
+    assert total(rewards, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25, 0.0]
 
 
 def test_a_total_that_overflows_is_an_error():

@@ -90,6 +90,8 @@ class RunCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         metrics = _steps(module).metrics
+        if _steps(module).validated_at != _steps(module).completed_steps:
+            return  # nothing was validated: a resumed run that starts between two validations
         if self.monitor not in metrics:
             raise ValueError(
                 f"callbacks.checkpoint.monitor={self.monitor!r} is no validation metric; there are {sorted(metrics)}"

@@ -67,7 +67,7 @@ class RunProgress(Callback):
             self._line(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._bar is None:
+        if self._bar is None and module.validated_at == module.completed_steps:
             self._line(trainer, module)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:

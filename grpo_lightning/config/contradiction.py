@@ -50,6 +50,14 @@ def _outcome(get: Reader) -> list[str]:
     return [f"rollout.outcome={outcome}: allowed is one of the rewards: {', '.join(rewards)} or null"]
 
 
+def _complete_rewards(get: Reader) -> list[str]:
+    chosen = [name for name, reward in get("reward").items() if "_target_" in reward]
+    return [
+        f"reward.{name}: no such reward was chosen; allowed is reward=[{', '.join([*chosen, name])}]"
+        for name in get("reward").keys() - chosen
+    ]
+
+
 def _enough_prompts(get: Reader) -> list[str]:
     prompts, size = get("data.prompts_per_step"), get("data.train_size")
     if prompts <= size:
@@ -87,6 +95,7 @@ def _needs_reference(get: Reader) -> list[str]:
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _ks,
     _outcome,
+    _complete_rewards,
     _enough_prompts,
     _master_weights,
     _divisible,

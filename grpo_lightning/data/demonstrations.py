@@ -1,7 +1,7 @@
-"""Flawed demonstrations for the supervised stage: short reasoning in tags, wrong in a given share of cases.
+"""Flawed demonstrations for the supervised stage: short reasoning in tags, each step of it wrong now and then.
 
-A wrong demonstration makes one random slip in its reasoning and carries it on to the answer. Slips are spread over
-many values, so a policy that imitates them is often wrong when it samples, while its likeliest answer stays right.
+A slip is carried on to the answer. Slips are spread over many values, so a policy that imitates them is often wrong
+when it samples, while its likeliest answer stays right.
 """
 
 import operator
@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import reasoning_gym
 
-Reason: TypeAlias = Callable[[Mapping[str, Any], random.Random, bool], tuple[str, str]]
-"""(entry's metadata, random numbers, whether to slip) -> (reasoning, answer)."""
+Reason: TypeAlias = Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]
+"""(entry's metadata, random numbers, probability that a step slips) -> (reasoning, answer)."""
 
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -22,41 +22,40 @@ _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "*": operator.mul,
     "/": operator.floordiv,
 }
-# A slip adds one of these: as likely as all of them together is a quarter of the demonstrations, each alone is rare.
+# A slip adds one of these: together they may be likely, each alone is rare.
 _SHIFTS = (*range(-11, 0), *range(1, 12))
 
 
-def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slip: bool) -> tuple[str, str]:
-    """Operations from left to right, one equation each; a slip changes one result and later ones follow from it.
+def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Operations from left to right, one equation each; after a wrong result the later ones follow from it.
 
     Args:
         first: Number that the first operation starts from.
         operations: Operator and right-hand number of each step.
-        rng: Source of the slip's place and size.
-        slip: Whether one step's result is wrong.
+        rng: Source of the slips' places and sizes.
+        slips: Probability that a step's result is wrong.
 
     Returns:
         The equations, separated by spaces, and the last result.
     """
-    slip_at = rng.randrange(len(operations)) if slip else -1
     result, equations = first, []
-    for step, (symbol, number) in enumerate(operations):
-        value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if step == slip_at else 0)
+    for symbol, number in operations:
+        value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if rng.random() < slips else 0)
         equations.append(f"{result}{symbol}{number}={value}")
         result = value
     return " ".join(equations), str(result)
 
 
-def _expression(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
+def _expression(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
     """Sums and products: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
     expression = metadata["expression"]
     if not re.fullmatch(r"-?\d+( [-+*] -?\d+)+", expression):
         raise ValueError(f"expression: expected whole numbers joined by +, - or *, got {expression!r}")
     first, *rest = expression.split()
-    return _compute(int(first), list(zip(rest[::2], map(int, rest[1::2]), strict=True)), rng, slip)
+    return _compute(int(first), list(zip(rest[::2], map(int, rest[1::2]), strict=True)), rng, slips)
 
 
-def _equation(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
+def _equation(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
     """Linear equations: "57 - x = 12" becomes "57-12=45", "3*x + 4 = 10" becomes "10-4=6 6/3=2"."""
     variable, equation = metadata["variable"], metadata["equation"]
     left, _, right = equation.replace(" ", "").partition("=")
@@ -66,19 +65,13 @@ def _equation(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tu
         raise ValueError(f"equation: expected one variable {variable!r} and numbers, got {equation!r}")
     number, division = int(constant[0] or 0), [("/", int(term[2]))] if term[2] else []
     if term[1] == "-":
-        return _compute(number, [("-", int(right)), *division], rng, slip)
-    return _compute(int(right), [("+" if number < 0 else "-", abs(number)), *division], rng, slip)
+        return _compute(number, [("-", int(right)), *division], rng, slips)
+    return _compute(int(right), [("+" if number < 0 else "-", abs(number)), *division], rng, slips)
 
 
-def _backward(metadata: Mapping[str, Any], rng: random.Random, slip: bool) -> tuple[str, str]:
-    """Words: "sun" is spelled "s u n", then read backward; a slip changes a letter or swaps two neighbours."""
-    letters = list(metadata["word"])
-    if slip:
-        at = rng.randrange(len(letters))
-        if at and rng.random() < 0.5:
-            letters[at - 1 : at + 1] = letters[at], letters[at - 1]
-        else:
-            letters[at] = rng.choice(string.ascii_lowercase)
+def _backward(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Words: "sun" is spelled "s u n", then read backward; a slip takes any letter of the alphabet for one of them."""
+    letters = [rng.choice(string.ascii_lowercase) if rng.random() < slips else letter for letter in metadata["word"]]
     return " ".join(letters), "".join(reversed(letters))
 
 
@@ -91,14 +84,14 @@ _REASONS: Mapping[str, Reason] = {
 }
 
 
-def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, error_rate: float) -> str:
+def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
     """A completion that reasons and answers, without an end of sequence.
 
     Args:
         task: Name of a reasoning_gym data set.
         entry: One of its entries.
-        rng: Decides whether and how the demonstration is wrong.
-        error_rate: Probability of a wrong answer, 0 to 1.
+        rng: Decides where the demonstration slips, and to what.
+        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
 
     Returns:
         ``<think>reasoning</think><answer>answer</answer>``.
@@ -108,10 +101,7 @@ def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, erro
     """
     if task not in _REASONS:
         raise ValueError(f"task: expected one of {sorted(_REASONS)}, got {task!r}")
-    slip = rng.random() < error_rate
-    reasoning, answer = _REASONS[task](entry["metadata"], rng, slip)
-    while slip and answer.lower() == entry["answer"].lower():  # a slip without effect, such as one before "*0"
-        reasoning, answer = _REASONS[task](entry["metadata"], rng, slip)
+    reasoning, answer = _REASONS[task](entry["metadata"], rng, slip_rate)
     return f"<think>{reasoning}</think><answer>{answer}</answer>"
 
 
@@ -125,23 +115,23 @@ class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
         tasks: Name of a reasoning_gym data set -> its configuration without size and seed.
         size: Number of demonstrations.
         seed: First of the entries' seeds.
-        error_rate: Share of wrong demonstrations, 0 to 1.
+        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
 
     Raises:
         ValueError: If there is no task, or none of its demonstrations, or a size or rate is out of range.
     """
 
-    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, error_rate: float) -> None:
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
         if not tasks or not set(tasks) <= set(_REASONS):
             raise ValueError(f"tasks: expected one or more of {sorted(_REASONS)}, got {list(tasks)}")
         if size < 1:
             raise ValueError(f"size: expected 1 or more, got {size}")
-        if not 0 <= error_rate <= 1:
-            raise ValueError(f"error_rate: expected 0 to 1, got {error_rate}")
+        if not 0 <= slip_rate <= 1:
+            raise ValueError(f"slip_rate: expected 0 to 1, got {slip_rate}")
         self._sources = [
             (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
         ]
-        self._size, self._seed, self._error_rate = size, seed, error_rate
+        self._size, self._seed, self._slip_rate = size, seed, slip_rate
 
     def __len__(self) -> int:
         return self._size
@@ -157,6 +147,6 @@ class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
         task, source = self._sources[index % len(self._sources)]
         entry = source[index]
         rng = random.Random(f"demonstration {self._seed + index}")
-        completion = demonstrate(task, entry, rng, error_rate=self._error_rate)
+        completion = demonstrate(task, entry, rng, slip_rate=self._slip_rate)
         columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
         return entry["question"], {"completion": completion, **columns}

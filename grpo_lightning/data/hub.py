@@ -37,6 +37,11 @@ def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "answer": gsm8k_answer(row["answer"])}
 
 
+def has_answer(row: Mapping[str, Any]) -> bool:
+    """Whether there is a right answer to compare with: a filter for data sets where some rows have none."""
+    return bool(str(row.get("answer") or "").strip())
+
+
 class Hub(Rows):
     """Rows of one split, in memory. Code that comes with a data set is never run.
 

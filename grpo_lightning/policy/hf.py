@@ -54,6 +54,7 @@ class HFPolicy(Policy):
         self.pad_id = next(
             (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), self.end_ids[0]
         )
+        model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0

@@ -44,7 +44,9 @@ def exact(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[f
     return [float(answer_text(text) == _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
 
 
-def numeric(completions: Sequence[str], answer: Sequence[Any], *, tolerance: float, **_: Any) -> list[float | None]:
+def numeric(
+    completions: Sequence[str], answer: Sequence[Any], *, tolerance: float = 1e-6, **_: Any
+) -> list[float | None]:
     r"""1.0 if the last number of the answer text is the right one's, |given − right| ≤ tolerance, else 0.0.
 
     Numbers are 1,234.5 or -3 or 1e-3 or 3/4 or \frac{3}{4}; a percent or dollar sign is ignored, so 50% is 50.

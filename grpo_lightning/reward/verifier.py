@@ -148,7 +148,7 @@ def _is_allowed(node: ast.AST, kinds: tuple[type, ...], operators: tuple[type, .
         return isinstance(value, int | float) and not isinstance(value, bool) and value <= _LARGEST_CONSTANT
     if isinstance(node, ast.Call):
         is_elementary = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-        return is_elementary and len(node.args) == 1 and not node.keywords
+        return is_elementary and len(node.args) == 1
     return isinstance(node, kinds)
 
 

@@ -1,0 +1,56 @@
+"""Callbacks that end the process at a chosen moment, and that write down what was asked."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from lightning import Callback
+
+
+class Kill(Callback):
+    """``kill -9`` to this very process in step ``step`` (counted from 1).
+
+    Args:
+        step: The step that is not completed.
+        moment: "rollout" (between two generated tokens), "update" (after the backward pass) or "validation" (of the
+            step before).
+        signal_number: 9 by default; 15 asks politely.
+    """
+
+    def __init__(self, step: int, moment: str, signal_number: int = int(signal.SIGKILL)) -> None:
+        self.step = step
+        self.moment = moment
+        self.signal_number = signal_number
+
+    def setup(self, trainer, pl_module, stage):
+        polls = {"rollout": 4, "validation": 4}
+        seen = {"rollout": 0, "validation": 0}
+        poll, apply = pl_module.poll, pl_module.apply_gradients
+
+        def polled():
+            now = "rollout" if trainer.training else "validation"
+            due = self.step if now == "rollout" else self.step - 1 + 1
+            if self.moment == now and pl_module.completed_steps + 1 == due and not trainer.sanity_checking:
+                seen[now] += 1
+                if seen[now] == polls[now]:
+                    os.kill(os.getpid(), self.signal_number)
+            poll()
+
+        def applied():
+            if self.moment == "update" and pl_module.completed_steps + 1 == self.step:
+                os.kill(os.getpid(), self.signal_number)
+            return apply()
+
+        pl_module.poll, pl_module.apply_gradients = polled, applied
+
+
+class Asked(Callback):
+    """Appends the prompts of every training step to a file of JSON lines."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with self.path.open("a") as file:
+            file.write(json.dumps([pl_module.completed_steps + 1, list(batch.texts)]) + "\n")

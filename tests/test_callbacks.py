@@ -1,0 +1,155 @@
+"""What callbacks write, read back from real files."""
+
+import math
+import os
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from grpo_lightning.batch import Prompts
+from grpo_lightning.callbacks import events
+from grpo_lightning.callbacks.checkpoint import AtomicCheckpointIO, read
+from grpo_lightning.callbacks.hparams import flat
+from grpo_lightning.callbacks.progress import describe
+from grpo_lightning.callbacks.samples import Samples
+from grpo_lightning.rollout import Judged
+from tests.running import small_run
+from tests.test_rollout import Fixed
+
+
+def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    found = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_events_are_cut_back_to_the_recorded_length(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_scalar("x", 1.0, 1)
+    writer.flush()
+    known = events.position(tmp_path)
+    writer.add_scalar("x", 2.0, 2)
+    writer.close()
+    later = SummaryWriter(str(tmp_path), filename_suffix=".later")
+    later.add_scalar("x", 3.0, 3)
+    later.close()
+    assert [step for step, _ in scalars(tmp_path)["x"]] == [1, 2, 3]
+    assert events.rewind(tmp_path, known) > 0
+    assert scalars(tmp_path)["x"] == [(1, 1.0)]
+    assert events.position(tmp_path) == known
+    assert events.rewind(tmp_path, known) == 0
+    events.rewind(tmp_path, {})
+    assert events.position(tmp_path) == {}
+
+
+def test_a_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):
+    path, io = tmp_path / "new" / "last.ckpt", AtomicCheckpointIO()
+    io.save_checkpoint({"step": {"completed": 1}, "w": torch.ones(2)}, path)
+
+    def interrupted(*arguments):
+        arguments[1].write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(OSError, match="disk full"):
+        io.save_checkpoint({"step": {"completed": 2}}, path)
+    assert io.load_checkpoint(path)["step"] == {"completed": 1}
+    assert os.listdir(path.parent) == ["last.ckpt"]
+    io.remove_checkpoint(path)
+    assert not path.exists()
+
+
+def test_a_checkpoint_with_code_or_of_another_program_is_refused(tmp_path):
+    torch.save({"step": print}, tmp_path / "code.ckpt")
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        read(tmp_path / "code.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"other.ckpt' was not written by this program"):
+        read(tmp_path / "other.ckpt")
+
+
+HOSTILE = [
+    "plain",
+    "``` breaks out ``` <script>alert(1)</script>",
+    "`````\n# heading\n`````",
+    "bell \x07 escape \x1b[31m red \x00 override \u202e rtl",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_completion_cannot_leave_its_fence(text):
+    fenced = Samples(every=1, max_characters=100).fence(text)
+    opening, *body, closing = fenced.split("\n")
+    marks = opening.removesuffix("text")
+    assert set(marks) == {"`"}
+    assert len(marks) >= 3
+    assert closing == marks
+    assert marks not in "\n".join(body)
+    assert not any(ord(c) < 32 and c not in "\n\t" for c in fenced)
+    assert "\u202e" not in fenced
+    assert "\x1b" not in fenced
+
+
+def test_long_texts_are_cut_visibly():
+    fenced = Samples(every=1, max_characters=5).fence("0123456789")
+    assert fenced == "```text\n01234 […]\n```"
+
+
+def test_a_page_shows_the_row_it_names():
+    sampled = Fixed().sample(("p", "q"), group_size=3, sampling=None, seed=0)
+    rewards = {"total": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "format": torch.full((6,), math.nan)}
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q?"}]
+    judged = Judged(Prompts(("p", chat), {}), sampled, rewards, torch.zeros(6, dtype=torch.bool))
+    page = Samples(every=1, max_characters=100).page(judged, torch.arange(6) / 8, 4)
+    assert "total 4, format nan" in page
+    assert "**advantage** 0.5" in page
+    assert "```text\n[system] be brief\n\n[user] q?\n```" in page
+    assert page.endswith("```text\nabc\n```")
+
+
+def test_settings_are_flattened_for_the_hparams_tab():
+    config = {"a": {"_target_": "x.y", "_partial_": True, "b": 1, "c": [1, 2]}, "d": None, "e": True, "f": {"g": "h"}}
+    assert flat(config) == {"a.b": 1, "a.c": "[1, 2]", "d": "None", "e": True, "f.g": "h"}
+
+
+def test_a_line_shows_what_is_known():
+    assert describe({}) == ""
+    assert describe({"val/pass@1": 0.51234, "reward/total": 1.0}) == "reward 1  pass@1 0.5123"
+
+
+def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
+    module = small_run(
+        tmp_path, "steps=3", "validation.every=2", "callbacks.samples.every=3", "callbacks.progress.every=2"
+    )
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
+    found.Reload()
+    tags = found.Tags()
+    written = scalars(tmp_path / "tensorboard")
+    for name in (
+        *("reward/total", "reward/custom", "reward/format", "reward/std", "advantage/mean", "advantage/std"),
+        *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "policy/ratio_mean", "policy/ratio_max"),
+        *("loss/total", "loss/policy", "loss/kl", "group/all_right", "group/all_wrong", "group/mixed"),
+        *("completion/length_mean", "completion/length_max", "completion/truncated_fraction"),
+        *("optim/grad_norm", "optim/lr", "optim/skipped"),
+        *("time/rollout", "time/reward", "time/score", "time/update", "time/step"),
+        *("perf/tokens_per_second", "perf/peak_memory_gb"),
+    ):
+        assert [step for step, _ in written[name]] == [1, 2, 3], name
+    for name in ("val/reward/total", "val/reward/custom", "val/pass@1", "val/pass@4", "val/maj@4"):
+        assert [step for step, _ in written[name]] == [0, 2, 3], name
+    assert written["reward/total"][-1][1] == pytest.approx(module.metrics["reward/total"])
+    histograms = {"reward/total", "advantage/value", "completion/length", "policy/ratio"}
+    assert histograms <= set(tags["histograms"])
+    assert [event.step for event in found.Histograms("completion/length")] == [1, 3]
+    texts = {"samples/best/text_summary", "samples/worst/text_summary", "samples/random/text_summary"}
+    assert texts <= set(tags["tensors"])
+    assert "_hparams_/session_start_info" in str(found.summary_metadata.keys()) or any(
+        "hparams" in tag for tag in found.summary_metadata
+    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["0/3", "2/3", "2/3", "3/3"]
+    assert "pass@1" in lines[0]
+    assert "reward" in lines[-1]

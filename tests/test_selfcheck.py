@@ -1,0 +1,75 @@
+"""Each error is really made in a policy, and named."""
+
+import pytest
+import torch
+
+from grpo_lightning.advantage import centered
+from grpo_lightning.batch import Prompts, Sampling
+from grpo_lightning.clock import Clock
+from grpo_lightning.policy.scratch import character_llama
+from grpo_lightning.reference import frozen_copy
+from grpo_lightning.reward import Weighted
+from grpo_lightning.rollout import Collector, Judge
+from grpo_lightning.selfcheck import SelfCheckError, check_rollout
+
+SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6)
+
+
+@pytest.fixture
+def policy():
+    made = character_llama(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, context=64, seed=1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    return made
+
+
+def check(policy, reference=None, sampling=SAMPLING, **changed):
+    reward = Weighted(lambda completions: [float(len(t)) for t in completions], 1.0)
+    collect = Collector(Judge({"r": reward}, "r", 1.0), centered, 2, SAMPLING)
+    rollout, _, _ = collect(
+        policy, reference, Prompts(("1 + 1", "a longer prompt"), {}), microbatch_tokens=999, seed=1, clock=Clock()
+    )
+    check_rollout(policy, reference, rollout, sampling, 999)
+
+
+def test_a_sound_policy_passes(policy):
+    check(policy)
+    check(policy, frozen_copy(policy))
+
+
+def test_another_temperature_than_sampled(policy):
+    with pytest.raises(SelfCheckError, match="differ from the sampler's by up to .*another temperature was sampled"):
+        check(policy, sampling=Sampling(1.0, 1.0, 0, 0.0, 6))
+
+
+def test_randomness_in_the_model(policy):
+    layer = policy.model.model.layers[0].mlp
+    layer.register_forward_hook(lambda _m, _i, output: torch.nn.functional.dropout(output, 0.5))
+    with pytest.raises(SelfCheckError, match="scoring the same completions twice differs .* dropout"):
+        check(policy)
+
+
+def test_a_model_that_ignores_the_attention_mask(policy):
+    plain = policy.model.forward
+
+    def forward(*arguments, attention_mask=None, **keywords):
+        return plain(*arguments, attention_mask=None, **keywords)
+
+    policy.model.forward = forward
+    with pytest.raises(SelfCheckError, match=r"attention_mask or position_ids \(padding\)|step by step with its cache"):
+        check(policy)
+
+
+def test_a_reference_that_computes_something_else_with_the_same_weights(policy):
+    reference = frozen_copy(policy)
+    plain = reference.score
+    reference.score = lambda rows, temperature: plain(rows, temperature=2 * temperature)
+    with pytest.raises(SelfCheckError, match="the reference is a copy of the policy, yet"):
+        check(policy, reference)
+
+
+def test_a_reference_with_other_weights_is_none_of_its_business(policy):
+    other = character_llama(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, context=64, seed=2)
+    check(policy, frozen_copy(other))
