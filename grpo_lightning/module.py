@@ -83,12 +83,12 @@ class GRPOLightningModule(StepModule):
             check_rollout(self.policy, self.reference, rollout, self.collect.sampling, self.microbatch_tokens)
         with self.clock("update"):
             updates = self._updates(rollout)
+        ratio = torch.cat([update.pop("ratio") for update in updates])
         self.complete_step({**metrics, **_mean(updates), **self._performance(rollout)})
-        ratio = torch.stack([update["policy/ratio_max"] for update in updates])
         return {"judged": judged, "advantages": rollout.advantages[:, 0], "ratio": ratio}
 
     def _updates(self, rollout: Rollout) -> list[dict[str, Tensor]]:
-        """Every optimizer step on ``rollout``; returns the metrics of each."""
+        """Every optimizer step on ``rollout``; returns the metrics of each, and the "ratio" of its tokens."""
         size = len(rollout) if self.minibatch_size is None else self.minibatch_size // self.trainer.world_size
         generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
         single = self.ppo_epochs == 1 and size >= len(rollout)
@@ -103,6 +103,7 @@ class GRPOLightningModule(StepModule):
         weights = self.loss.weights(minibatch.mask, tokens)
         parts: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
+        ratio: list[Tensor] = []
         for index in split(minibatch, self.microbatch_tokens):
             rows = minibatch[index]
             logprobs, entropy = self.policy.score(rows, temperature=self.collect.sampling.temperature)
@@ -114,12 +115,13 @@ class GRPOLightningModule(StepModule):
             for name, value in self.loss.statistics(logprobs, entropy, rows).items():
                 known = sums.get(name, torch.zeros_like(value))
                 sums[name] = torch.maximum(known, value) if name.endswith("_max") else known + value
+            ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
         norm = self.apply_gradients()
         count, peak = sums.pop("tokens"), sums.pop("ratio_max")
         return (
             {f"loss/{name}": value for name, value in parts.items()}
             | {f"policy/{name}": value / count for name, value in sums.items()}
-            | {"policy/ratio_max": peak, "optim/grad_norm": torch.tensor(norm)}
+            | {"policy/ratio_max": peak, "optim/grad_norm": torch.tensor(norm), "ratio": torch.cat(ratio)}
         )
 
     def _performance(self, rollout: Rollout) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """One run: from checked settings to a trained, validated or exported policy and a summary of it."""
 
+import gc
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
@@ -79,6 +81,10 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
             summary |= {"metrics": dict(sorted(module.metrics.items())), "steps": module.completed_steps}
         summary |= {"seconds": round(time.perf_counter() - started, 3), "status": status}
         _write_summary(directory, config["mode"], summary)
+        del module
+        gc.collect()  # a trainer and its parts refer to one another: a sweep would hold the weights of two jobs
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     if status == "preempted":
         log.warning("asked to end: the last complete step is saved; checkpoint=last continues from it")
         sys.exit(PREEMPTED)
@@ -154,6 +160,12 @@ def announce(config: Mapping[str, Any]) -> None:
     _grow(tree, settings.redacted(config))
     console.print(tree, markup=False, highlight=False, soft_wrap=True)
     console.print(settings.arithmetic(config), markup=False, highlight=False, soft_wrap=True)
+    rollout = config.get("rollout", {})
+    if "rollout" in config["module"] and (rollout["top_p"] < 1 or rollout["top_k"] > 0 or rollout["min_p"] > 0):
+        log.warning(
+            "rollout.top_p=%s, top_k=%s, min_p=%s sample another distribution than the one that is scored and trained",
+            *(rollout[name] for name in ("top_p", "top_k", "min_p")),
+        )
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

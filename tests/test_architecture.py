@@ -26,7 +26,7 @@ OUTSIDE = {
     "validation": ANY | {"torchmetrics"},
     "step": ANY | {"lightning"},
     "callbacks": ANY | {"lightning", "rich"},
-    "run": {"lightning", "rich"},
+    "run": ANY | {"lightning", "rich"},
     "report": {"rich", "tensorboard", "matplotlib"},
 }
 

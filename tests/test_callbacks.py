@@ -122,7 +122,7 @@ def test_a_line_shows_what_is_known():
 
 def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
     module = small_run(
-        tmp_path, "steps=3", "validation.every=2", "callbacks.samples.every=3", "callbacks.progress.every=2"
+        tmp_path, "steps=4", "validation.every=2", "callbacks.samples.every=3", "callbacks.progress.every=1"
     )
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
     found.Reload()
@@ -137,9 +137,9 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
         *("time/rollout", "time/reward", "time/score", "time/update", "time/step"),
         *("perf/tokens_per_second", "perf/peak_memory_gb"),
     ):
-        assert [step for step, _ in written[name]] == [1, 2, 3], name
+        assert [step for step, _ in written[name]] == [1, 2, 3, 4], name
     for name in ("val/reward/total", "val/reward/custom", "val/pass@1", "val/pass@4", "val/maj@4"):
-        assert [step for step, _ in written[name]] == [0, 2, 3], name
+        assert [step for step, _ in written[name]] == [0, 2, 4], name
     assert written["reward/total"][-1][1] == pytest.approx(module.metrics["reward/total"])
     histograms = {"reward/total", "advantage/value", "completion/length", "policy/ratio"}
     assert histograms <= set(tags["histograms"])
@@ -150,6 +150,6 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
         "hparams" in tag for tag in found.summary_metadata
     )
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["0/3", "2/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in lines] == ["0/4", "1/4", "2/4", "3/4", "4/4"]
     assert "pass@1" in lines[0]
     assert "reward" in lines[-1]

@@ -59,14 +59,14 @@ class RunProgress(Callback):
         self._bar.start()
         self._task = self._bar.add_task("fit", total=module.steps, completed=module.completed_steps)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        step: int = module.completed_steps  # type: ignore[assignment]
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step: int = module.completed_steps
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-        elif step % self.every == 0 and step != module.steps:  # the last step's validation has a line of its own
-            self._line(trainer, module)
+        elif step % self.every == 0 and step != module.steps and step % module.validation.every:
+            self._line(trainer, module)  # a validation that follows has a line of its own
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if self._bar is None and module.validated_at == module.completed_steps:
             self._line(trainer, module)
 
