@@ -111,7 +111,14 @@ def test_a_page_shows_the_row_it_names():
 
 
 def test_settings_are_flattened_for_the_hparams_tab():
-    config = {"a": {"_target_": "x.y", "_partial_": True, "b": 1, "c": [1, 2]}, "d": None, "e": True, "f": {"g": "h"}}
+    config = {
+        "a": {"_target_": "x.y", "_partial_": True, "b": 1, "c": [1, 2]},
+        "d": None,
+        "e": True,
+        "f": {"g": "h", "a": {"b": 1}},
+        "callbacks": {"z": 1},
+        "run_dir": "/x",
+    }
     assert flat(config) == {"a.b": 1, "a.c": "[1, 2]", "d": "None", "e": True, "f.g": "h"}
 
 

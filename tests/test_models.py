@@ -12,7 +12,10 @@ from tests.composed import build, composed
 ROWS = [
     {"prompt": "The best food in the world is", "answer": "pizza"},
     {"prompt": "12 + 34 =", "answer": "46"},
-    {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Corgis are"}], "answer": "dogs"},
+    {
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Corgis are"}],
+        "answer": "dogs",
+    },
     {"prompt": "The meaning of life is", "answer": "42"},
 ]
 

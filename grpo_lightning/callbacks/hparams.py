@@ -1,11 +1,13 @@
 """The HParams tab of TensorBoard: the settings of a finished run beside its final metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
+
+_NO_RESULT = {"callbacks", "logger", "run_dir", "checkpoint", "mode", "taught", "data.levels"}
 
 
 class HParams(Callback):
@@ -28,13 +30,22 @@ class HParams(Callback):
                     logger.experiment._get_file_writer().add_summary(summary)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested settings as ``a.b.c`` -> value; lists and null as text, targets left out."""
+def flat(
+    config: Mapping[str, Any], *, prefix: str = "", parts: Collection[str] | None = None
+) -> dict[str, bool | int | float | str]:
+    """Nested settings as ``a.b.c`` -> value; lists and null as text.
+
+    Targets are left out, and whatever changes no result: where files go, and the copies of a part inside another one.
+    """
+    parts = config.keys() if parts is None else parts
     found: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
+        copied = prefix and key in parts and isinstance(value, Mapping)
+        if key.startswith("_") or copied or name in _NO_RESULT:
+            continue
         if isinstance(value, Mapping):
-            found |= flat(value, f"{name}.")
-        elif key not in ("_target_", "_partial_"):
+            found |= flat(value, prefix=f"{name}.", parts=parts)
+        else:
             found[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
