@@ -59,9 +59,15 @@ def test_several_updates_move_the_ratio_and_use_every_row_each_epoch(gradients, 
 
 def test_the_first_of_several_updates_has_the_gradient_of_a_single_one(gradients, tmp_path):
     small_run(tmp_path / "one", "loss.kl_coef=0")
-    small_run(tmp_path / "two", "loss.kl_coef=0", "module.ppo_epochs=2")
+    two = small_run(tmp_path / "two", "loss.kl_coef=0", "module.ppo_epochs=2")
+    assert two.metrics["policy/ratio_max"] > 1.001  # the second update is measured against the sampler
     assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)  # old log-probabilities by the sampler
     assert (gradients[2] - gradients[0]).abs().max() > 1e-4
+
+
+def test_the_second_minibatch_of_an_epoch_is_measured_against_the_sampler(tmp_path):
+    module = small_run(tmp_path, "module.minibatch_size=4", "optimizer.lr=0.05", "loss.kl_coef=0")
+    assert module.metrics["policy/ratio_max"] > 1.01
 
 
 def test_the_reference_is_no_part_of_the_module_and_never_moves(tmp_path):
