@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from grpo_lightning.module import _mean
 from grpo_lightning.reward import RewardError
 from grpo_lightning.step import StepModule
 from tests.running import small_run
@@ -29,8 +30,14 @@ def gradients(monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_do_not_depend_on_the_microbatch_budget(algorithm, gradients, tmp_path):
-    for tokens in (16384, 150, 1):
-        small_run(tmp_path / str(tokens), f"algorithm={algorithm}", f"module.microbatch_tokens={tokens}")
+    metrics = [
+        small_run(tmp_path / str(tokens), f"algorithm={algorithm}", f"module.microbatch_tokens={tokens}").metrics
+        for tokens in (16384, 150, 1)
+    ]
+    for name in (name for name in metrics[0] if name.startswith(("loss/", "policy/", "optim/", "completion/"))):
+        assert [m[name] for m in metrics[1:]] == pytest.approx([metrics[0][name]] * 2, rel=1e-4, abs=1e-6), name
+    if algorithm == "dapo":  # the others' loss is zero on-policy
+        assert abs(metrics[0]["loss/policy"]) > 1e-3
     whole, some, single = gradients
     assert whole.abs().max() > 1e-3
     scale = float(whole.abs().max())
@@ -68,6 +75,21 @@ def test_the_first_of_several_updates_has_the_gradient_of_a_single_one(gradients
 def test_the_second_minibatch_of_an_epoch_is_measured_against_the_sampler(tmp_path):
     module = small_run(tmp_path, "module.minibatch_size=4", "optimizer.lr=0.05", "loss.kl_coef=0")
     assert module.metrics["policy/ratio_max"] > 1.01
+
+
+def test_what_is_trained_is_scored_at_the_temperature_it_was_sampled_at(tmp_path):
+    module = small_run(
+        tmp_path, "rollout.temperature=0.5", "module.ppo_epochs=2", "optimizer.lr=0", "policy.hidden_size=32"
+    )
+    assert module.metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_metrics_of_several_updates_are_averaged_and_of_maxima_the_largest_counts():
+    updates = [
+        {"a": torch.tensor(1.0), "b_max": torch.tensor(5.0)},
+        {"a": torch.tensor(4.0), "b_max": torch.tensor(3.0)},
+    ]
+    assert _mean(updates) == {"a": 2.5, "b_max": 5.0}
 
 
 def test_the_reference_is_no_part_of_the_module_and_never_moves(tmp_path):
