@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.module import _mean
+from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
 from grpo_lightning.step import StepModule
 from tests.running import small_run
@@ -90,6 +91,21 @@ def test_metrics_of_several_updates_are_averaged_and_of_maxima_the_largest_count
         {"a": torch.tensor(4.0), "b_max": torch.tensor(3.0)},
     ]
     assert _mean(updates) == {"a": 2.5, "b_max": 5.0}
+
+
+def test_every_rollout_has_random_numbers_of_its_own_and_every_validation_the_same(tmp_path, monkeypatch):
+    seeds = []
+    plain = HFPolicy.sample
+
+    def recording(policy, prompts, **arguments):
+        seeds.append(arguments["seed"])
+        return plain(policy, prompts, **arguments)
+
+    monkeypatch.setattr(HFPolicy, "sample", recording)
+    small_run(tmp_path, "steps=2", "validation.every=1")
+    validation, rollout, again, second, last = seeds
+    assert validation == again == last
+    assert len({validation, rollout, second}) == 3
 
 
 def test_the_reference_is_no_part_of_the_module_and_never_moves(tmp_path):
