@@ -19,7 +19,7 @@ class _PromptMean(Metric):
     def __init__(self, k: int) -> None:
         super().__init__()
         self.k = k
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("prompts", torch.tensor(0), dist_reduce_fx="sum")
 
     def _add(self, values: Sequence[float]) -> None:

@@ -106,7 +106,11 @@ class GRPOLightningModule(StepModule):
         ratio: list[Tensor] = []
         for index in split(minibatch, self.microbatch_tokens):
             rows = minibatch[index]
-            logprobs, entropy = self.policy.score(rows, temperature=self.collect.sampling.temperature)
+            logprobs, entropy = self.policy.score(
+                rows,
+                temperature=self.collect.sampling.temperature,
+                entropy_gradient=self.loss.entropy_coef != 0,
+            )
             if on_policy_step:
                 rows = on_policy(rows, logprobs)
             loss, part = self.loss(logprobs, entropy, rows, weights[index])

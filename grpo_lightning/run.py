@@ -58,8 +58,8 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
     started = time.perf_counter()
     summary: dict[str, Any] = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": list(overrides)}
     module: StepModule | None = None
+    checkpoint = _checkpoint(config, directory, directory_given)
     try:
-        checkpoint = _checkpoint(config, directory, directory_given)
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         announce(config)
         data: PromptData = build("data")
@@ -80,7 +80,8 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
         if module is not None:
             summary |= {"metrics": dict(sorted(module.metrics.items())), "steps": module.completed_steps}
         summary |= {"seconds": round(time.perf_counter() - started, 3), "status": status}
-        _write_summary(directory, config["mode"], summary)
+        if module is not None or not (directory / "summary.json").exists():  # nothing is lost before the module stands
+            _write_summary(directory, config["mode"], summary)
         del module
         gc.collect()  # a trainer and its parts refer to one another: a sweep would hold the weights of two jobs
         if torch.cuda.is_available():
@@ -102,9 +103,11 @@ def fit(
     """Train, from ``checkpoint`` if there is one."""
     known = read(checkpoint)["run"] if checkpoint else {"events": {}, "config": module.config}
     for key, then, now in differences(known["config"], module.config):
-        log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
-    if checkpoint or config["checkpoint"] == "last":
-        events.rewind(directory / "tensorboard", known["events"])
+        if key.startswith("optimizer."):
+            log.warning("%s=%s is ignored: a continued run keeps its optimizer, whose value is %s", key, now, then)
+        else:
+            log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
+    events.rewind(directory / "tensorboard", known["events"])
     trainer: Trainer = build("trainer")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
@@ -202,6 +205,11 @@ def _checkpoint(config: Mapping[str, Any], directory: Path, directory_given: boo
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
         if not Path(given).is_file():
             raise ValueError(f"checkpoint={given}: no such file")
+        own = directory / "checkpoints"
+        if config["mode"] == "fit" and (own / "last.ckpt").exists() and Path(given).resolve().parent != own.resolve():
+            raise ValueError(
+                f"{directory} already holds another run than checkpoint={given}: name another hydra.run.dir="
+            )
         return Path(given)
     if not directory_given:
         raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
@@ -220,5 +228,5 @@ def _write_summary(directory: Path, mode: str, summary: Mapping[str, Any]) -> No
     if mode != "fit" and path.exists():
         path = directory / f"summary_{mode}.json"
     staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    staged.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     staged.replace(path)

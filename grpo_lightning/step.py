@@ -6,6 +6,7 @@ the latter, so nothing here relies on it.
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ class StepModule(LightningModule):
     def report(self, values: Mapping[str, float | Tensor]) -> None:
         """Write scalars to the loggers at the number of completed steps, averaged over ranks (``*_max``: the largest).
 
-        They are also Lightning's ``callback_metrics``. A NaN is a mean over nothing and is left out.
+        They are also Lightning's ``callback_metrics``. What is not finite is left out, such as a mean over nothing.
         """
         reduced = {
             name: float(
@@ -100,11 +101,12 @@ class StepModule(LightningModule):
             )
             for name, value in sorted(values.items())
         }
-        finite = {name: value for name, value in reduced.items() if value == value}
-        self.metrics |= finite
+        finite = {name: value for name, value in reduced.items() if math.isfinite(value)}
+        self.metrics = {name: value for name, value in self.metrics.items() if name not in reduced} | finite
         self.log_dict(finite, logger=False, batch_size=1)
-        for logger in self.loggers:
-            logger.log_metrics(finite, step=self.completed_steps)
+        if self.trainer.state.fn == "fit":
+            for logger in self.loggers:
+                logger.log_metrics(finite, step=self.completed_steps)
 
     def apply_gradients(self) -> float:
         """Clip and step, then drop the gradients; a step whose gradient is not finite is skipped.

@@ -22,7 +22,7 @@ NEEDS = {
 CHOICES = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.stem != "base" and path.parent.name not in ("experiment", "sweep")
+    if path.stem not in ("base", "taught") and path.parent.name not in ("experiment", "sweep")
 )
 
 

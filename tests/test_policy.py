@@ -65,6 +65,16 @@ def test_greedy_decoding_is_that_of_generate(policy):
     assert sampled.ids.tolist() == expected.tolist()
 
 
+def test_the_entropy_passes_a_gradient_only_when_asked(policy):
+    sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=2)
+    _, entropy = policy.score(sampled, temperature=1.0)
+    assert not entropy.requires_grad
+    _, same = policy.score(sampled, temperature=1.0, entropy_gradient=True)
+    assert_close(same.detach(), entropy)
+    same.sum().backward()
+    assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
+
+
 def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
     wide = type(sampled)(

@@ -38,6 +38,16 @@ def test_last_is_the_run_directorys_own(tmp_path, caplog):
     assert _checkpoint(config(checkpoint="last"), tmp_path, True) == last
 
 
+def test_a_refused_start_loses_nothing_of_the_run_that_is_there(tmp_path):
+    small_run(tmp_path / "a")
+    small_run(tmp_path / "b")
+    before = {path: path.read_bytes() for path in (tmp_path / "b").rglob("*") if path.is_file()}
+    for overrides in ((), (f"checkpoint={tmp_path}/a/checkpoints/best.ckpt",)):
+        with pytest.raises(ValueError, match="already holds"):
+            small_run(tmp_path / "b", *overrides)
+    assert {path: path.read_bytes() for path in (tmp_path / "b").rglob("*") if path.is_file()} == before
+
+
 def test_a_named_checkpoint_is_a_local_file(tmp_path):
     (tmp_path / "some.ckpt").touch()
     assert _checkpoint(config(checkpoint=str(tmp_path / "some.ckpt")), tmp_path, True) == tmp_path / "some.ckpt"

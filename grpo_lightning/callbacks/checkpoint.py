@@ -39,7 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
             staged.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read(Path(path), map_location=map_location)
+        return read(Path(path), map_location="cpu" if map_location is None else map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
@@ -92,12 +92,11 @@ class RunCheckpoint(Checkpoint):
         metrics = _steps(module).metrics
         if _steps(module).validated_at != _steps(module).completed_steps:
             return  # nothing was validated: a resumed run that starts between two validations
-        if self.monitor not in metrics:
-            raise ValueError(
-                f"callbacks.checkpoint.monitor={self.monitor!r} is no validation metric; there are {sorted(metrics)}"
-            )
-        improved = metrics[self.monitor] > self.best
-        self.best = max(self.best, metrics[self.monitor])
+        value = metrics.get(self.monitor, float("-inf"))  # training metrics come with the first step
+        if self.monitor.startswith("val/") and self.monitor not in metrics:
+            raise ValueError(f"sweep_metric={self.monitor}: allowed is one of {', '.join(sorted(metrics))}")
+        improved = value > self.best
+        self.best = max(self.best, value)
         self._save(trainer)
         if improved and trainer.is_global_zero:
             _link(self.last, self.directory / "best.ckpt")

@@ -51,7 +51,8 @@ class Samples(Callback):
             writer.add_histogram("reward/total", scores, step)
         writer.add_histogram("advantage/value", advantages.float(), step)
         writer.add_histogram("completion/length", judged.sampled.mask.sum(-1), step)
-        writer.add_histogram("policy/ratio", ratio.float(), step)
+        if len(finite := ratio[ratio.isfinite()]):
+            writer.add_histogram("policy/ratio", finite.float(), step)
 
     def page(self, judged: Judged, advantages: torch.Tensor, row: int) -> str:
         """One completion as Markdown: rewards, advantage, prompt and text, the last two fenced."""

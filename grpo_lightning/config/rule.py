@@ -89,6 +89,9 @@ RULES: dict[str, Rule] = {
     "schedule.warmup_steps": integer(0),
     "callbacks.checkpoint.every": integer(1),
     "policy.dtype": choice("float32", "bfloat16", "float16"),
-    "trainer.precision": choice("32-true", "32", 32, "bf16-mixed"),
+    "trainer.precision": Rule(
+        lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
+        "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
+    ),
 }
 WEIGHT = number(math.isfinite, "a finite number")

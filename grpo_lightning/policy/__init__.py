@@ -37,12 +37,15 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
-    def score(self, rows: Sampled | Rollout, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(
+        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
         Args:
             rows: Prompt and completion as token ids.
             temperature: Divides the logits.
+            entropy_gradient: Whether the entropy passes a gradient.
 
         Returns:
             Two [B, T] float32 tensors in nats, 0 where masked.

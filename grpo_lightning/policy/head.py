@@ -4,13 +4,16 @@ import torch
 from torch import Tensor
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log softmax(logits / temperature) at ``ids``, and the entropy of the whole distribution.
 
     Args:
         logits: [..., V] of any float dtype; the sums run in float32.
         ids: [...] token chosen.
         temperature: Divides the logits, > 0.
+        entropy_gradient: Whether the entropy passes a gradient, which holds more tensors of the logits' size.
 
     Returns:
         Log-probabilities [...] and entropies [...], float32, in nats.
@@ -18,8 +21,10 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Ten
     scaled = logits.float() / temperature
     normalizer = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalizer
-    expected = ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).nan_to_num(0.0).sum(-1)
-    return logprobs, normalizer - expected
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        expected = ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).nan_to_num(0.0).sum(-1)
+        entropy = normalizer - expected
+    return logprobs, entropy
 
 
 def truncate(logits: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -109,7 +109,9 @@ class HFPolicy(Policy):
             finished=tuple(finished.tolist()),
         )
 
-    def score(self, rows: Sampled | Rollout, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(
+        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         # Columns that are padding in every row cost time and change nothing.
         width, length = rows.ids.shape[1], rows.mask.shape[1]
         real = rows.attention_mask.any(0).nonzero()
@@ -125,7 +127,9 @@ class HFPolicy(Policy):
         ).logits
         chosen = rows.ids[:, last - kept : last]
         padding, counts = (0, length - kept), rows.mask[:, :kept]
-        logprobs, entropy = token_logprobs(logits[:, -kept - 1 : -1], chosen, temperature)
+        logprobs, entropy = token_logprobs(
+            logits[:, -kept - 1 : -1], chosen, temperature, entropy_gradient=entropy_gradient
+        )
         return (
             torch.nn.functional.pad(logprobs.masked_fill(~counts, 0.0), padding),
             torch.nn.functional.pad(entropy.masked_fill(~counts, 0.0), padding),
