@@ -7,12 +7,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_lightning.run import run
-
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """Run what the settings describe and return the value a sweep maximizes."""
+    from grpo_lightning.run import run  # here, since worker processes of rewards import this file, and need no torch
+
     given = HydraConfig.get().overrides
     config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     return run(

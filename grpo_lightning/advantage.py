@@ -1,9 +1,13 @@
-"""Group-relative advantages: rewards of one prompt's completions in, advantages out, [P, G] -> [P, G].
+"""Group-relative advantages: rewards of one prompt's completions in, advantages out.
 
-P prompts, G completions each; groups never influence one another. A reward that does not apply is NaN: it enters no
-mean and no deviation, and its advantage is 0. A group whose rewards are all equal teaches nothing: its advantages are
-exactly 0, decided by ``max == min``, because a deviation that should be 0 rarely is (six float32 rewards of 0.6 have
-6.5e-8).
+P prompts, G completions each; groups never influence one another unless a function says so. A reward that does not
+apply is NaN: it enters no mean and no deviation, and its advantage is 0. A group whose rewards are all equal teaches
+nothing: its advantages are exactly 0, decided by ``max == min``, because a deviation that should be 0 rarely is (six
+float32 rewards of 0.6 have 6.5e-8).
+
+A function receives what its parameters name: ``rewards`` [P, G], the weighted totals; ``scores`` [K, P, G] and
+``weights`` [K] of the K single rewards; or ``steps`` [P, G, T], the weighted scores at the token where each step ends,
+NaN elsewhere. It returns [P, G], the same for all tokens of a completion, or [P, G, T].
 """
 
 import torch
@@ -27,11 +31,8 @@ def standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> 
     Raises:
         ValueError: G < 2, or another ``correction``.
     """
-    if correction not in (0, 1):
-        raise ValueError(f"advantage.correction={correction}: allowed are 0 (population) and 1 (sample)")
     distance = centered(rewards)
-    freedom = (rewards.isnan().logical_not().sum(-1, keepdim=True) - correction).clamp(min=1)
-    deviation = (distance.square().sum(-1, keepdim=True) / freedom).sqrt()
+    deviation = _deviation(distance, ~rewards.isnan(), correction)
     return torch.where(deviation > 0, distance / (deviation + eps), 0.0)
 
 
@@ -40,7 +41,7 @@ def centered(rewards: Tensor) -> Tensor:
 
     arXiv:2503.20783. Args, returns and errors as in ``standardized``.
     """
-    if rewards.dim() != 2 or rewards.shape[-1] < 2:
+    if rewards.dim() < 2 or rewards.shape[-1] < 2:
         raise ValueError(f"a group needs at least 2 completions, got rewards {tuple(rewards.shape)}")
     applies = ~rewards.isnan()
     count = applies.sum(-1, keepdim=True).clamp(min=1)
@@ -58,3 +59,60 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """
     count = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * (count / (count - 1).clamp(min=1))
+
+
+def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
+    """REINFORCE++ with a baseline: (r - mean of the group) / (std of that over all P * G completions + eps).
+
+    arXiv:2501.03262, section 3.2. A hard prompt's rare success counts no more than an easy prompt's rare failure. The
+    batch is what one device sampled. Args, returns and errors as in ``standardized``; groups share the deviation.
+    """
+    distance = centered(rewards)
+    deviation = _deviation(distance.flatten(), ~rewards.isnan().flatten(), correction)
+    return torch.where(deviation > 0, distance / (deviation + eps), 0.0)
+
+
+def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
+    """GDPO: every reward is standardized in its group by itself, then they are weighted and summed.
+
+    arXiv:2601.05242. Rewards of different scales keep the influence that their weights give them, and combinations of
+    equal sum stay distinct.
+
+    Args:
+        scores: [K, P, G] of each reward before its weight; NaN where it does not apply.
+        weights: [K]
+        eps: As in ``standardized``, like ``correction``, returns and errors.
+        correction: 0 or 1.
+    """
+    return (weights.view(-1, 1, 1) * standardized(scores, eps=eps, correction=correction)).sum(0)
+
+
+def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
+    """Process supervision: a token's advantage is the sum of the standardized scores of steps ending at or after it.
+
+    arXiv:2402.03300, section 4.1.3: the scores of all steps of all the group's completions are standardized together.
+    A reward of the whole completion is one step that ends at its last token.
+
+    Args:
+        steps: [P, G, T] score at the token where a step ends, NaN elsewhere.
+        eps: As in ``standardized``, like ``correction`` and errors.
+        correction: 0 or 1.
+
+    Returns:
+        [P, G, T]; a group whose scores are all equal has 0.
+    """
+    if steps.dim() != 3 or steps.shape[1] < 2:
+        raise ValueError(f"a group needs at least 2 completions, got steps {tuple(steps.shape)}")
+    if steps.shape[-1] == 0:
+        return torch.zeros_like(steps)
+    flat = torch.nn.functional.pad(steps.flatten(1), (0, 1), value=torch.nan)  # a group of one token has two entries
+    normalized = standardized(flat, eps=eps, correction=correction)[:, :-1].view_as(steps)
+    return normalized.flip(-1).cumsum(-1).flip(-1)
+
+
+def _deviation(distance: Tensor, applies: Tensor, correction: int) -> Tensor:
+    """[..., 1] root of the mean square of ``distance`` where it applies, with n - ``correction`` as the divisor."""
+    if correction not in (0, 1):
+        raise ValueError(f"advantage.correction={correction}: allowed are 0 (population) and 1 (sample)")
+    freedom = (applies.sum(-1, keepdim=True) - correction).clamp(min=1)
+    return (distance.square().sum(-1, keepdim=True) / freedom).sqrt()

@@ -69,6 +69,10 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def __getitem__(self, chosen: Sequence[int]) -> "Prompts":
+        columns = {name: tuple(values[i] for i in chosen) for name, values in self.columns.items()}
+        return Prompts(tuple(self.texts[i] for i in chosen), columns)
+
     def to(self, *_: object, **__: object) -> "Prompts":
         """Itself: Lightning moves every batch to the device, and refuses a frozen one that cannot move itself."""
         return self
@@ -122,10 +126,36 @@ class Sampled(_Rows):
 
     logprobs: Tensor
     """[B, T] log-probability of each token when it was drawn, under logits / temperature; 0 where masked."""
+    entropy: Tensor
+    """[B, T] of the distribution that each token was drawn from, in nats; 0 where masked."""
     texts: tuple[str, ...]
     """[B] the completions decoded without special tokens: for rewards and logs, never tokenized again."""
     finished: tuple[bool, ...]
     """[B] False where the completion was cut at the length limit."""
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Sampled"]) -> "Sampled":
+        """The rows of all parts, padded to the widest prompt and the longest completion."""
+        if len(parts) == 1:
+            return parts[0]
+        length = max(part.mask.shape[1] for part in parts)
+        width = max(part.ids.shape[1] - part.mask.shape[1] for part in parts)
+
+        def joined(name: str) -> Tensor:
+            padded = []
+            for part in parts:
+                value: Tensor = getattr(part, name)
+                right = length - part.mask.shape[1]
+                left = width - (value.shape[1] - part.mask.shape[1]) if name in ("ids", "attention_mask") else 0
+                padded.append(torch.nn.functional.pad(value, (left, right)))
+            return torch.cat(padded)
+
+        tensors = {name: joined(name) for name in ("ids", "attention_mask", "mask", "logprobs", "entropy")}
+        return cls(
+            **tensors,
+            texts=tuple(text for part in parts for text in part.texts),
+            finished=tuple(finished for part in parts for finished in part.finished),
+        )
 
 
 @dataclass(frozen=True)

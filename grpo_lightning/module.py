@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning import varying
 from grpo_lightning.batch import Prompts, Rollout
-from grpo_lightning.clock import peak_memory
+from grpo_lightning.judge import Judged
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout import Collector, on_policy, split
+from grpo_lightning.rollout import Collected, Collector, on_policy, split
 from grpo_lightning.selfcheck import check_rollout
-from grpo_lightning.step import OptimizerFactory, Schedule, StepModule
+from grpo_lightning.step import OptimizerFactory, Schedule, StepModule, add_up, mean_of_updates
 from grpo_lightning.validation import Validation
 
 
@@ -22,8 +23,8 @@ class GRPOLightningModule(StepModule):
     Args:
         policy: Trained.
         reference: Makes the frozen policy of the KL term from ``policy`` as it is now, or None; the result stays out
-            of checkpoints, optimizer and parameter counts.
-        rollout: Turns prompts into a scored rollout.
+            of checkpoints, optimizer and parameter counts. Not called where no KL term has a coefficient.
+        rollout: Turns prompts into a scored rollout; its numbers and those of ``loss`` may vary with the step.
         loss: Turns log-probabilities and a rollout into a scalar.
         validation: As in ``StepModule``, like ``optimizer``, ``schedule`` and the keywords not listed here.
         optimizer: Called with the trainable parameters.
@@ -31,6 +32,7 @@ class GRPOLightningModule(StepModule):
         ppo_epochs: Passes over each rollout.
         minibatch_size: Completions per optimizer step, over all ranks; null takes the whole rollout.
         microbatch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
+        skip_dead: Whether completions that cannot have a gradient are left out of the forward pass.
         self_check: Whether the first rollout of the run is checked for errors that training would hide.
     """
 
@@ -47,17 +49,22 @@ class GRPOLightningModule(StepModule):
         ppo_epochs: int,
         minibatch_size: int | None,
         microbatch_tokens: int,
+        skip_dead: bool,
         self_check: bool,
         **common: Any,
     ) -> None:
         super().__init__(policy, validation, optimizer, schedule, **common)
         self.collect = rollout
         self.loss = loss
+        self.varied = {"rollout": rollout, "loss": loss}  # what may hold numbers that vary with the step
         self.ppo_epochs = ppo_epochs
         self.minibatch_size = minibatch_size
         self.microbatch_tokens = microbatch_tokens
         self.self_check = self_check
-        self._reference = (reference(policy) if loss.kl_coef else None,)  # a tuple, so not a submodule
+        self.skip_dead = skip_dead
+        self.surplus: Judged | None = None
+        # a tuple, so not a submodule
+        self._reference = (reference(policy) if loss.kl_coef or rollout.kl_penalty else None,)
 
     @property
     def reference(self) -> Policy | None:
@@ -70,7 +77,9 @@ class GRPOLightningModule(StepModule):
 
     def training_step(self, prompts: Prompts) -> dict[str, Any]:
         self.clock.restart()
-        rollout, judged, metrics = self.collect(
+        numbers = varying.values(self.varied, self.completed_steps)
+        collect, loss = varying.at(tuple(self.varied.values()), self.completed_steps)
+        collected = collect(
             self.policy,
             self.reference,
             prompts,
@@ -78,67 +87,61 @@ class GRPOLightningModule(StepModule):
             seed=self.seed_of("rollout", self.completed_steps),
             clock=self.clock,
             poll=self.poll,
+            carried=self.surplus,
         )
+        self.surplus = collected.surplus
         if self.self_check and self.completed_steps == 0:
-            check_rollout(self.policy, self.reference, rollout, self.collect.sampling, self.microbatch_tokens)
+            check_rollout(self.policy, self.reference, collected.rollout, collect.sampling, self.microbatch_tokens)
         with self.clock("update"):
-            updates = self._updates(rollout)
+            updates = self._updates(collected, loss, collect.sampling.temperature)
         ratio = torch.cat([update.pop("ratio") for update in updates])
-        self.complete_step({**metrics, **_mean(updates), **self._performance(rollout)})
-        return {"judged": judged, "advantages": rollout.advantages[:, 0], "ratio": ratio}
+        metrics = {**collected.metrics, **mean_of_updates(updates), **self.performance(collected.num_tokens)}
+        varying.observe(self.varied, metrics)
+        self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
+        return {"judged": collected.judged, "advantages": collected.advantages, "ratio": ratio}
 
-    def _updates(self, rollout: Rollout) -> list[dict[str, Tensor]]:
-        """Every optimizer step on ``rollout``; returns the metrics of each, and the "ratio" of its tokens."""
+    def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[dict[str, Tensor]]:
+        """Every optimizer step on a rollout; returns the metrics of each, and the "ratio" of its tokens."""
+        rollout = collected.rollout
         size = len(rollout) if self.minibatch_size is None else self.minibatch_size // self.trainer.world_size
         generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
-        single = self.ppo_epochs == 1 and size >= len(rollout)
+        single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
         return [
-            self._update(minibatch, on_policy_step=single)
+            self._update(minibatch, loss, temperature, on_policy_step=single)
             for minibatch in rollout.minibatches(size=size, epochs=self.ppo_epochs, generator=generator)
         ]
 
-    def _update(self, minibatch: Rollout, *, on_policy_step: bool) -> dict[str, Tensor]:
-        """One optimizer step; ``on_policy_step`` says that it is the rollout's only one."""
+    def _update(self, minibatch: Rollout, loss: PolicyLoss, temperature: float, *, on_policy_step: bool) -> Any:
+        """One optimizer step; ``on_policy_step``: the only one, on rows that the policy as it is has sampled."""
         tokens = self.trainer.strategy.reduce(minibatch.mask.sum().float(), reduce_op="mean")
-        weights = self.loss.weights(minibatch.mask, tokens)
+        weights = loss.weights(minibatch.mask, tokens)
+        teaching = loss.teaches(minibatch) if self.skip_dead else minibatch.mask.any(-1)
+        teaching[0] |= not teaching.any()  # a gradient of zero, but there
+        taught, weights = minibatch[teaching.nonzero().flatten()], weights[teaching]
         parts: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
         ratio: list[Tensor] = []
-        for index in split(minibatch, self.microbatch_tokens):
-            rows = minibatch[index]
-            logprobs, entropy = self.policy.score(
-                rows,
-                temperature=self.collect.sampling.temperature,
-                entropy_gradient=self.loss.entropy_coef != 0,
-            )
+        for index in split(taught, self.microbatch_tokens):
+            rows = taught[index]
+            bonus = loss.entropy_coef != 0
+            logprobs, entropy = self.policy.score(rows, temperature=temperature, entropy_gradient=bonus)
             if on_policy_step:
                 rows = on_policy(rows, logprobs)
-            loss, part = self.loss(logprobs, entropy, rows, weights[index])
-            self.manual_backward(loss)
-            parts = {name: parts.get(name, 0) + value for name, value in part.items()}
-            for name, value in self.loss.statistics(logprobs, entropy, rows).items():
-                known = sums.get(name, torch.zeros_like(value))
-                sums[name] = torch.maximum(known, value) if name.endswith("_max") else known + value
+            value, part = loss(logprobs, entropy, rows, weights[index])
+            self.manual_backward(value)
+            add_up(parts, part)
+            add_up(sums, loss.statistics(logprobs, rows))
             ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
-        norm = self.apply_gradients()
-        count, peak = sums.pop("tokens"), sums.pop("ratio_max")
-        return (
-            {f"loss/{name}": value for name, value in parts.items()}
-            | {f"policy/{name}": value / count for name, value in sums.items()}
-            | {"policy/ratio_max": peak, "optim/grad_norm": torch.tensor(norm), "ratio": torch.cat(ratio)}
-        )
+        values = loss.metrics(parts, sums) | {"optim/grad_norm": torch.tensor(self.apply_gradients())}
+        return values | {"ratio": torch.cat(ratio)}
 
-    def _performance(self, rollout: Rollout) -> dict[str, float]:
-        seconds = self.clock.read()
-        on_gpu = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
-        return {f"time/{phase}": value for phase, value in seconds.items()} | {
-            "perf/tokens_per_second": float(rollout.mask.sum()) * self.trainer.world_size / seconds["step"],
-            "perf/peak_memory_gb": peak / 1e9,
-        }
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        surplus = self.surplus.state() if self.surplus else None
+        checkpoint["grpo"] = {"adapted": varying.state(self.varied), "surplus": surplus}
 
-
-def _mean(updates: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every metric averaged over the optimizer steps of a rollout; of ``*_max`` the largest."""
-    stacked = {name: torch.stack([update[name].cpu() for update in updates]) for name in updates[0]}
-    return {name: values.max() if name.endswith("_max") else values.mean() for name, values in stacked.items()}
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        varying.restore(self.varied, checkpoint["grpo"]["adapted"])
+        surplus = checkpoint["grpo"]["surplus"]
+        self.surplus = Judged.from_state(surplus).to(self.device) if surplus else None

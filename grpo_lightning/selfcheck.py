@@ -36,7 +36,10 @@ def check_rollout(
             scoring differs from the sampler (then the ratio of the first update is not 1); or a reference that is a
             copy of the policy is not at distance 0.
     """
-    rows = rollout[split(rollout, microbatch_tokens)[0]]
+    rows = rollout[rollout.mask.any(-1).nonzero().flatten()]
+    if not len(rows):
+        return  # every completion was cut at the limit, and rollout.mask_truncated leaves those out
+    rows = rows[split(rows, microbatch_tokens)[0]]
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.parameters()) or torch.is_autocast_enabled(
         rows.ids.device.type
     )

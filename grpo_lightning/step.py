@@ -7,7 +7,7 @@ the latter, so nothing here relies on it.
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompts
-from grpo_lightning.clock import Clock
+from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.policy import Policy
 from grpo_lightning.validation import Validation
 
@@ -146,6 +146,16 @@ class StepModule(LightningModule):
         if self.completed_steps >= self.steps:
             self.trainer.should_stop = True
 
+    def performance(self, num_tokens: int) -> dict[str, float]:
+        """Seconds of the step's phases, and its speed and memory; ``num_tokens`` were sampled in it on this device."""
+        seconds = self.clock.read()
+        on_gpu = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
+        return {f"time/{phase}": value for phase, value in seconds.items()} | {
+            "perf/tokens_per_second": num_tokens * self.trainer.world_size / seconds["step"],
+            "perf/peak_memory_gb": peak / 1e9,
+        }
+
     @property
     def _validation_due(self) -> bool:
         """False where a resumed run starts between two validations, or right after one that it already has."""
@@ -158,7 +168,12 @@ class StepModule(LightningModule):
         if not self._validation_due:
             return None
         judged = self.validation.step(
-            self.policy, prompts, seed=self.seed_of("validation", batch_idx), clock=self.clock, poll=self.poll
+            self.policy,
+            prompts,
+            completed_steps=self.completed_steps,
+            seed=self.seed_of("validation", batch_idx),
+            clock=self.clock,
+            poll=self.poll,
         )
         return {"judged": judged}
 
@@ -190,3 +205,19 @@ class StepModule(LightningModule):
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.skipped, self.skipped_in_a_row = state["skipped"]
         self.metrics = dict(state["metrics"])
+
+
+def add_up(known: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Add ``more`` to the sums in ``known``, by name; of ``*_max`` keep the larger."""
+    for name, value in more.items():
+        before = known.get(name)
+        if before is None:
+            known[name] = value
+        else:
+            known[name] = torch.maximum(before, value) if name.endswith("_max") else before + value
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Every metric averaged over the optimizer steps of a rollout; of ``*_max`` the largest."""
+    stacked = {name: torch.stack([update[name].cpu() for update in updates]) for name in updates[0]}
+    return {name: values.max() if name.endswith("_max") else values.mean() for name, values in stacked.items()}

@@ -7,11 +7,12 @@ from torchmetrics import MeanMetric
 
 from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.clock import Clock
+from grpo_lightning.judge import Judge, Judged, judge
 from grpo_lightning.metric import MajorityAtK, PassAtK
 from grpo_lightning.policy import Policy, Poll
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.rollout import Judged, judge
+from grpo_lightning.varying import at
 
 
 class Validation(nn.Module):
@@ -59,9 +60,19 @@ class Validation(nn.Module):
         # Registered, so that they move to the device with the module.
         self._metrics = nn.ModuleList([*self.passes.values(), *self.majorities.values(), *self.rewards.values()])
 
-    def step(self, policy: Policy, prompts: Prompts, *, seed: int, clock: Clock, poll: Poll | None = None) -> Judged:
-        """Sample and count some prompts; returns what was sampled."""
-        judged = self.judge(
+    def step(
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        *,
+        completed_steps: int,
+        seed: int,
+        clock: Clock,
+        poll: Poll | None = None,
+    ) -> Judged:
+        """Sample and count some prompts; returns what was sampled. Varying weights are those of the next step."""
+        judge: Judge = at(self.judge, completed_steps)
+        judged, _ = judge(
             policy,
             prompts,
             group_size=self.samples_per_prompt,

@@ -10,17 +10,18 @@ from tests.composed import CONF, ROOT
 PACKAGE = ROOT / "grpo_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
-    *("clock", "schedule", "metric", "batch", "reward", "advantage", "loss", "policy", "reference", "data", "rollout"),
-    *("selfcheck", "validation", "step", "module", "sft", "callbacks", "config", "run"),
+    *("clock", "schedule", "varying", "metric", "batch", "reward", "advantage", "loss", "policy", "reference", "data"),
+    *("group", "judge", "rollout", "selfcheck", "validation", "step", "module", "sft", "callbacks", "config", "run"),
     "report",
 ]
 ANY = {"torch"}
 OUTSIDE = {
     "clock": set(),
     "schedule": set(),
+    "varying": set(),
     "config": set(),
     "metric": ANY | {"torchmetrics"},
-    "reward": {"reasoning_gym", "regex"},
+    "reward": {"reasoning_gym", "regex", "pebble"},
     "policy": ANY | {"transformers", "tokenizers"},
     "data": ANY | {"lightning", "datasets", "pyarrow", "reasoning_gym", "numpy"},
     "validation": ANY | {"torchmetrics"},

@@ -14,7 +14,7 @@ from grpo_lightning.callbacks.checkpoint import AtomicCheckpointIO, read
 from grpo_lightning.callbacks.hparams import flat
 from grpo_lightning.callbacks.progress import describe
 from grpo_lightning.callbacks.samples import Samples
-from grpo_lightning.rollout import Judged
+from grpo_lightning.judge import Judged
 from tests.running import small_run
 from tests.test_rollout import Fixed
 
@@ -102,7 +102,8 @@ def test_a_page_shows_the_row_it_names():
     sampled = Fixed().sample(("p", "q"), group_size=3, sampling=None, seed=0)
     rewards = {"total": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "format": torch.full((6,), math.nan)}
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q?"}]
-    judged = Judged(Prompts(("p", chat), {}), sampled, rewards, torch.zeros(6, dtype=torch.bool))
+    right, nothing = torch.zeros(6, dtype=torch.bool), torch.zeros(6, 1)
+    judged = Judged(Prompts(("p", chat), {}), sampled, rewards, right, scores=nothing, steps=nothing)
     page = Samples(every=1, max_characters=100).page(judged, torch.arange(6) / 8, 4)
     assert "total 4, format nan" in page
     assert "**advantage** 0.5" in page

@@ -200,22 +200,32 @@ def test_padding_changes_nothing(weights, extra):
     other.backward()
     assert_close(other, one)
     assert_close(wide.grad, pad(narrow.grad), rtol=1e-6, atol=0)
-    for name, value in objective.statistics(narrow, ENTROPY, rollout()).items():
-        assert_close(objective.statistics(wide, pad(ENTROPY), padded)[name], value)
+    for name, value in objective.statistics(narrow, rollout()).items():
+        assert_close(objective.statistics(wide, padded)[name], value)
 
 
 def test_statistics_by_hand():
-    ref = torch.tensor([[0.0, 0.0, math.log(1.0)], [0.0, 0.0, 5.0]])
-    found = loss(kl_coef=0.1).statistics(LOG_RATIO, ENTROPY, rollout(ref_logprobs=ref))
+    found = loss(kl_coef=0.1).statistics(LOG_RATIO, rollout())
     assert_close(found["tokens"].item(), 5.0)
     assert_close(found["ratio_mean"].item(), 1.0 + 1.5 + 0.5 + 1.0 + 0.5)
     assert_close(found["ratio_max"].item(), 1.5)
     assert_close(found["clip_fraction"].item(), 2.0)
-    assert_close(found["entropy"].item(), 1.5)
-    # k3 with d = log r: 1/r + log r - 1, zero where r = 1
-    k = sum(1 / r + math.log(r) - 1 for r in (1.5, 0.5, 0.5))
-    assert_close(found["kl_divergence"].item(), k)
-    assert "kl_divergence" not in loss(kl_coef=0.0).statistics(LOG_RATIO, ENTROPY, rollout())
+    metrics = PolicyLoss.metrics({"total": torch.tensor(7.0)}, found)
+    assert {name: round(value.item(), 6) for name, value in metrics.items()} == {
+        "loss/total": 7.0,
+        "policy/clip_fraction": 0.4,
+        "policy/ratio_mean": 0.9,
+        "policy/ratio_max": 1.5,
+    }
+
+
+@pytest.mark.parametrize("kl_coef, entropy_coef, expected", [(0.0, 0.0, [0]), (0.1, 0.0, [0, 1]), (0.0, 0.1, [0, 1])])
+def test_rows_that_can_have_a_gradient(kl_coef, entropy_coef, expected):
+    advantages = torch.tensor([[0.0, 0.5, 0.0], [0.0, 0.0, 0.0]])
+    found = loss(kl_coef=kl_coef, entropy_coef=entropy_coef).teaches(rollout(advantages=advantages))
+    assert found.nonzero().flatten().tolist() == expected
+    empty = rollout(mask=torch.zeros_like(MASK))
+    assert not loss(kl_coef=kl_coef, entropy_coef=entropy_coef).teaches(empty).any()
 
 
 @pytest.mark.parametrize("advantages, mask", [(torch.ones(2), MASK), (torch.ones(2, 3), MASK[:1])])

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.module import _mean
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
-from grpo_lightning.step import StepModule
+from grpo_lightning.step import StepModule, mean_of_updates
 from tests.running import small_run
 
 ALGORITHMS = ["grpo", "dr_grpo", "dapo"]
@@ -90,7 +89,7 @@ def test_metrics_of_several_updates_are_averaged_and_of_maxima_the_largest_count
         {"a": torch.tensor(1.0), "b_max": torch.tensor(5.0)},
         {"a": torch.tensor(4.0), "b_max": torch.tensor(3.0)},
     ]
-    assert _mean(updates) == {"a": 2.5, "b_max": 5.0}
+    assert mean_of_updates(updates) == {"a": 2.5, "b_max": 5.0}
 
 
 def test_every_rollout_has_random_numbers_of_its_own_and_every_validation_the_same(tmp_path, monkeypatch):

@@ -75,6 +75,40 @@ def test_the_entropy_passes_a_gradient_only_when_asked(policy):
     assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
 
 
+def test_the_samplers_entropy_is_that_of_scoring(policy):
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
+    _, entropy = policy.score(sampled, temperature=1.0)
+    assert entropy.max() > 0.1
+    assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
+
+
+def test_every_completion_that_ends_is_reported_once_as_it_is_returned(policy):
+    reported = {}
+    sampling = Sampling(1.0, 1.0, 0, 0.0, 12, stop=("a", "e", "i", "o", "n", "t"))
+
+    def ended(row, text, ids):
+        assert row not in reported
+        reported[row] = (text, ids)
+
+    sampled = policy.sample(PROMPTS, group_size=8, sampling=sampling, seed=5, ended=ended)
+    completions = sampled.ids[:, -sampled.mask.shape[1] :]
+    assert {row for row, finished in enumerate(sampled.finished) if finished} == reported.keys()
+    assert len({len(ids) for _, ids in reported.values()}) > 1  # not all at once
+    for row, (text, ids) in reported.items():
+        assert text == sampled.texts[row]
+        assert ids == completions[row][sampled.mask[row]].tolist()
+
+
+def test_the_token_with_which_a_text_is_reached(policy):
+    ids = policy.tokenizer("The answer to all of it: 42, ümlaut", add_special_tokens=False)["input_ids"]
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    lengths = [len(policy.tokenizer.decode(ids[: n + 1], **options)) for n in range(len(ids))]
+    for end in range(1, lengths[-1] + 1):
+        expected = next(n for n, length in enumerate(lengths) if length >= end)
+        assert policy.token_at(ids, end) == expected
+    assert policy.token_at(ids, lengths[-1] + 5) == len(ids) - 1
+
+
 def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
     wide = type(sampled)(
@@ -82,6 +116,7 @@ def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
         attention_mask=torch.nn.functional.pad(sampled.attention_mask, (5, 4)),
         mask=torch.nn.functional.pad(sampled.mask, (0, 4)),
         logprobs=torch.nn.functional.pad(sampled.logprobs, (0, 4)),
+        entropy=torch.nn.functional.pad(sampled.entropy, (0, 4)),
         texts=sampled.texts,
         finished=sampled.finished,
     )
@@ -294,7 +329,7 @@ def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncati
     torch.manual_seed(0)
     logits = torch.randn(1, 8) * 2
     rows = 20_000
-    tokens, logprobs = draw(logits.expand(rows, 8), sampling, torch.Generator().manual_seed(1))
+    tokens, logprobs, entropy = draw(logits.expand(rows, 8), sampling, torch.Generator().manual_seed(1))
     scaled = logits / sampling.temperature
     kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
     counts = tokens.bincount(minlength=8)
@@ -303,6 +338,7 @@ def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncati
     chi_square = ((counts[live] - rows * kept[live]).square() / (rows * kept[live])).sum()
     assert chi_square < 29.9  # 0.9999 quantile at 7 degrees of freedom
     assert_close(logprobs, scaled.log_softmax(-1)[0][tokens])
+    assert_close(entropy, torch.distributions.Categorical(logits=scaled).entropy().expand(rows))
 
 
 def test_the_chat_template_of_the_tests_knows_its_argument():

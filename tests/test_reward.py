@@ -161,7 +161,9 @@ def test_an_exception_names_the_first_row_that_raises():
     with pytest.raises(RewardError) as error:
         score({"picky": Weighted(picky, 1.0)}, list("pqr"), ["a", "bb", "cc"], {"answer": [4, 2, 2]})
     division = "ZeroDivisionError: division by zero"
-    assert str(error.value) == f"reward 'picky' raised {division}; row 1 raises {division}, completion 'bb'"
+    assert str(error.value).startswith(
+        f"reward 'picky' raised {division}; row 1 raises {division}, completion 'bb'. (reward.picky.timeout=SECONDS "
+    )
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 

@@ -7,9 +7,11 @@ from torch.testing import assert_close
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.clock import Clock
+from grpo_lightning.group import mixed
+from grpo_lightning.judge import Judge, judge
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout import Collector, Judge, collector, judge, on_policy, split
+from grpo_lightning.rollout import Collector, collector, on_policy, split
 from tests.test_loss import rollout as two_rows
 
 SAMPLING = Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
@@ -17,7 +19,10 @@ NAN = float("nan")
 
 
 class Fixed(Policy):
-    """Always answers the same six texts to two prompts; token t of row b has log-probability -(b + t / 10)."""
+    """Always answers the same six texts to two prompts; token t of row b has log-probability -(b + t / 10).
+
+    Its entropy is (b + 1) / 10 nats; a token is a character.
+    """
 
     texts = ("a", "b", "ab", "", "abc", "q")
     lengths = (1, 2, 3, 1, 3, 2)
@@ -26,7 +31,7 @@ class Fixed(Policy):
         super().__init__()
         self.calls = []
 
-    def sample(self, prompts, *, group_size, sampling, seed, poll=None):
+    def sample(self, prompts, *, group_size, sampling, seed, poll=None, ended=None):
         self.calls.append((tuple(prompts), group_size, sampling, seed))
         mask = torch.arange(3) < torch.tensor(self.lengths)[:, None]
         return Sampled(
@@ -34,6 +39,7 @@ class Fixed(Policy):
             attention_mask=torch.cat([torch.ones(6, 2, dtype=torch.bool), mask], 1),
             mask=mask,
             logprobs=self.expected(torch.arange(6), mask),
+            entropy=(torch.arange(6)[:, None] + 1) / 10 * mask,
             texts=self.texts,
             finished=(True, True, False, True, False, True),
         )
@@ -45,6 +51,9 @@ class Fixed(Policy):
     def score(self, rows, *, temperature):
         self.calls.append(("score", len(rows), temperature))
         return self.expected(rows.ids[:, 0], rows.mask), torch.zeros(rows.mask.shape)
+
+    def token_at(self, ids, end):
+        return end - 1
 
     demonstrate = count_tokens = export = None  # not used here
 
@@ -64,7 +73,8 @@ def collect(policy, reference=None, tokens=1000, advantage=centered):
 
 def test_rewards_are_weighted_and_centred_within_their_own_prompt():
     policy = Fixed()
-    rollout, judged, _ = collect(policy)
+    collected = collect(policy)
+    rollout, judged = collected.rollout, collected.judged
     # prompt p (answer a): a -> 1 + .5, b -> 0 + .5, ab -> 1 + 1;   mean 4/3
     # prompt q (answer b): "" -> 0 (no length), abc -> 1 + 1.5, q -> 0 + .5;   mean 1
     assert_close(judged.rewards["total"], torch.tensor([1.5, 0.5, 2.0, 0.0, 2.5, 0.5]))
@@ -80,7 +90,7 @@ def test_rewards_are_weighted_and_centred_within_their_own_prompt():
 
 
 def test_metrics_by_hand():
-    _, _, metrics = collect(Fixed())
+    metrics = collect(Fixed()).metrics
     found = {name: value.item() for name, value in metrics.items()}
     assert found["reward/total"] == pytest.approx(7 / 6)
     assert found["reward/has_answer"] == pytest.approx(1 / 2)
@@ -99,7 +109,8 @@ def test_groups_of_one_kind_are_counted():
     always, never = Weighted(lambda completions: [1.0] * 6, 1.0), Weighted(lambda completions: [0.5] * 6, 1.0)
     for reward, all_right in ((always, 1.0), (never, 0.0)):
         collect = Collector(Judge({"r": reward}, "r", 1.0), centered, 3, SAMPLING)
-        rollout, _, metrics = collect(Fixed(), None, PROMPTS, microbatch_tokens=99, seed=0, clock=Clock())
+        collected = collect(Fixed(), None, PROMPTS, microbatch_tokens=99, seed=0, clock=Clock())
+        rollout, metrics = collected.rollout, collected.metrics
         assert metrics["group/all_right"] == all_right
         assert metrics["group/all_wrong"] == 1 - all_right
         assert metrics["group/mixed"] == 0.0
@@ -109,14 +120,14 @@ def test_groups_of_one_kind_are_counted():
 @pytest.mark.parametrize("tokens", [1000, 10, 1])
 def test_the_reference_is_scored_once_per_row_at_the_sampling_temperature(tokens):
     reference = Fixed()
-    rollout, _, _ = collect(Fixed(), reference, tokens)
+    rollout = collect(Fixed(), reference, tokens).rollout
     assert_close(rollout.ref_logprobs, Fixed.expected(torch.arange(6), rollout.mask))
     assert sum(rows for _, rows, _ in reference.calls) == 6
     assert {temperature for _, _, temperature in reference.calls} == {0.5}
 
 
 def test_split_counts_prompt_and_completion():
-    rollout, _, _ = collect(Fixed())
+    rollout = collect(Fixed()).rollout
     # rows are 2 + (1, 2, 3, 1, 3, 2) long: two of 5, two of 4, two of 3
     assert [rows.tolist() for rows in split(rollout, 10)] == [[4, 2], [5, 1], [3, 0]]
 
@@ -149,7 +160,25 @@ def test_the_flat_settings_arrive():
         min_p=0.1,
         max_new_tokens=11,
         stop=["x"],
+        kl_penalty=0.25,
+        group_filter=mixed,
+        max_tries=3,
+        downsample=None,
+        mask_truncated=True,
+        top_entropy=0.5,
     )
-    assert made == Collector(Judge(REWARDS, "length", 0.25), centered, 5, Sampling(0.9, 0.8, 7, 0.1, 11, ("x",)))
+    sampling = Sampling(0.9, 0.8, 7, 0.1, 11, ("x",))
+    assert made == Collector(
+        Judge(REWARDS, "length", 0.25),
+        centered,
+        5,
+        sampling,
+        0.25,
+        mixed,
+        3,
+        None,
+        mask_truncated=True,
+        top_entropy=0.5,
+    )
     assert made.sampling.truncated
     assert not SAMPLING.truncated

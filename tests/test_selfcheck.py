@@ -6,10 +6,11 @@ import torch
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.clock import Clock
+from grpo_lightning.judge import Judge
 from grpo_lightning.policy.scratch import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout import Collector, Judge
+from grpo_lightning.rollout import Collector
 from grpo_lightning.selfcheck import SelfCheckError, check_rollout
 
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6)
@@ -28,10 +29,9 @@ def policy():
 def check(policy, reference=None, sampling=SAMPLING, **changed):
     reward = Weighted(lambda completions: [float(len(t)) for t in completions], 1.0)
     collect = Collector(Judge({"r": reward}, "r", 1.0), centered, 2, SAMPLING)
-    rollout, _, _ = collect(
-        policy, reference, Prompts(("1 + 1", "a longer prompt"), {}), microbatch_tokens=999, seed=1, clock=Clock()
-    )
-    check_rollout(policy, reference, rollout, sampling, 999)
+    prompts = Prompts(("1 + 1", "a longer prompt"), {})
+    collected = collect(policy, reference, prompts, microbatch_tokens=999, seed=1, clock=Clock())
+    check_rollout(policy, reference, collected.rollout, sampling, 999)
 
 
 def test_a_sound_policy_passes(policy):

@@ -17,7 +17,7 @@ def validation(reward=REWARDS, **changed):
 
 def test_metrics_by_hand():
     policy, made = Fixed(), validation()
-    made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), seed=3, clock=Clock())
+    made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, seed=3, clock=Clock())
     found = {name: value.item() for name, value in made.compute().items()}
     # p: a, b, ab -> right, wrong, right;   q: "", abc, q -> wrong, right, wrong; every answer is another: ties
     assert found["val/pass@1"] == pytest.approx((2 / 3 + 1 / 3) / 2)
@@ -39,9 +39,9 @@ def test_metrics_by_hand():
 def test_batches_add_up_and_computing_starts_over():
     made = validation({"r": Weighted(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
     for _ in range(2):
-        made.step(Fixed(), Prompts(("p", "q"), {}), seed=0, clock=Clock())
+        made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, seed=0, clock=Clock())
     assert made.compute()["val/pass@1"].item() == pytest.approx(1 / 6)
-    made.step(Fixed(), Prompts(("p", "q"), {}), seed=0, clock=Clock())
+    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, seed=0, clock=Clock())
     found = made.compute()
     assert found["val/pass@1"].item() == pytest.approx(1 / 6)
     assert found["val/reward/total"].item() == pytest.approx(1 / 3)

@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.batch import Prompt
-from grpo_lightning.rollout import Judged
+from grpo_lightning.judge import Judged
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -56,9 +56,8 @@ class Samples(Callback):
 
     def page(self, judged: Judged, advantages: torch.Tensor, row: int) -> str:
         """One completion as Markdown: rewards, advantage, prompt and text, the last two fenced."""
-        group_size = len(judged.sampled.texts) // len(judged.prompts)
         scores = ", ".join(f"{name} {float(values[row]):.3g}" for name, values in judged.rewards.items())
-        prompt = self.fence(as_text(judged.prompts.texts[row // group_size]))
+        prompt = self.fence(as_text(judged.prompts.texts[row // judged.group_size]))
         completion = self.fence(judged.sampled.texts[row])
         return (
             f"**rewards** {scores}  \n**advantage** {float(advantages[row]):.3g}\n\n"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.config.contradiction import CONTRADICTIONS, Unsound, lookup, reader
-from grpo_lightning.config.rule import RULES, WEIGHT
+from grpo_lightning.config.rule import MAY_VARY, REWARD, RULES, VARYING
 from grpo_lightning.config.target import target_problems
 
 _SECRET = re.compile(r"(token|secret|password|api_?key|credential)s?$", re.IGNORECASE)
@@ -45,9 +45,11 @@ def arithmetic(config: Mapping[str, Any]) -> str:
         return f"{prompts} demonstrations per step, {steps} steps"
     group, epochs = config["rollout"]["group_size"], config["module"]["ppo_epochs"]
     completions = prompts * group
-    updates = epochs * (completions // (config["module"]["minibatch_size"] or completions))
+    trained = prompts * ((config["rollout"]["downsample"] or {}).get("size") or group)
+    updates = epochs * (trained // (config["module"]["minibatch_size"] or trained))
     return (
-        f"{prompts} prompts x {group} completions = {completions} completions per rollout; "
+        f"{prompts} prompts x {group} completions = {completions} completions per rollout"
+        f"{f', of which {trained} are trained on' * (trained != completions)}; "
         f"{updates} optimizer step{'s' * (updates > 1)} per rollout; "
         f"{steps} rollouts = {steps * completions} completions, {steps * updates} optimizer steps in total"
     )
@@ -67,14 +69,28 @@ def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, problem) of every value that breaks its rule or is not finite."""
-    rules = RULES | {f"reward.{name}.weight": WEIGHT for name in config.get("reward") or {}}
+    rules = RULES | {
+        f"reward.{name}.{setting}": rule for name in config.get("reward") or {} for setting, rule in REWARD.items()
+    }
     for key, rule in rules.items():
         value = lookup(config, key)
-        if value is not KeyError and (problem := rule.problem(key, value)):
-            yield key, problem
+        for name, one in _varied(key, value):
+            if one is not KeyError and (problem := rule.problem(name, one)):
+                yield key, problem
     for key, value in _leaves(config, config.keys()):
         if key not in rules and isinstance(value, float) and not math.isfinite(value):
             yield key, f"{key}={value}: allowed is a finite number"
+
+
+def _varied(key: str, value: Any) -> list[tuple[str, Any]]:
+    """(key, value) of every value that a number may have during the run: one, unless it varies."""
+    target = value.get("_target_") if isinstance(value, Mapping) else None
+    if not (key.startswith(MAY_VARY) and isinstance(target, str) and target.startswith(VARYING)):
+        return [(key, value)]
+    several = value.get("values")
+    named = {f"{key}.{name}": value[name] for name in ("start", "end", "lowest", "highest") if name in value}
+    listed = {f"{key}.values.{i}": one for i, one in enumerate(several)} if isinstance(several, list) else {}
+    return list({**named, **listed}.items())
 
 
 def _children(node: Any, prefix: str, parts: Collection[str]) -> Iterator[tuple[str, Any]]:

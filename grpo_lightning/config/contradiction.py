@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from grpo_lightning.reward.gate import Gate
+
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key, or ``KeyError`` (the class) where there is none."""
@@ -77,19 +79,54 @@ def _master_weights(get: Reader) -> list[str]:
 
 
 def _divisible(get: Reader) -> list[str]:
-    size, completions = get("module.minibatch_size"), get("data.prompts_per_step") * get("rollout.group_size")
+    size, kept = get("module.minibatch_size"), get("rollout.downsample")
+    key = "rollout.downsample.size" if kept and "size" in kept else "rollout.group_size"
+    completions = get("data.prompts_per_step") * get(key)
     if size is None or completions % size == 0:
         return []
-    return [
-        f"module.minibatch_size={size}: allowed is a divisor of data.prompts_per_step x rollout.group_size = "
-        f"{completions}"
-    ]
+    return [f"module.minibatch_size={size}: allowed is a divisor of data.prompts_per_step x {key} = {completions}"]
 
 
 def _needs_reference(get: Reader) -> list[str]:
-    if get("loss.kl_coef") == 0 or get("module.reference._target_") != "grpo_lightning.reference.none":
+    if get("module.reference._target_") != "grpo_lightning.reference.none":
         return []
-    return [f"loss.kl_coef={get('loss.kl_coef')}: allowed is 0 with reference=none; or choose a reference"]
+    return [
+        f"{key}={get(key)}: allowed is 0 with reference=none; or choose a reference"
+        for key in ("loss.kl_coef", "rollout.kl_penalty")
+        if get(key) != 0
+    ]
+
+
+def _tries_need_a_filter(get: Reader) -> list[str]:
+    if get("rollout.max_tries") == 1 or get("rollout.group_filter") is not None:
+        return []
+    return [
+        f"rollout.max_tries={get('rollout.max_tries')}: allowed is 1 without rollout.group_filter "
+        "(rollout=dynamic_sampling has one)"
+    ]
+
+
+def _kept_of_a_group(get: Reader) -> list[str]:
+    size, group = get("rollout.downsample.size"), get("rollout.group_size")
+    return [f"rollout.downsample.size={size}: allowed is 2 to rollout.group_size={group}"] if size > group else []
+
+
+def _delta_above_the_clip(get: Reader) -> list[str]:
+    delta, high = get("loss.surrogate.delta"), get("loss.surrogate.epsilon_high")
+    if delta is None or isinstance(high, Mapping) or isinstance(delta, Mapping) or delta > 1 + high:
+        return []
+    return [f"loss.surrogate.delta={delta}: allowed is more than 1 + loss.surrogate.epsilon_high = {1 + high}"]
+
+
+def _gates(get: Reader) -> list[str]:
+    rewards = get("reward")
+    gates = {name: Gate.parse(get(f"reward.{name}.only_if")) for name in rewards if "only_if" in rewards[name]}
+    return [
+        f'reward.{name}.only_if="{rewards[name]["only_if"]}": allowed are conditions on '
+        f"{', '.join(other for other in rewards if other != name) or 'another reward, and there is none'}"
+        for name, gate in gates.items()
+        if gate and (gate.reward not in rewards or gate.reward == name)
+    ]
 
 
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
@@ -100,5 +137,9 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _master_weights,
     _divisible,
     _needs_reference,
+    _tries_need_a_filter,
+    _kept_of_a_group,
+    _delta_above_the_clip,
+    _gates,
 )
 """Each says what is wrong between settings that are right by themselves."""

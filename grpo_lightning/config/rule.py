@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lightning.reward.gate import Gate
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -29,10 +31,10 @@ def integer(low: int, *, null: bool = False) -> Rule:
     return Rule(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low, f"an integer >= {low}", null)
 
 
-def number(test: Callable[[float], bool], allowed: str) -> Rule:
+def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -> Rule:
     """A finite number that passes ``test``."""
     return Rule(
-        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and test(v), allowed
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and test(v), allowed, null
     )
 
 
@@ -72,6 +74,10 @@ RULES: dict[str, Rule] = {
     "validation.samples_per_prompt": integer(1),
     "validation.temperature": _NOT_NEGATIVE,
     **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
+    "rollout.kl_penalty": _NOT_NEGATIVE,
+    "rollout.max_tries": integer(1),
+    "rollout.downsample.size": integer(2),
+    "rollout.top_entropy": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "module.ppo_epochs": integer(1),
     "module.minibatch_size": integer(1, null=True),
     "module.microbatch_tokens": integer(1),
@@ -81,6 +87,11 @@ RULES: dict[str, Rule] = {
     "loss.entropy_coef": _NOT_NEGATIVE,
     "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),
     "loss.surrogate.epsilon_high": _POSITIVE,
+    "loss.surrogate.dual_clip": number(lambda v: v > 1, "a number > 1", null=True),
+    "loss.surrogate.delta": number(lambda v: v > 1, "a number > 1", null=True),
+    "loss.surrogate.ratio_max": number(lambda v: v > 1, "a ratio > 1, not a distance from 1"),
+    "loss.surrogate.tau_positive": _POSITIVE,
+    "loss.surrogate.tau_negative": _POSITIVE,
     "loss.weights.length": integer(1),
     "advantage.eps": _NOT_NEGATIVE,
     "advantage.correction": choice(0, 1),
@@ -94,4 +105,37 @@ RULES: dict[str, Rule] = {
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
     ),
 }
-WEIGHT = number(math.isfinite, "a finite number")
+
+
+def _is_condition(value: Any) -> bool:
+    try:
+        return Gate.parse(value) is not None
+    except ValueError:
+        return False
+
+
+REWARD = {
+    "weight": number(math.isfinite, "a finite number"),
+    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
+    "max_failed": number(lambda v: 0 <= v <= 1, "a share from 0 to 1"),
+    "failed_score": number(math.isfinite, "a finite number", null=True),
+    "clip": Rule(
+        lambda v: (
+            isinstance(v, list)
+            and len(v) == 2
+            and all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in v)
+            and v[0] <= v[1]
+        ),
+        "[lowest, highest]",
+        null=True,
+    ),
+    "only_if": Rule(
+        _is_condition,
+        'a condition on another reward, such as "format > 0"',
+        null=True,
+    ),
+}
+"""Setting of a reward -> what it may be."""
+MAY_VARY = ("loss.", "rollout.", "reward.")
+"""Where a number may be a varying one, in place of which its values are checked."""
+VARYING = "grpo_lightning.varying."

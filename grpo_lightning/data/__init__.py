@@ -110,6 +110,7 @@ class PromptData(LightningDataModule):
         train: The training source, or a callable that opens it in ``load``.
         validation: The held-out source, likewise; None holds out rows of the training source, see ``hold_out``.
         prompts_per_step: P, prompts of one rollout over all devices.
+        tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
         steps: Rollouts of the whole run.
         validate_every: Steps between validations; None or 0 means one stretch until the end.
         validation_size: Most held-out prompts that are used.
@@ -129,6 +130,7 @@ class PromptData(LightningDataModule):
         train: Source | Callable[[], Source],
         validation: Source | Callable[[], Source] | None,
         prompts_per_step: int,
+        tries: int = 1,
         steps: int,
         validate_every: int | None,
         validation_size: int,
@@ -141,6 +143,7 @@ class PromptData(LightningDataModule):
         super().__init__()
         least = {
             "data.prompts_per_step": (prompts_per_step, 1),
+            "data.tries": (tries, 1),
             "steps": (steps, 0),
             "data.validate_every": (validate_every or 0, 0),
             "data.validation_size": (validation_size, 1),
@@ -152,6 +155,7 @@ class PromptData(LightningDataModule):
         if wrong:
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
+        self.tries = tries
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
         self.max_prompt_length, self.seed, self.verifier = max_prompt_length, seed, verifier
@@ -232,9 +236,8 @@ class PromptData(LightningDataModule):
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
         _ = self.train[0]  # here, so that workers inherit what a source computes once
-        sampler = StepSampler(
-            len(self.train), self.prompts_per_step, self.seed, start, num_steps, *self._rank_and_world_size()
-        )
+        prompts = self.prompts_per_step * self.tries
+        sampler = StepSampler(len(self.train), prompts, self.seed, start, num_steps, *self._rank_and_world_size())
         return self._loader(self.train, sampler)
 
     def val_dataloader(self) -> DataLoader[Row]:

@@ -10,6 +10,8 @@ from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
 
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
+Ended = Callable[[int, str, list[int]], None]
+"""(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
 
 
 class Policy(nn.Module, ABC):
@@ -20,7 +22,14 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def sample(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int, poll: Poll | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        poll: Poll | None = None,
+        ended: Ended | None = None,
     ) -> Sampled:
         """``group_size`` completions of every prompt; the same seed and weights give the same completions.
 
@@ -30,6 +39,7 @@ class Policy(nn.Module, ABC):
             sampling: How tokens are drawn.
             seed: Of the random numbers; no global random state is read or changed.
             poll: Called before every token.
+            ended: Called with every completion that ends before the length limit, as soon as it does.
 
         Raises:
             ValueError: A prompt has no tokens, or prompt and completion do not fit into the model's context.
@@ -58,6 +68,10 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
         """Given completions as rows, each ended by the end-of-sequence token; ``logprobs`` are zero."""
+
+    @abstractmethod
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        """Index of the completion token with which the decoded text has ``end`` characters; else of the last one."""
 
     @abstractmethod
     def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:

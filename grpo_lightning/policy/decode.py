@@ -13,6 +13,8 @@ from grpo_lightning.policy.head import token_logprobs, truncate
 
 StopTest = Callable[[Tensor], Tensor]
 """(completion ids so far [B, t]) -> which rows end with a stop string [B] (bool)."""
+Ended = Callable[[list[int], Tensor, Tensor], None]
+"""(rows that just ended, completion ids so far [B, t], mask so far [B, t])"""
 
 
 def positions(attention_mask: Tensor) -> Tensor:
@@ -20,8 +22,8 @@ def positions(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-probability under logits / temperature, before any truncation.
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """One token per row, with its log-probability and the entropy under logits / temperature, before any truncation.
 
     Args:
         logits: [B, V]
@@ -29,7 +31,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
         generator: The random numbers.
 
     Returns:
-        Tokens [B] and log-probabilities [B].
+        Tokens [B], log-probabilities [B] and entropies [B].
 
     Raises:
         FloatingPointError: A logit is NaN, or none of a row is finite.
@@ -39,11 +41,11 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
         raise FloatingPointError("the policy's logits are not finite: its weights are damaged")
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, token_logprobs(logits, tokens, 1.0)[0]
+        return tokens, *token_logprobs(logits, tokens, 1.0)
     scaled = logits / sampling.temperature
     kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     tokens = kept.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
-    return tokens, token_logprobs(scaled, tokens, 1.0)[0]
+    return tokens, *token_logprobs(scaled, tokens, 1.0)
 
 
 @torch.no_grad()
@@ -59,7 +61,8 @@ def decode(
     stops: StopTest | None,
     generator: torch.Generator,
     poll: Poll | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ended: Ended | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``group_size`` completions of every prompt; the prompt goes through the model once per group.
 
     Args:
@@ -73,10 +76,11 @@ def decode(
         stops: Further reasons to end, or None.
         generator: The random numbers.
         poll: Called before every token.
+        ended: Called after every token with which completions ended.
 
     Returns:
-        Completion ids [B, T], mask [B, T], log-probabilities [B, T] (0 where masked) and finished [B] (bool), with
-        B = P * G and T the longest completion.
+        Completion ids [B, T], mask [B, T], log-probabilities and entropies [B, T] (0 where masked) and finished [B]
+        (bool), with B = P * G and T the longest completion.
     """
     cache = DynamicCache(config=model.config)
     output = model(
@@ -93,19 +97,22 @@ def decode(
     position = seen.sum(-1, keepdim=True)
     ends = torch.tensor(sorted(end_ids), device=ids.device)
     running = torch.ones(len(seen), dtype=torch.bool, device=ids.device)
-    tokens, masks, logprobs = [], [], []
+    tokens, masks, logprobs, entropies = [], [], [], []
     for step in range(sampling.max_new_tokens):
         if poll:
             poll()
-        token, logprob = draw(logits, sampling, generator)
+        token, logprob, entropy = draw(logits, sampling, generator)
         token = token.where(running, pad_id)
         tokens.append(token)
         masks.append(running)
         logprobs.append(logprob.where(running, 0.0))
-        ended = torch.isin(token, ends)
+        entropies.append(entropy.where(running, 0.0))
+        last = torch.isin(token, ends)
         if stops:
-            ended = ended | stops(torch.stack(tokens, 1))
-        running = running & ~ended
+            last = last | stops(torch.stack(tokens, 1))
+        if ended and (rows := (running & last).nonzero().flatten().tolist()):
+            ended(rows, torch.stack(tokens, 1), torch.stack(masks, 1))
+        running = running & ~last
         if step + 1 == sampling.max_new_tokens or not running.any():
             break
         seen = torch.cat([seen, seen.new_ones(len(seen), 1)], 1)
@@ -116,4 +123,5 @@ def decode(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return torch.stack(tokens, 1), torch.stack(masks, 1), torch.stack(logprobs, 1), ~running
+    mask, ids = torch.stack(masks, 1), torch.stack(tokens, 1)
+    return ids, mask, torch.stack(logprobs, 1), torch.stack(entropies, 1), ~running

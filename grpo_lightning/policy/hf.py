@@ -1,5 +1,6 @@
 """Any causal language model of the Hugging Face hub, or a directory in its format, as a policy."""
 
+import bisect
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
-from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.policy import Ended, Policy, Poll
 from grpo_lightning.policy.decode import decode, positions
 from grpo_lightning.policy.head import token_logprobs
 
@@ -84,11 +85,18 @@ class HFPolicy(Policy):
         return [len(ids) for ids in self.tokenize(prompts)]
 
     def sample(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int, poll: Poll | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        poll: Poll | None = None,
+        ended: Ended | None = None,
     ) -> Sampled:
         ids, attention_mask = self._pad_left(self.tokenize(prompts))
         self._check_context(ids.shape[1] + sampling.max_new_tokens, "rollout.max_new_tokens")
-        completions, mask, logprobs, finished = decode(
+        completions, mask, logprobs, entropy, finished = decode(
             self.model,
             ids,
             attention_mask,
@@ -99,12 +107,14 @@ class HFPolicy(Policy):
             stops=self._stop_test(sampling.stop),
             generator=torch.Generator(ids.device).manual_seed(seed),
             poll=poll,
+            ended=self._reporter(ended),
         )
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),
             attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
             mask=mask,
             logprobs=logprobs,
+            entropy=entropy,
             texts=self._texts(completions, mask),
             finished=tuple(finished.tolist()),
         )
@@ -148,9 +158,20 @@ class HFPolicy(Policy):
             attention_mask=torch.cat([attention_mask, mask], 1),
             mask=mask,
             logprobs=torch.zeros(mask.shape, device=ids.device),
+            entropy=torch.zeros(mask.shape, device=ids.device),
             texts=tuple(completions),
             finished=(True,) * len(answers),
         )
+
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        # The text of a longer prefix is never shorter, so the first prefix that reaches ``end`` can be searched.
+        def reaches(tokens: int) -> bool:
+            text = self.tokenizer.decode(
+                ids[: tokens + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return len(text) >= end
+
+        return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
 
     def export(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
@@ -166,6 +187,18 @@ class HFPolicy(Policy):
     def _texts(self, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
         rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
         return tuple(self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _reporter(self, ended: Ended | None) -> Any:
+        """``ended`` as `decode` calls it."""
+        if ended is None:
+            return None
+
+        def report(rows: list[int], completions: Tensor, mask: Tensor) -> None:
+            chosen, keep = completions[rows], mask[rows]
+            for row, text, ids, counts in zip(rows, self._texts(chosen, keep), chosen, keep, strict=True):
+                ended(row, text, ids[counts].tolist())
+
+        return report
 
     def _stop_test(self, stop: tuple[str, ...]) -> Any:
         if not stop:

@@ -2,7 +2,7 @@
 
 Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. Text
 that could run code, or run for long, does not reach them: it is a wrong answer. Those whose work no look at the text
-can bound run in a process that is ended after a time.
+can bound run in worker processes that are ended after a time.
 """
 
 import ast
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_lightning.reward.isolated import Isolated
+from grpo_lightning.reward import pool
 
 Scorer = Callable[..., float]
 
@@ -39,7 +39,7 @@ def make_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
         ValueError: There is no such task.
     """
     if task in TIMED:
-        return Isolated(_own_scorer, task, dict(config), seconds=_MOST_SECONDS)
+        return _Timed(_Verifier(task, dict(config)))
     return _own_scorer(task, config)
 
 
@@ -118,6 +118,44 @@ GATES: Mapping[str, Callable[[str], bool]] = {
 
 TIMED = frozenset(("intermediate_integration", "propositional_logic", "rubiks_cube", "simple_integration"))
 """Tasks whose verifiers simplify formulas, try all truth values or turn a cube."""
+
+
+class _Verifier:
+    """A task's verifier that can be pickled: a worker makes its own when it receives it, before the time is counted."""
+
+    def __init__(self, task: str, config: Mapping[str, Any]) -> None:
+        self.task, self.config = task, config
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        key = f"{self.task} {self.config!r}"
+        if key not in _made:
+            _made[key] = _own_scorer(self.task, self.config)
+        self._scorer = _made[key]
+
+    def __call__(self, **arguments: Any) -> float:
+        return float(self._scorer(**arguments))
+
+
+_made: dict[str, Scorer] = {}
+
+
+class _Timed:
+    """A verifier in a worker process.
+
+    Raises:
+        TimeoutError: From a call that took too long.
+        RuntimeError: From a call, if the verifier raised or its worker died.
+    """
+
+    def __init__(self, verifier: _Verifier) -> None:
+        self._verifier = verifier
+
+    def __call__(self, **arguments: Any) -> float:
+        (found,) = pool.submit(self._verifier, [arguments], seconds=_MOST_SECONDS).result()
+        if isinstance(found, pool.Failure):
+            raise (TimeoutError if found.kind == "timeout" else RuntimeError)(found.message)
+        return float(found)
 
 
 def _own_scorer(task: str, config: Mapping[str, Any]) -> Scorer:

@@ -1,0 +1,123 @@
+"""The policy loss as three independent choices: a surrogate, a KL estimator and token weights.
+
+    loss = sum over (b, t) of  weights * (kl_coef * kl - objective - entropy_coef * entropy)
+
+A published variant is one combination, spelled out in conf/loss/*.yaml; nothing here branches on its name. Weights are
+computed once for a whole optimizer step, over all ranks, and sliced into micro-batches, so accumulated gradients equal
+the undivided ones by construction.
+
+Shapes: B completions, T completion tokens. Log-probabilities and entropies are in nats, float32.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Rollout
+from grpo_lightning.loss.kl import k1, k2, k3, k3_weighted
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, reinforce, sapo
+from grpo_lightning.loss.weight import completion_mean, completion_sum, constant, token_mean
+
+__all__ = [
+    "PolicyLoss",
+    "cispo",
+    "clipped",
+    "completion_mean",
+    "completion_sum",
+    "constant",
+    "gmpo",
+    "gspo",
+    "k1",
+    "k2",
+    "k3",
+    "k3_weighted",
+    "reinforce",
+    "sapo",
+    "token_mean",
+]
+
+Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(log_ratio, advantages, mask), all [B, T] -> the objective to maximize, and where it is bounded (bool)."""
+Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logprobs, ref_logprobs, log_ratio), all [B, T] -> per-token KL(policy || reference) in nats, [B, T]."""
+Weights = Callable[[Tensor, Tensor], Tensor]
+"""(mask [B, T] of this rank's share of an optimizer step, tokens [] sampled in it, averaged over ranks) -> [B, T]."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One surrogate, one KL estimator and one weighting, summed into a scalar."""
+
+    surrogate: Surrogate
+    kl: Estimator
+    weights: Weights
+    kl_coef: float
+    """Weight of the KL term; 0 needs no reference. Numbers may vary with the step, see `grpo_lightning.varying`."""
+    entropy_coef: float
+    """Weight of the entropy bonus."""
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, rows: Rollout, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of some rows of an optimizer step, under that step's ``weights``.
+
+        Args:
+            logprobs: [B, T] of the sampled tokens, with gradient; 0 where masked.
+            entropy: [B, T] of the distributions they were drawn from; needs a gradient only with a bonus.
+            rows: What was sampled, under which policy, and how good it was.
+            weights: [B, T] the rows' share of ``self.weights(mask, tokens)``.
+
+        Returns:
+            The scalar to minimize, and detached parts of it, which add up over the rows of the step:
+            "total", "policy", "kl" (each times its coefficient).
+        """
+        log_ratio = logprobs - rows.old_logprobs
+        objective, _ = self.surrogate(log_ratio, rows.advantages, rows.mask)
+        parts = {"policy": -(weights * objective).sum()}
+        if self.kl_coef:
+            parts["kl"] = self.kl_coef * (weights * self.kl(logprobs, rows.ref_logprobs, log_ratio)).sum()
+        if self.entropy_coef:
+            parts["entropy"] = -self.entropy_coef * (weights * entropy).sum()
+        loss = torch.stack(list(parts.values())).sum()
+        return loss, {name: part.detach() for name, part in (parts | {"total": loss}).items()}
+
+    def teaches(self, rows: Rollout) -> Tensor:
+        """Which rows can have a gradient, [B] (bool).
+
+        The others (advantage zero, or no token that counts) need no forward pass; they still count in the weights.
+        """
+        counts = rows.mask.any(-1)
+        return counts if self.kl_coef or self.entropy_coef else counts & (rows.advantages != 0).any(-1)
+
+    @torch.no_grad()
+    def statistics(self, logprobs: Tensor, rows: Rollout) -> dict[str, Tensor]:
+        """What to log about some rows: sums over their tokens, so that every token counts alike whatever the weights.
+
+        Args:
+            logprobs: [B, T] of the sampled tokens.
+            rows: As in ``__call__``.
+
+        Returns:
+            Sums [] "tokens", "clip_fraction" and "ratio_mean", which become means when divided by "tokens"; and
+            "ratio_max" [], a maximum.
+        """
+        log_ratio = (logprobs - rows.old_logprobs) * rows.mask
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        _, bounded = self.surrogate(log_ratio, rows.advantages, rows.mask)
+        terms = {"tokens": torch.ones_like(ratio), "clip_fraction": bounded.float(), "ratio_mean": ratio}
+        sums = {name: (term * rows.mask).sum() for name, term in terms.items()}
+        return sums | {"ratio_max": (ratio * rows.mask).max()}
+
+    @staticmethod
+    def metrics(parts: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars to log for an optimizer step, by name.
+
+        Args:
+            parts: What ``__call__`` returns, added up over the step.
+            sums: What ``statistics`` returns, likewise; of "ratio_max" the largest.
+        """
+        count = sums["tokens"].clamp(min=1)
+        means = {f"policy/{name}": sums[name] / count for name in ("clip_fraction", "ratio_mean")}
+        return {f"loss/{name}": part for name, part in parts.items()} | means | {"policy/ratio_max": sums["ratio_max"]}

@@ -1,0 +1,48 @@
+"""Per-token estimates of KL(policy || reference) from the policy's own samples."""
+
+from torch import Tensor
+
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """Schulman's k1 = log pi - log pi_ref: unbiased as a value, can be negative.
+
+    joschu.net/blog/kl-approx.html. As a loss term on the policy's own samples its expected gradient is zero: it belongs
+    into the reward (``rollout.kl_penalty``).
+
+    Args:
+        logprobs: [B, T] under the policy.
+        ref_logprobs: [B, T] under the reference.
+        log_ratio: [B, T] to the policy that sampled; only ``k3_weighted`` needs it.
+
+    Returns:
+        [B, T] nats; zero where the two agree.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """Schulman's k2 = (log pi - log pi_ref)^2 / 2: biased as a value; on-policy its gradient is that of KL(pi || ref).
+
+    joschu.net/blog/kl-approx.html. Args and returns as in ``k1``; never negative.
+    """
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """Schulman's k3 = pi_ref / pi - log(pi_ref / pi) - 1: unbiased as a value, never negative, low variance.
+
+    arXiv:2402.03300, Eq. 4; joschu.net/blog/kl-approx.html. On-policy its expected gradient is that of KL(ref || pi).
+    Args and returns as in ``k1``.
+    """
+    distance = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return distance.exp() - distance - 1
+
+
+def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor:
+    """(pi / pi_old) k3, the ratio with its gradient: unbiased off-policy, too, with the gradient of KL(pi || ref).
+
+    DeepSeek-V3.2, arXiv:2512.02556, Eq. 7. Args and returns as in ``k1``; the value on-policy is that of ``k3``.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * k3(logprobs, ref_logprobs)

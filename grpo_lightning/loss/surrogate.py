@@ -1,0 +1,154 @@
+"""What is maximized in place of the expected reward, per token: functions of the ratio to the policy that sampled.
+
+Each takes (log_ratio, advantages, mask), all [B, T], and settings by keyword, and returns the objective and where it is
+bounded (bool), both [B, T]. r = exp(log_ratio) = pi / pi_old of a sampled token, A its advantage.
+"""
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8: beyond it a ratio says nothing and overflows."""
+
+
+def clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Per-token pessimistic objective  min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
+
+    PPO (arXiv:1707.06347, Eq. 7), applied per token by GRPO (arXiv:2402.03300, Eq. 3).
+    ``epsilon_high > epsilon_low`` is DAPO's clip-higher (arXiv:2503.14476). With A < 0 the plain objective falls
+    without bound as r grows; either option bounds it.
+
+    Args:
+        log_ratio: [B, T] log pi - log pi_old of the sampled tokens.
+        advantages: [B, T] an outcome advantage is the same along a row.
+        mask: [B, T] True on the tokens that count.
+        epsilon_low: Largest decrease of the ratio that still earns gradient, in (0, 1).
+        epsilon_high: Largest increase that does, > 0.
+        dual_clip: c > 1; where A < 0 the objective is at least c A (arXiv:1912.09729, Eq. 5).
+        delta: The first term is min(r, delta) A, with delta > 1 + epsilon_high (INTELLECT-2, arXiv:2505.07291).
+
+    Returns:
+        The objective [B, T], to be maximized, and where a bound is active [B, T] (bool): there, and only there, a
+        token that counts passes no gradient.
+
+    Raises:
+        ValueError: ``advantages`` or ``mask`` differ in shape from ``log_ratio``.
+    """
+    ratio = _ratio(log_ratio, advantages, mask)
+    first = ratio if delta is None else ratio.clamp(max=delta)
+    objective = torch.minimum(first * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return objective, (objective != ratio * advantages) & mask
+
+
+def gspo(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, epsilon_low: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped objective of the whole completion's ratio  s = exp(mean over its tokens of log_ratio).
+
+    GSPO, arXiv:2507.18071, Eq. 5, in the token form of its Eq. 14: every token has the value of s and the gradient of
+    its own log-probability, so that the mean over a completion's tokens has the gradient of s. Goes with
+    ``completion_mean``: with ``token_mean`` long completions count more.
+
+    Args, returns and errors as in ``clipped``; the bound is active on all tokens of a completion or on none.
+    """
+    _same_shape(log_ratio, advantages, mask)
+    own = log_ratio - log_ratio.detach()
+    ratio = (_row_mean(log_ratio.detach(), mask) + own).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bound = ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages
+    return torch.minimum(ratio * advantages, bound), (bound < ratio * advantages) & mask
+
+
+def cispo(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_max: float) -> tuple[Tensor, Tensor]:
+    """min(r, ratio_max) A log pi, the weight without gradient: every token keeps teaching, none too strongly.
+
+    CISPO of MiniMax-M1, arXiv:2506.13585, Eq. 4. In place of log pi stands log_ratio, which differs by a constant.
+
+    Args:
+        log_ratio: As in ``clipped``, like the other tensors and the errors.
+        advantages: As in ``clipped``.
+        mask: As in ``clipped``.
+        ratio_max: Largest weight: an absolute ratio > 1, not a distance from 1.
+
+    Returns:
+        The objective [B, T], and where the weight is capped [B, T] (bool); the gradient passes there, too.
+    """
+    ratio = _ratio(log_ratio, advantages, mask).detach()
+    return ratio.clamp(max=ratio_max) * advantages * log_ratio, (ratio > ratio_max) & mask
+
+
+def sapo(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, Tensor]:
+    """A sigmoid(tau (r - 1)) 4 / tau: the gradient fades with the distance from r = 1 instead of being cut.
+
+    Soft Adaptive Policy Optimization, arXiv:2511.20347, Eq. 5 and 6. The gradient at r = 1 is A.
+
+    Args:
+        log_ratio: As in ``clipped``, like the other tensors and the errors.
+        advantages: As in ``clipped``.
+        mask: As in ``clipped``.
+        tau_positive: How fast it fades where A > 0.
+        tau_negative: How fast where A <= 0; larger is steadier.
+
+    Returns:
+        The objective [B, T], and False everywhere: no bound is ever active.
+    """
+    ratio = _ratio(log_ratio, advantages, mask)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, torch.zeros_like(mask)
+
+
+def gmpo(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, epsilon_low: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """A times the geometric mean of a completion's clipped ratios, on each of its tokens.
+
+    Geometric-Mean Policy Optimization, arXiv:2507.20673, Eq. 4: log r is clipped to [-epsilon_low, epsilon_high],
+    pessimistically by the sign of A, and averaged over the completion. Goes with ``completion_mean``.
+
+    Args, returns and errors as in ``clipped``, but for the bounds, which are those of log r.
+    """
+    _same_shape(log_ratio, advantages, mask)
+    sign = advantages.sign()
+    clipped_log = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-epsilon_low, epsilon_high))
+    ratio = _row_mean(clipped_log, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratio * advantages, (clipped_log != log_ratio) & mask & (advantages != 0)
+
+
+def reinforce(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A log pi, the policy gradient without any ratio: unbiased for a single update of each rollout.
+
+    Williams (1992). In place of log pi stands log_ratio, which differs by a constant. Args, returns and errors as in
+    ``clipped``; no bound is ever active.
+    """
+    _same_shape(log_ratio, advantages, mask)
+    return advantages * log_ratio, torch.zeros_like(mask)
+
+
+def _ratio(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    _same_shape(log_ratio, advantages, mask)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] mean over the tokens that count; 0 in a row without any."""
+    return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _same_shape(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    if advantages.shape != log_ratio.shape or mask.shape != log_ratio.shape:
+        raise ValueError(
+            f"advantages {tuple(advantages.shape)} and mask {tuple(mask.shape)} must match "
+            f"log_ratio {tuple(log_ratio.shape)}"
+        )

@@ -1,0 +1,117 @@
+"""A reward function, and what is set beside it."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from grpo_lightning.reward.gate import Gate
+from grpo_lightning.varying import Varying
+
+Score = float | tuple[tuple[int, float], ...] | None
+"""Of one completion: a number, (end, score) pairs of its steps, or None where the reward does not apply."""
+Reward = Callable[..., Sequence[Score]]
+"""``reward(prompts, completions, **columns)``, TRL's signature: one score each."""
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be called, raises, or returns something else than scores."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A reward and its share of the total.
+
+    Raises:
+        ValueError: On construction, naming the field: ``function`` is not callable, or a number is out of range.
+    """
+
+    function: Reward
+    weight: float | Varying
+    """Factor of the score in the total; negative for a penalty, 0 to watch a reward without training on it."""
+    clip: Sequence[float] | None = None
+    """[lowest, highest] that the score is cut to in the total."""
+    only_if: str | None = None
+    """A condition on another reward's score, such as "format > 0": elsewhere the score counts as 0 in the total."""
+    timeout: float | None = None
+    """Seconds for one completion in a worker process, which is ended after them; None: in this process, all at once."""
+    max_failed: float = 0.5
+    """Largest share of the completions that may time out, raise or break their worker."""
+    failed_score: float | None = 0.0
+    """What those get; None: the reward does not apply to them."""
+
+    @property
+    def factor(self) -> float:
+        """The weight as a number; those of a varying one are those of `grpo_lightning.varying.at`."""
+        if isinstance(self.weight, Varying):
+            raise TypeError(f"weight: {self.weight} varies; take its value of a step first")
+        return float(self.weight)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r}")
+        if not (_is_finite(self.weight) or isinstance(self.weight, Varying)):
+            raise ValueError(f"weight: expected a finite number, got {self.weight!r}")
+        if self.clip is not None and not (
+            len(self.clip) == 2 and all(map(_is_finite, self.clip)) and self.clip[0] <= self.clip[1]
+        ):
+            raise ValueError(f"clip: expected [lowest, highest] or null, got {self.clip!r}")
+        if self.timeout is not None and not (_is_finite(self.timeout) and self.timeout > 0):
+            raise ValueError(f"timeout: expected seconds > 0 or null, got {self.timeout!r}")
+        if not (_is_finite(self.max_failed) and 0 <= self.max_failed <= 1):
+            raise ValueError(f"max_failed: expected a share from 0 to 1, got {self.max_failed!r}")
+        if self.failed_score is not None and not _is_finite(self.failed_score):
+            raise ValueError(f"failed_score: expected a finite number or null, got {self.failed_score!r}")
+        Gate.parse(self.only_if)
+
+
+class PerCompletion:
+    """A reward made of a function that scores one completion at a time.
+
+    ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
+    name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``.
+
+    Raises:
+        ValueError: On construction, if ``function`` does not take the completion as its first argument.
+    """
+
+    def __init__(self, function: Callable[..., float | None]) -> None:
+        self.function = function
+        first, *others = inspect.signature(function).parameters.values()
+        if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+            raise ValueError(f"function: expected the completion as its first argument, got {function!r}")
+        batch = [inspect.Parameter("completions", first.KEYWORD_ONLY)]
+        for parameter in others:
+            kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
+            name = "prompts" if parameter.name == "prompt" else parameter.name
+            batch.append(parameter.replace(name=name, kind=kind))
+        self.__signature__ = inspect.Signature(batch)
+
+    def __call__(self, *, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        _, passed = arguments(self, columns)
+        named = {"prompt" if name == "prompts" else name: values for name, values in passed.items()}
+        return [
+            self.function(text, **{name: values[row] for name, values in named.items()})
+            for row, text in enumerate(completions)
+        ]
+
+
+def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Required parameters that are not known, and the known ones that ``function`` takes by its signature."""
+    parameters = inspect.signature(function).parameters.values()
+    wrapped = function.function if isinstance(function, PerCompletion) else function
+    bound = wrapped.keywords if isinstance(wrapped, partial) else {}
+    known = {name: value for name, value in known.items() if name not in bound}
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
+    missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return missing, {name: value for name, value in known.items() if takes_all or name in named}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,86 @@
+"""Functions as rewards in workers might be, at their worst; importable, since they are pickled by name."""
+
+import ctypes
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+
+def double(value):
+    return 2 * value
+
+
+def naps(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def hangs_in_c(value):
+    """A catastrophic regular expression, which never gives the interpreter back."""
+    return bool(re.match(r"(a+)+$", "a" * 40 + "b"))
+
+
+def writes_pid_and_hangs(path):
+    Path(path).write_text(str(os.getpid()))
+    return hangs_in_c(0)
+
+
+def misbehaves(how):
+    if how == "raise":
+        raise RuntimeError("no " * 1000)
+    if how == "exit":
+        sys.exit(3)
+    if how == "os_exit":
+        os._exit(4)
+    if how == "crash":
+        ctypes.string_at(0)
+    if how == "recurse":
+        return misbehaves(how)
+    if how == "memory":
+        return len(bytearray(6 * 2**30))
+    if how == "lambda":
+        return lambda: 0
+    if how == "unpicklable_error":
+        raise Unpicklable("x", 1)
+    if how == "print":
+        print("text " * 10)
+    return how
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+
+    def __str__(self):
+        raise ValueError("not even text")
+
+
+class Once:
+    """Takes long to unpickle, as an import would."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __setstate__(self, state):
+        time.sleep(state["seconds"])
+        self.__dict__ = state
+
+    def __call__(self, value):
+        return value + 1
+
+
+def odd_sleeps(completions, answer):
+    """A reward: hangs on the text "hang"."""
+    if "hang" in completions:
+        time.sleep(100)
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def odd_raises(completions):
+    return [1 / len(text) for text in completions]
+
+
+def two_scores(completions):
+    return [1.0, 1.0]
