@@ -62,21 +62,36 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
+    """(r - mean of the group) / (std of all P * G rewards + eps).
+
+    arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is what one device sampled. Args,
+    returns and errors as in ``standardized``.
+    """
+    applies = ~rewards.isnan()
+    mean = rewards.nanmean()
+    distance = torch.where(applies, rewards - mean, 0.0).flatten()
+    deviation = _deviation(distance, applies.flatten(), correction)
+    centers = centered(rewards)
+    return torch.where(centers != 0, centers / (deviation + eps), 0.0)
+
+
+def batch_whitened(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
     """REINFORCE++ with a baseline: (r - mean of the group) / (std of that over all P * G completions + eps).
 
-    arXiv:2501.03262, section 3.2. A hard prompt's rare success counts no more than an easy prompt's rare failure. The
-    batch is what one device sampled. Args, returns and errors as in ``standardized``; groups share the deviation.
+    arXiv:2501.03262. The deviation leaves out how prompts differ from one another; each completion counts once in it,
+    where some systems count each of its tokens. The batch is what one device sampled. Args, returns and errors as in
+    ``standardized``.
     """
     distance = centered(rewards)
     deviation = _deviation(distance.flatten(), ~rewards.isnan().flatten(), correction)
-    return torch.where(deviation > 0, distance / (deviation + eps), 0.0)
+    return torch.where(distance != 0, distance / (deviation + eps), 0.0)
 
 
 def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
-    """GDPO: every reward is standardized in its group by itself, then they are weighted and summed.
+    """Every reward standardized in its group by itself, then weighted and summed.
 
-    arXiv:2601.05242. Rewards of different scales keep the influence that their weights give them, and combinations of
-    equal sum stay distinct.
+    Rewards of different scales keep the influence that their weights give them, and combinations of equal sum stay
+    distinct.
 
     Args:
         scores: [K, P, G] of each reward before its weight; NaN where it does not apply.
@@ -85,6 +100,20 @@ def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction
         correction: 0 or 1.
     """
     return (weights.view(-1, 1, 1) * standardized(scores, eps=eps, correction=correction)).sum(0)
+
+
+def gdpo(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
+    """GDPO: ``per_reward``, then (a - mean) / (std + eps) over all P * G completions.
+
+    arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards. Args, returns and errors as
+    in ``per_reward``.
+    """
+    summed = per_reward(scores, weights, eps=eps, correction=correction)
+    applies = ~scores.isnan().all(0)
+    mean = summed[applies].mean() if applies.any() else summed.new_zeros(())
+    distance = torch.where(applies, summed - mean, 0.0)
+    deviation = _deviation(distance.flatten(), applies.flatten(), correction)
+    return torch.where(summed.any(), distance / (deviation + eps), 0.0)
 
 
 def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:

@@ -1,7 +1,14 @@
 """The policy that the KL term measures against. Each function takes the trained policy as it is at the start."""
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from peft import PeftModel
+from torch import Tensor
+
+from grpo_lightning.batch import Prompt, Rollout, Sampled
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.hf import load
 
@@ -13,6 +20,50 @@ def frozen_copy(policy: Policy) -> Policy:
 
 def none(policy: Policy) -> None:
     """No reference; needs ``loss.kl_coef=0``."""
+
+
+def adapter_off(policy: Policy) -> Policy:
+    """The policy without its adapter, which is what it was at the start; costs no memory.
+
+    Raises:
+        ValueError: The policy has no adapter.
+    """
+    model = getattr(policy, "model", None)
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            "reference=adapter_off: allowed with an adapter only, such as policy.adapter={r: 16, lora_alpha: 32}"
+        )
+    return _AdapterOff(policy, model)
+
+
+class _AdapterOff(Policy):
+    """Shares the policy's weights without owning them; it only scores."""
+
+    def __init__(self, policy: Policy, model: PeftModel) -> None:
+        super().__init__()
+        self._shared = (policy, model)  # a tuple, so no submodules
+
+    def score(
+        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        policy, model = self._shared
+        with model.disable_adapter():
+            return policy.score(rows, temperature=temperature, entropy_gradient=entropy_gradient)
+
+    def sample(self, *args: Any, **kwargs: Any) -> Sampled:
+        raise NotImplementedError("a reference does not sample")
+
+    def demonstrate(self, *args: Any) -> Sampled:
+        raise NotImplementedError("a reference does not demonstrate")
+
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        return self._shared[0].token_at(ids, end)
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
+        return self._shared[0].count_tokens(prompts)
+
+    def export(self, directory: Path) -> None:
+        raise NotImplementedError("a reference is not exported")
 
 
 def another_model(

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForSequenceClassification,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -83,6 +84,26 @@ def write_checkpoint(directory: Path, architecture: str, *, chat: bool, pad: boo
         repetition_penalty=1.7,
         eos_token_id=sorted({words.eos_token_id, words.convert_tokens_to_ids("<|endoftext|>")}),
     )
+    model.save_pretrained(directory)
+    words.save_pretrained(directory)
+    return directory
+
+
+def write_reward_model(
+    directory: Path, architecture: str, *, chat: bool, pad: bool = True, labels: int = 1, seed: int = 0
+) -> Path:
+    """A sequence-classification model; ``pad=False``: neither it nor its tokenizer names a padding token."""
+    words = tokenizer(chat=chat, pad=pad)
+    torch.manual_seed(seed)
+    config = ARCHITECTURES[architecture](
+        vocab_size=len(words), bos_token_id=None, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id
+    ).config
+    config.num_labels = labels
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)  # far from 0, so that errors show
     model.save_pretrained(directory)
     words.save_pretrained(directory)
     return directory

@@ -30,3 +30,18 @@ def raising(completions):
 
 def infinite_gradient(completions):
     return [1e38 if i % 2 else -1e38 for i in range(len(completions))]
+
+
+def same(completions):
+    return [1.0] * len(completions)
+
+
+def first_half(completions):
+    """Differs within the first half of the completions only."""
+    half = len(completions) // 2
+    return [float(i % 2) if i < half else 0.5 for i in range(len(completions))]
+
+
+def every_other_prompt(completions, prompts):
+    """Completions of prompts with an odd number of characters differ, those of the others do not."""
+    return [float(i % 2) if len(prompt) % 2 else 0.0 for i, prompt in enumerate(prompts)]

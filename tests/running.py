@@ -28,8 +28,10 @@ SMALL = (
 
 
 def small_run(directory: Path, *overrides: str) -> GRPOLightningModule:
-    """Train as ``overrides`` say and return the module."""
-    arguments = [*SMALL, f"run_dir={directory}", *overrides]
+    """Train as ``overrides`` say, which may choose another policy, and return the module."""
+    own_policy = any(override.startswith("policy=") for override in overrides)
+    small = [setting for setting in SMALL if not (own_policy and setting.startswith("policy"))]
+    arguments = [*small, f"run_dir={directory}", *overrides]
     parts = build(*arguments)
     built: dict[str, Any] = {}
 

@@ -10,6 +10,7 @@ NEEDS = {
     ("policy", "hf"): ["policy.path=some/model"],
     ("reference", "another_model"): ["reference.path=some/model"],
     ("reference", "none"): ["loss.kl_coef=0"],
+    ("reference", "adapter_off"): ["policy.adapter={r: 4}"],
     ("data", "jsonl"): ["data.path=some.jsonl"],
     ("data", "hub"): ["data.path=some/data"],
     ("data", "inline"): ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
@@ -17,6 +18,10 @@ NEEDS = {
     ("reward", "custom_per_completion"): [
         "reward.custom.function.function._target_=grpo_lightning.reward.text.answer_text"
     ],
+    ("reward", "keyword"): ["reward.keyword.function.words=[because]"],
+    ("reward", "pattern"): ["reward.pattern.function.expression=because"],
+    ("reward", "json_schema"): ["reward.json_schema.function.schema={type:object}"],
+    ("reward", "model"): ["reward.model.function.path=some/model"],
     ("module", "sft"): ["data=demonstrations"],
 }
 CHOICES = sorted(
@@ -38,29 +43,54 @@ def test_every_file_says_what_it_is():
         assert "#" in text or len(text.splitlines()) < 10, path
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo"])
-def test_a_preset_pins_every_coupled_choice(algorithm):
-    config = composed(f"algorithm={algorithm}")
+# algorithm -> advantage, surrogate and its bounds, weights, KL estimator and coefficient, reference, tries
+PRESETS = {
+    "grpo": ("standardized", "clipped", (0.2, 0.2), "completion_mean", "k3", 0.04, "frozen_copy", 1),
+    "dr_grpo": ("centered", "clipped", (0.2, 0.2), "constant", "k3", 0.0, "none", 1),
+    "dapo": ("standardized", "clipped", (0.2, 0.28), "token_mean", "k3", 0.0, "none", 3),
+    "gspo": ("standardized", "gspo", (3e-4, 4e-4), "completion_mean", "k3", 0.0, "none", 1),
+    "cispo": ("standardized", "cispo", (5.0,), "token_mean", "k3", 0.0, "none", 1),
+    "rloo": ("leave_one_out", "reinforce", (), "completion_sum", "k3", 0.0, "none", 1),
+    "sapo": ("standardized", "sapo", (1.0, 1.05), "completion_mean", "k3", 0.0, "none", 1),
+    "gmpo": ("standardized", "gmpo", (0.4, 0.4), "completion_mean", "k3", 0.0, "none", 1),
+    "reinforce_pp": ("batch_whitened", "clipped", (0.2, 0.2), "token_mean", "k2", 0.001, "frozen_copy", 1),
+}
+
+
+def pinned(config):
     loss = config["loss"]
-    found = (
+    name = {part: loss[part]["_target_"].rsplit(".")[-1] for part in ("surrogate", "weights", "kl")}
+    bounds = tuple(value for value in loss["surrogate"].values() if isinstance(value, float))
+    return (
         config["advantage"]["_target_"].rsplit(".")[-1],
-        loss["surrogate"]["epsilon_low"],
-        loss["surrogate"]["epsilon_high"],
-        loss["weights"]["_target_"].rsplit(".")[-1],
+        name["surrogate"],
+        bounds,
+        name["weights"],
+        name["kl"],
         loss["kl_coef"],
         config["reference"]["_target_"].rsplit(".")[-1],
+        config["rollout"]["max_tries"],
     )
-    assert (
-        found
-        == {
-            "grpo": ("standardized", 0.2, 0.2, "completion_mean", 0.04, "frozen_copy"),
-            "dr_grpo": ("centered", 0.2, 0.2, "constant", 0.0, "none"),
-            "dapo": ("standardized", 0.2, 0.28, "token_mean", 0.0, "none"),
-        }[algorithm]
-    )
-    assert loss["kl"]["_target_"].endswith(".k3")
-    if algorithm == "dr_grpo":
-        assert loss["weights"]["length"] == config["rollout"]["max_new_tokens"]
+
+
+def test_a_preset_pins_every_coupled_choice():
+    names = {path.stem for path in (CONF / "algorithm").glob("*.yaml")}
+    assert {name: pinned(composed(f"algorithm={name}")) for name in names} == PRESETS
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_a_preset_names_its_paper(algorithm):
+    header = (CONF / "algorithm" / f"{algorithm}.yaml").read_text(encoding="utf-8").splitlines()[1]
+    assert "arXiv:" in header
+
+
+def test_dapo_adds_its_penalty_to_whatever_rewards_are_chosen():
+    config = composed("algorithm=dapo", "reward=[exact]")
+    assert list(config["reward"]) == ["exact", "soft_overlong"]
+    assert config["reward"]["soft_overlong"]["function"]["max_length"] == config["rollout"]["max_new_tokens"] == 36
+    assert config["data"]["tries"] == 3
+    assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.group.mixed"
+    assert composed("algorithm=dr_grpo")["loss"]["weights"]["length"] == 36
 
 
 def test_real_models_have_the_rates_and_lengths_of_real_models():

@@ -1,3 +1,5 @@
+import shlex
+
 import pytest
 
 from grpo_lightning.config import ConfigError, arithmetic, check, redacted
@@ -73,6 +75,44 @@ def test_the_defaults_are_right():
             "reward.mine: grpo_lightning.reward.format.format needs completions (or",
         ),
         ("policy.dtype=bfloat16", "policy.dtype=bfloat16: allowed is float32 for training"),
+        ("rollout.max_tries=3", "rollout.max_tries=3: allowed is 1 without rollout.group_filter"),
+        ("rollout.top_entropy=0", "rollout.top_entropy=0: allowed is a number in (0, 1]"),
+        ("loss.surrogate.dual_clip=1.0", "loss.surrogate.dual_clip=1.0: allowed is a number > 1 or null"),
+        (
+            "loss.surrogate.delta=1.1",
+            "loss.surrogate.delta=1.1: allowed is more than 1 + loss.surrogate.epsilon_high = 1.2",
+        ),
+        ("reward.format.clip=[1,0]", "reward.format.clip=[1, 0]: allowed is [lowest, highest] or null"),
+        ("reward.format.timeout=0", "reward.format.timeout=0: allowed is seconds > 0 or null"),
+        ("reward.format.max_failed=2", "reward.format.max_failed=2: allowed is a share from 0 to 1"),
+        (
+            "reward.format.only_if=accuracy",
+            'reward.format.only_if=accuracy: allowed is a condition on another reward, such as "format > 0" or null',
+        ),
+        (
+            'reward.format.only_if="format > 0"',
+            'reward.format.only_if="format > 0": allowed are conditions on accuracy',
+        ),
+        (
+            'reward.format.only_if="length > 0"',
+            'reward.format.only_if="length > 0": allowed are conditions on accuracy',
+        ),
+        (
+            "rollout.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0, steps: 5}",
+            "rollout.temperature.end=0: allowed is a number > 0",
+        ),
+        (
+            "validation.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.5, steps: 5}",
+            "allowed is a number >= 0",
+        ),
+        (
+            "loss.kl_coef={_target_: grpo_lightning.varying.Piecewise, values: [0.1, -1], borders: [3]}",
+            "loss.kl_coef.values.1=-1: allowed is a number >= 0",
+        ),
+        (
+            "loss.kl_coef={_target_: grpo_lightning.varying.Linear, start: 0.1, end: 0.0}",
+            "loss.kl_coef: grpo_lightning.varying.Linear needs steps",
+        ),
     ],
 )
 def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
@@ -95,10 +135,47 @@ def test_every_mistake_is_reported_at_once():
 
 @pytest.mark.parametrize(
     "override",
-    ["module.minibatch_size=64", "reference=none loss.kl_coef=0", "mode=validate policy.dtype=bfloat16", "steps=1"],
+    [
+        "module.minibatch_size=64",
+        "reference=none loss.kl_coef=0",
+        "mode=validate policy.dtype=bfloat16",
+        "steps=1",
+        "rollout=dynamic_sampling",
+        "rollout=max_variance rollout.downsample.size=8 module.minibatch_size=64",
+        "loss.surrogate.delta=4.0 loss.surrogate.dual_clip=3.0",
+        "'reward.format.only_if=\"accuracy >= 0.5\"' reward.format.clip=[0,1] reward.format.timeout=2",
+        "'rollout.max_new_tokens={_target_: grpo_lightning.varying.Linear, start: 8, end: 36, steps: 5}' "
+        "validation.max_new_tokens=36",
+    ],
 )
 def test_what_is_right_passes(override):
-    check(composed(*override.split()))
+    check(composed(*shlex.split(override)))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "rollout=max_variance rollout.downsample.size=20",
+            "rollout.downsample.size=20: allowed is 2 to rollout.group_size=16",
+        ),
+        (
+            "rollout=max_variance rollout.downsample.size=3 module.minibatch_size=16",
+            "module.minibatch_size=16: allowed is a divisor of data.prompts_per_step x rollout.downsample.size = 24",
+        ),
+        (
+            "algorithm=rloo rollout.kl_penalty=0.1",
+            "rollout.kl_penalty=0.1: allowed is 0 with reference=none; or choose a reference",
+        ),
+        (
+            "algorithm=cispo loss.surrogate.ratio_max=0.2",
+            "ratio_max=0.2: allowed is a ratio > 1, not a distance from 1",
+        ),
+    ],
+)
+def test_mistakes_between_parts(override, message):
+    (found,) = problems(*override.split())
+    assert message in found
 
 
 def test_only_known_packages_and_the_users_own_files_are_imported(tmp_path, monkeypatch):
@@ -121,6 +198,10 @@ def test_arithmetic():
         "10 rollouts = 240 completions, 10 optimizer steps in total"
     )
     config["module"] |= {"ppo_epochs": 3, "minibatch_size": 12}
+    kept = composed("rollout=max_variance", "data.prompts_per_step=4", "rollout.group_size=6", "steps=10")
+    assert arithmetic(kept).startswith(
+        "4 prompts x 6 completions = 24 completions per rollout, of which 16 are trained on"
+    )
     assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in arithmetic(config)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.config import check
 from grpo_lightning.run import run
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_reward_model
 from tests.composed import CONF, build, composed
 
 # What a recipe says, whether or not it is a default today.
@@ -131,6 +131,66 @@ RECIPES = {
         "module.max_grad_norm": 1.0,
         "optimizer.lr": 1e-4,
     },
+    "annealed": {
+        "policy.path": "pkg://grpo_lightning/policy/tiny",
+        "steps": 60,
+        "rollout.temperature": {
+            "_target_": "grpo_lightning.varying.Linear",
+            "start": 1.0,
+            "end": 0.8,
+            "steps": 60,
+        },
+        "rollout.max_new_tokens": {"_target_": "grpo_lightning.varying.Linear", "start": 32, "end": 40, "steps": 30},
+        "validation.max_new_tokens": 36,
+        "loss.kl_coef": {"_target_": "grpo_lightning.varying.Cosine", "start": 0.04, "end": 0.0, "steps": 60},
+        "loss.surrogate.epsilon_low": 0.2,
+        "loss.surrogate.epsilon_high": {
+            "_target_": "grpo_lightning.varying.Piecewise",
+            "values": [0.2, 0.28],
+            "borders": [30],
+        },
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": {
+            "_target_": "grpo_lightning.varying.Linear",
+            "start": 0.2,
+            "end": 0.0,
+            "steps": 20,
+            "begin": 10,
+        },
+    },
+    "gated": {
+        "policy.path": "pkg://grpo_lightning/policy/tiny",
+        "steps": 60,
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": 0.1,
+        "reward.length.weight": 0.1,
+        "reward.length.only_if": "accuracy >= 1",
+        "reward.length.clip": [0.0, 1.0],
+        "reward.length.function.target": 30,
+        "loss.weights._target_": "grpo_lightning.loss.constant",
+    },
+    "iterative_grpo": {
+        "policy.path": "pkg://grpo_lightning/policy/tiny",
+        "steps": 60,
+        "loss.kl_coef": 0.04,
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": 0.1,
+        "callbacks.reference.every": 20,
+        "callbacks.reference.alpha": 1.0,
+    },
+    "iterative_reward_model": {
+        "policy.path": "pkg://grpo_lightning/policy/tiny",
+        "reward.accuracy.weight": 1.0,
+        "reward.format.weight": 0.1,
+        "reward.model.weight": 0.5,
+        "reward.model.function.path": "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
+        "rollout.outcome": "accuracy",
+        "callbacks.reward_model.every": 20,
+        "callbacks.reward_model.replay": 0.1,
+        "callbacks.reference.every": 20,
+        "callbacks.reference.alpha": 1.0,
+        "loss.kl_coef": 0.04,
+    },
     "sft_tiny": {
         "module._target_": "grpo_lightning.sft.SFTLightningModule",
         "policy._target_": "grpo_lightning.policy.scratch.character_llama",
@@ -161,6 +221,14 @@ REDUCED = {
     "deepseekmath": ("llama", [*SHORT, "rollout.group_size=4"], 2),
     "gpt2_notebook": ("gpt2", ["steps=2"], 2),
     "rlox_quickstart": ("llama", [], 3),
+    "annealed": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "gated": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "iterative_grpo": ("llama", [*SHORT, "rollout.group_size=3", "callbacks.reference.every=1"], 2),
+    "iterative_reward_model": (
+        "llama",
+        [*SHORT, "rollout.group_size=2", "callbacks.reward_model.every=1", "callbacks.reference.every=1"],
+        2,
+    ),
     "sft_tiny": (
         None,
         [
@@ -277,6 +345,9 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
         overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
     if "reference.path" in RECIPES[name]:
         overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
+    if "reward.model.function.path" in RECIPES[name]:
+        scorer = write_reward_model(tmp_path / "reward_model", "qwen3", chat=True)
+        overrides += [f"reward.model.function.path={scorer}", "reward.model.function.max_length=256"]
     if "path" in published["data"]:
         overrides.append(f"data.path={local_data[published['data']['path']]}")
 
@@ -292,9 +363,10 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     assert built["trainer"].global_step == updates
     assert metrics["optim/grad_norm"] > 1e-3
     assert metrics["optim/skipped"] == 0
-    if "rollout" in config["module"]:  # the schedules of the recipes are constant
-        assert metrics["optim/lr"] == pytest.approx(published["optimizer"]["lr"])
-        assert metrics["completion/length_max"] <= config["rollout"]["max_new_tokens"]
+    if "rollout" in config["module"]:
+        last = {"constant": 1.0, "linear": 1 / config["steps"]}[config["schedule"]["_target_"].rpartition(".")[2]]
+        assert metrics["optim/lr"] == pytest.approx(last * published["optimizer"]["lr"])
+        assert metrics["completion/length_max"] <= config["validation"]["max_new_tokens"]
     export = tmp_path / "run" / "export"
     trained, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     assert trained.config.vocab_size == len(words) == len(built["module"].policy.tokenizer)

@@ -1,17 +1,20 @@
 """What an optimizer step is made of: equal under any cut into micro-batches, and safe against bad numbers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from grpo_lightning.batch import Rollout
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
 from grpo_lightning.step import StepModule, mean_of_updates
-from tests.running import small_run
+from tests.composed import CONF, build
+from tests.running import small_module, small_run
 
-ALGORITHMS = ["grpo", "dr_grpo", "dapo"]
+ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -43,6 +46,192 @@ def test_gradients_do_not_depend_on_the_microbatch_budget(algorithm, gradients, 
     scale = float(whole.abs().max())
     assert_close(some, whole, rtol=0, atol=1e-6 * max(1.0, scale))
     assert_close(single, whole, rtol=0, atol=1e-6 * max(1.0, scale))
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """A policy and a rollout of ragged lengths, sampled by a policy that has moved since; two rows teach nothing."""
+    policy = small_module("loss.kl_coef=0").policy.double()
+    generator = torch.Generator().manual_seed(5)
+    lengths, prompts, length, width = [1, 7, 3, 5, 2, 6, 4, 7], [3, 5, 2, 4, 5, 1, 4, 3], 7, 5
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    before = torch.arange(width) >= width - torch.tensor(prompts)[:, None]
+    advantages = torch.randn(8, 1, generator=generator).double()
+    advantages[2] = advantages[6] = 0.0
+    rows = Rollout(
+        ids=torch.randint(5, 90, (8, width + length), generator=generator),
+        attention_mask=torch.cat([before, mask], 1),
+        mask=mask,
+        old_logprobs=torch.zeros(8, length).double(),
+        ref_logprobs=torch.zeros(8, length).double(),
+        advantages=advantages * mask,
+    )
+    with torch.no_grad():
+        logprobs = policy.logprobs(rows, temperature=1.0).double()
+    noise = 0.15 * torch.randn(2, 8, length, generator=generator).double() * mask
+    return policy, replace(rows, old_logprobs=logprobs + noise[0], ref_logprobs=logprobs + noise[1])
+
+
+def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
+    """Of the loss, with the rows in another order, cut into micro-batches, and padded on either side."""
+    pad = torch.nn.functional.pad
+    padded = {
+        name: pad(value, (left if name in ("ids", "attention_mask") else 0, right))
+        for name, value in vars(rows).items()
+    }
+    rows = Rollout(**padded)[torch.arange(8) if order is None else torch.tensor(order)]
+    weights = loss.weights(rows.mask, rows.mask.sum().float())
+    policy.zero_grad()
+    for index in torch.arange(8).split(pieces):
+        part = rows[index]
+        logprobs, entropy = policy.score(part, temperature=1.0, entropy_gradient=True)
+        loss(logprobs, entropy, part, weights[index])[0].backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
+    loss = build(f"algorithm={algorithm}", "loss.entropy_coef=0.01")("loss")
+    whole = gradient(*ragged[:1], loss, ragged[1])
+    assert whole.abs().max() > 1e-3
+    tolerance = 1e-6 * float(whole.abs().max())
+    for changed in (
+        {"order": [7, 2, 5, 0, 3, 6, 1, 4]},
+        {"pieces": 3},
+        {"pieces": 1},
+        {"left": 4, "right": 6},
+        {"order": [3, 1, 0, 2, 7, 6, 5, 4], "pieces": 2, "left": 1, "right": 2},
+    ):
+        assert_close(gradient(*ragged[:1], loss, ragged[1], **changed), whole, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradients, tmp_path, monkeypatch):
+    scored = []
+    plain = HFPolicy.score
+
+    def counting(policy, rows, **arguments):
+        scored.append(len(rows))
+        return plain(policy, rows, **arguments)
+
+    monkeypatch.setattr(HFPolicy, "score", counting)
+    overrides = [
+        f"algorithm={algorithm}",
+        "reward.custom.function._target_=tests.rewards.first_half",
+        "reward=[custom]",
+    ]
+    overrides += ["~reward.soft_overlong"] if algorithm == "dapo" else []
+    overrides += ["module.self_check=false", "module.microbatch_tokens=60"]
+    small_run(tmp_path / "all", *overrides, "module.skip_dead=false")
+    everything = sum(scored)
+    scored.clear()
+    small_run(tmp_path / "some", *overrides)
+    assert gradients[0].abs().max() > 1e-4
+    assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6 * max(1.0, float(gradients[0].abs().max())))
+    # of two groups of four one is dead; with a KL term every completion has a gradient
+    has_reference = algorithm in ("grpo", "reinforce_pp")
+    assert sum(scored) == everything - (0 if has_reference or algorithm == "dapo" else 4)
+
+
+def test_a_rollout_without_any_difference_moves_the_weights_by_momentum_only(gradients, tmp_path):
+    overrides = ["algorithm=dr_grpo", "reward.custom.function._target_=tests.rewards.same", "reward=[custom]"]
+    module = small_run(tmp_path, *overrides)
+    assert gradients[0].count_nonzero() == 0
+    assert module.metrics["optim/skipped"] == 0
+    assert {int(state["step"]) for state in module.trainer.optimizers[0].state.values()} == {1}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The metrics of every training step, in order."""
+    found = []
+    plain = StepModule.complete_step
+
+    def recording(module, values):
+        found.append({name: float(value) for name, value in values.items()})
+        return plain(module, values)
+
+    monkeypatch.setattr(StepModule, "complete_step", recording)
+    return found
+
+
+CARRYING = (
+    "algorithm=dapo",
+    "~reward.soft_overlong",
+    "reward=[custom]",
+    "reward.custom.function._target_=tests.rewards.every_other_prompt",
+    "data.prompts_per_step=3",
+    "optimizer.lr=0.02",
+)
+
+
+def test_groups_carried_over_are_trained_on_off_policy(steps, tmp_path):
+    small_run(tmp_path, *CARRYING, "steps=6")
+    carried = [step for step in steps if step["group/carried"] > 0]
+    fresh = [step for step in steps if step["group/carried"] == 0]
+    assert carried
+    assert fresh
+    assert all(abs(step["policy/ratio_max"] - 1) > 1e-3 for step in carried)
+    assert all(step["policy/ratio_max"] == step["policy/ratio_mean"] == 1.0 for step in fresh)
+
+
+def test_a_continued_run_keeps_the_groups_that_were_carried_over(steps, tmp_path):
+    whole = small_run(tmp_path / "whole", *CARRYING, "steps=6")
+    unbroken = list(steps)
+    last = next(number for number, step in enumerate(unbroken) if step["group/carried"] > 0)
+    steps.clear()
+    small_run(tmp_path / "broken", *CARRYING, f"steps={last}")
+    continued = small_run(tmp_path / "broken", *CARRYING, "steps=6", "checkpoint=last")
+    for name, parameter in whole.policy.named_parameters():
+        assert torch.equal(dict(continued.policy.named_parameters())[name], parameter)
+    timed = ("time/", "perf/")
+    assert [{k: v for k, v in step.items() if not k.startswith(timed)} for step in steps] == [
+        {k: v for k, v in step.items() if not k.startswith(timed)} for step in unbroken
+    ]
+
+
+VARYING = (
+    "rollout.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.5, steps: 2}",
+    "rollout.max_new_tokens={_target_: grpo_lightning.varying.Linear, start: 4, end: 8, steps: 2}",
+    "validation.max_new_tokens=8",
+    "loss.kl_coef={_target_: grpo_lightning.varying.Proportional, start: 0.1, metric: policy/kl_divergence, "
+    "target: 1e-9, rate: 0.5}",
+    "loss.surrogate.epsilon_high={_target_: grpo_lightning.varying.Piecewise, values: [0.2, 0.3], borders: [1]}",
+    "reward.format.weight={_target_: grpo_lightning.varying.Cosine, start: 1.0, end: 0.0, steps: 2}",
+    "optimizer.lr=0.02",
+)
+
+
+def test_numbers_follow_their_schedules_and_continue_them(steps, tmp_path, monkeypatch):
+    drawn = []
+    plain = HFPolicy.sample
+
+    def recording(policy, prompts, **arguments):
+        drawn.append((arguments["sampling"].temperature, arguments["sampling"].max_new_tokens))
+        return plain(policy, prompts, **arguments)
+
+    monkeypatch.setattr(HFPolicy, "sample", recording)
+    whole = small_run(tmp_path / "whole", *VARYING, "steps=4")
+    assert drawn == [(1.0, 8), (1.0, 4), (0.75, 6), (0.5, 8), (0.5, 8), (1.0, 8)]  # validations first and last
+    names = ("rollout.sampling.temperature", "loss.surrogate.epsilon_high", "rollout.judge.rewards.format.weight")
+    seen = [[step[f"varying/{name}"] for step in steps] for name in names]
+    assert seen == [[1.0, 0.75, 0.5, 0.5], [0.2, 0.3, 0.3, 0.3], pytest.approx([1.0, 0.5, 0.0, 0.0])]
+    # on the first step the distance is 0 (-20 %), later it is above its target (+20 %)
+    coefficients = [step["varying/loss.kl_coef"] for step in steps]
+    assert coefficients == pytest.approx([0.1, 0.09, 0.099, 0.1089])
+    steps.clear()
+    small_run(tmp_path / "broken", *VARYING, "steps=2")
+    continued = small_run(tmp_path / "broken", *VARYING, "steps=4", "checkpoint=last")
+    assert [step["varying/loss.kl_coef"] for step in steps] == coefficients
+    for name, parameter in whole.policy.named_parameters():
+        assert torch.equal(dict(continued.policy.named_parameters())[name], parameter)
+
+
+def test_a_penalty_in_the_reward_needs_a_reference_and_no_term_in_the_loss(steps, tmp_path):
+    module = small_run(tmp_path, "algorithm=rloo", "reference=frozen_copy", "rollout.kl_penalty=0.1", "steps=2")
+    assert module.reference is not None
+    assert steps[1]["policy/kl_divergence"] > 0
+    assert "loss/kl" not in steps[1]
 
 
 def test_a_single_update_is_exactly_on_policy(tmp_path):

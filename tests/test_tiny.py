@@ -65,7 +65,7 @@ def test_its_samples_are_often_wrong_while_its_likeliest_answer_mostly_is_right(
             max_new_tokens=36,
             stop=[],
         )
-        validation.step(policy, prompts, seed=1, clock=Clock())
+        validation.step(policy, prompts, completed_steps=0, seed=1, clock=Clock())
         found[temperature] = validation.compute()
     assert found[0.0]["val/pass@1"] > 0.6
     assert 0.1 < found[1.0]["val/pass@1"] < 0.85

@@ -55,10 +55,10 @@ class ReferenceRefresh(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if self._module is None or self._module.completed_steps % self.every:
             return
-        policy = self._module.policy.state_dict()
-        for name, weight in (self._module.reference or self._module.policy).state_dict().items():
-            if weight.is_floating_point():
-                weight.lerp_(policy[name].to(weight), self.alpha)
+        policy = dict(self._module.policy.named_parameters())
+        reference = self._module.reference or self._module.policy
+        for name, weight in reference.named_parameters():  # tied weights once
+            weight.lerp_(policy[name].to(weight), self.alpha)
         self._moved = True
 
     def state_dict(self) -> dict[str, Any]:

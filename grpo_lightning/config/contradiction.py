@@ -97,6 +97,15 @@ def _needs_reference(get: Reader) -> list[str]:
     ]
 
 
+def _adapter_to_switch_off(get: Reader) -> list[str]:
+    needed = get("loss.kl_coef") != 0 or get("rollout.kl_penalty") != 0
+    if not needed or get("module.reference._target_") != "grpo_lightning.reference.adapter_off":
+        return []
+    if get("policy.adapter") is not None:
+        return []
+    return ["policy.adapter=null: allowed with reference=adapter_off is an adapter, such as {r: 16, lora_alpha: 32}"]
+
+
 def _tries_need_a_filter(get: Reader) -> list[str]:
     if get("rollout.max_tries") == 1 or get("rollout.group_filter") is not None:
         return []
@@ -137,6 +146,7 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _master_weights,
     _divisible,
     _needs_reference,
+    _adapter_to_switch_off,
     _tries_need_a_filter,
     _kept_of_a_group,
     _delta_above_the_clip,

@@ -118,6 +118,7 @@ class PromptData(LightningDataModule):
         max_prompt_length: Most tokens of a prompt, or None for any length; applied by ``limit_prompts``.
         seed: Decides the order of the training prompts.
         verifier: Dotted path of the function that ``reward=accuracy`` judges these answers by.
+        verifier_timeout: Seconds that it has for one answer in a worker process; None: it runs in this one.
         num_workers: Processes that prepare prompts; 0 prepares them in the training process.
 
     Raises:
@@ -138,6 +139,7 @@ class PromptData(LightningDataModule):
         max_prompt_length: int | None,
         seed: int,
         verifier: str,
+        verifier_timeout: float | None = None,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -158,7 +160,8 @@ class PromptData(LightningDataModule):
         self.tries = tries
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
-        self.max_prompt_length, self.seed, self.verifier = max_prompt_length, seed, verifier
+        self.max_prompt_length, self.seed = max_prompt_length, seed
+        self.verifier, self.verifier_timeout = verifier, verifier_timeout
         self.num_workers = num_workers
         self.dropped = 0
         self._sources: tuple[Source, Source] | None = None

@@ -1,6 +1,7 @@
 """Any causal language model of the Hugging Face hub, or a directory in its format, as a policy."""
 
 import bisect
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
@@ -174,7 +176,10 @@ class HFPolicy(Policy):
         return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
 
     def export(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
+        model = self.model
+        if isinstance(model, PeftModel):
+            model = copy.deepcopy(model).merge_and_unload()
+        model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
     def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -227,6 +232,7 @@ def load(
     dtype: str,
     attn_implementation: str,
     trust_remote_code: bool,
+    adapter: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     plain_text: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -238,6 +244,8 @@ def load(
         dtype: Of the weights: float32, bfloat16 or float16.
         attn_implementation: transformers' name, such as sdpa or eager.
         trust_remote_code: Whether code that comes with the weights may run.
+        adapter: Arguments of peft's ``LoraConfig``, such as r, lora_alpha and target_modules: only the adapter is
+            trained. null trains all weights.
         system_prompt: As in ``HFPolicy``.
         plain_text: As in ``HFPolicy``.
         template_kwargs: As in ``HFPolicy``.
@@ -253,7 +261,7 @@ def load(
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # what is sampled without dropout is scored without it
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config,
             dtype=getattr(torch, dtype),
@@ -265,6 +273,8 @@ def load(
             f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
             f"can be asked for from here: {error}"
         ) from error
+    if adapter is not None:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
     return HFPolicy(
         model, tokenizer, system_prompt=system_prompt, plain_text=plain_text, template_kwargs=template_kwargs
     )

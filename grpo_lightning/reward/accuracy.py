@@ -4,12 +4,12 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.reward.verifier import Scorer, make_scorer, may_be_verified
+from grpo_lightning.reward.verifier import Scorer, begin, make_scorer, may_be_verified
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def reasoning_gym(
     """
     configs = task_config or [None] * len(completions)
     rows = zip(completions, answer, task, metadata, configs, strict=True)
-    return [_verified(answer_text(text), right, name, about, config or {}) for text, right, name, about, config in rows]
+    verified = [_verified(answer_text(text), right, name, about, of or {}) for text, right, name, about, of in rows]
+    return [score() for score in verified]
 
 
 def last_number(text: str) -> Fraction | None:
@@ -129,20 +130,28 @@ def _right_answer(answer: Any) -> str:
     return text
 
 
-def _verified(text: str, right: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+def _verified(
+    text: str, right: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
+) -> Callable[[], float]:
+    """The score, to be called for: what takes long has begun in a worker process when this returns."""
     if not isinstance(metadata, Mapping):
         raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
     source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
     scorer = _scorer(source, config if source == task else {})
     if not may_be_verified(source, text, str(right or "")):
-        return 0.0
+        return lambda: 0.0
     entry = {"question": "", "answer": right, "metadata": metadata}
-    try:
-        value = float(scorer(answer=text, entry=entry))
-    except Exception as error:
-        _blame_the_text(scorer, entry, source, error)
-        return 0.0
-    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+    begun = begin(scorer, answer=text, entry=entry)
+
+    def score() -> float:
+        try:
+            value = float(begun())
+        except Exception as error:
+            _blame_the_text(scorer, entry, source, error)
+            return 0.0
+        return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+
+    return score
 
 
 def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:

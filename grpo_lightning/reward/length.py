@@ -1,7 +1,11 @@
-"""Rewards that need no right answer: of a completion's length and of its words."""
+"""Rewards of a completion's length and of its words, most of which need no right answer."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
+
+from grpo_lightning.reward.total import scalar
+from grpo_lightning.reward.weighted import Reward, arguments
 
 
 def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:
@@ -60,3 +64,91 @@ def soft_overlong(
         raise ValueError(f"max_length={max_length}, buffer={buffer}: allowed are max_length >= 1 and 0 < buffer <= 1")
     tokens = buffer * max_length
     return [min(0.0, max(-1.0, (max_length - tokens - len(ids)) / tokens)) for ids in completion_ids]
+
+
+def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: Any) -> list[float | None]:
+    """(1 − distinct n-grams / n-grams) · max_penalty, of words as in `word_variety`; 0 with fewer than n words.
+
+    Open R1's repetition penalty, github.com/huggingface/open-r1, src/open_r1/rewards.py; arXiv:2502.03373, appendix.
+
+    Args:
+        completions: [B]
+        n: Words of an n-gram; at least 1.
+        max_penalty: What endless repetition gets; at most 0.
+
+    Returns:
+        [B] in [max_penalty, 0]
+
+    Raises:
+        ValueError: ``n`` is less than 1 or ``max_penalty`` is more than 0 or no finite number.
+    """
+    if n < 1:
+        raise ValueError(f"n: expected at least 1 word, got {n}")
+    if not (max_penalty <= 0 and math.isfinite(max_penalty)):
+        raise ValueError(f"max_penalty: expected a finite number of at most 0, got {max_penalty}")
+    return [_repeated(completion.lower().split(), n) * max_penalty + 0.0 for completion in completions]
+
+
+def cosine_length(
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    outcome: Reward,
+    max_length: int,
+    right: Sequence[float],
+    wrong: Sequence[float],
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """From its value at length 0 to that at ``max_length`` along a cosine, for right and wrong completions each.
+
+    end + (start − end) · (1 + cos(π · min(n, L) / L)) / 2 for n tokens and L = ``max_length``. Yeo et al.,
+    arXiv:2502.03373, Eq. 1, as in Open R1, without the paper's penalty r_e beyond L, which no completion exceeds.
+
+    Args:
+        completions: [B]
+        completion_ids: [B] the tokens of each completion.
+        outcome: The reward that says what is right: a score of at least 1. It is called with the completions and with
+            what it names of the columns.
+        max_length: Tokens; at least 1.
+        right: [start, end] for right completions.
+        wrong: [start, end] for wrong ones.
+        columns: Name -> [B] prompts and what else the data know.
+
+    Returns:
+        [B] None where ``outcome`` is.
+
+    Raises:
+        ValueError: A setting is out of range, or ``outcome`` needs a column that there is not, or returns
+            another number of scores.
+    """
+    _check_length(max_length)
+    for name, pair in (("right", right), ("wrong", wrong)):
+        if isinstance(pair, str) or len(pair) != 2 or not all(math.isfinite(value) for value in pair):
+            raise ValueError(f"{name}: expected [at length 0, at max_length], two finite numbers, got {pair!r}")
+    missing, passed = arguments(outcome, {"completions": completions, "completion_ids": completion_ids, **columns})
+    if missing:
+        raise ValueError(f"outcome: it needs {', '.join(missing)}, which is no column; there are {sorted(columns)}")
+    scores = [scalar(score) for score in outcome(**passed)]
+    if len(scores) != len(completions):
+        raise ValueError(f"outcome: expected {len(completions)} scores, got {len(scores)}")
+    return [
+        None if score is None else _on_cosine(len(ids) / max_length, *(right if score >= 1 else wrong))
+        for score, ids in zip(scores, completion_ids, strict=True)
+    ]
+
+
+def _on_cosine(progress: float, start: float, end: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def _repeated(words: Sequence[str], n: int) -> float:
+    """Share of the n-grams that stood there before."""
+    total = len(words) - n + 1
+    if total < 1:
+        return 0.0
+    return 1 - len(set(zip(*(words[start:] for start in range(n)), strict=False))) / total
+
+
+def _check_length(max_length: int) -> None:
+    if max_length < 1:
+        raise ValueError(f"max_length: expected at least 1 token, got {max_length}")

@@ -1,0 +1,243 @@
+"""A reward model that learns from the run's own outcomes, as in iterative GRPO."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from grpo_lightning.batch import Prompt
+from grpo_lightning.judge import Judged
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.reward.model import RewardModel
+
+Example = tuple[Prompt, str, bool]
+"""A prompt, a completion and whether the outcome reward found it right."""
+
+
+class RewardModelTraining(Callback):
+    """Every so many rollouts the reward model trains on what the outcome reward said of them, and on older ones.
+
+    The step "update r_phi through continuous training using a replay mechanism" of iterative GRPO (arXiv:2402.03300,
+    Algorithm 1 and section 4.1.4: 10 % of the data are historical). The paper leaves the rest open; here the loss is
+    the mean over a mini-batch of the binary cross-entropy between sigmoid(logit) and the label, by AdamW without weight
+    decay or dropout, and the historical examples are drawn from the newest ``buffer_size`` without repetition. A
+    completion to which the outcome reward does not apply teaches nothing. Weights, optimizer and examples are part of
+    checkpoints.
+
+    Args:
+        reward: Name of the reward among conf/reward; its function is a `RewardModel`.
+        every: Rollouts between two updates.
+        epochs: Passes over the new and the replayed examples of an update.
+        batch_size: Examples per optimizer step.
+        lr: Learning rate, constant; a continued run takes the new one.
+        replay: Share of an update's examples that are from before the last update, in [0, 1); fewer where there are
+            not so many.
+        buffer_size: Most examples kept to replay.
+        max_grad_norm: Clip threshold of the gradient's L2 norm.
+        seed: Of the draw and the order.
+
+    Raises:
+        ValueError: On construction, if a number is out of range; when training starts, if there is no such reward, it
+            is no `RewardModel` with float32 weights that are not quantized, it is the outcome reward itself, or there
+            is more than one process.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: str,
+        every: int,
+        epochs: int,
+        batch_size: int,
+        lr: float,
+        replay: float,
+        buffer_size: int,
+        max_grad_norm: float,
+        seed: int,
+    ) -> None:
+        counts = {"every": every, "epochs": epochs, "batch_size": batch_size}
+        wrong = [f"{name}={value}: allowed is an integer >= 1" for name, value in counts.items() if value < 1]
+        wrong += [f"buffer_size={buffer_size}: allowed is an integer >= 0"] * (buffer_size < 0)
+        wrong += [f"replay={replay}: allowed is a share in [0, 1)"] * (not 0 <= replay < 1)
+        wrong += [f"lr={lr}: allowed is a number >= 0"] * (not lr >= 0)
+        wrong += [f"max_grad_norm={max_grad_norm}: allowed is a number > 0"] * (not max_grad_norm > 0)
+        if wrong:
+            raise ValueError("; ".join(f"callbacks.reward_model.{problem}" for problem in wrong))
+        self.reward = reward
+        self.every = every
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.replay = replay
+        self.buffer_size = buffer_size
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.pending: list[Example] = []
+        """Of the rollouts since the last update."""
+        self.buffer: list[Example] = []
+        """Of those before, oldest first."""
+        self._model: RewardModel | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(reward=self.reward)
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        model = self._find(module)
+        if model.quantization or model.dtype != "float32":
+            raise ValueError(
+                f"callbacks.reward_model.reward={self.reward}: its weights have quantization={model.quantization} and "
+                f"dtype={model.dtype}; allowed for training are null and float32: small updates vanish in fewer bits"
+            )
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"callbacks.reward_model: {trainer.world_size} processes would train a reward model each; allowed is "
+                "trainer.devices=1"
+            )
+        self._restore(model)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._restored:  # a validation without training, of a checkpoint
+            self._restore(self._find(module))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(module, GRPOLightningModule) or self._model is None or not outputs:
+            return
+        self.pending += examples(outputs["judged"], module.collect.judge.outcome)
+        if module.completed_steps % self.every == 0 and self.pending:
+            module.report(self.update(self._model, module.completed_steps))
+
+    def update(self, model: RewardModel, step: int) -> dict[str, float]:
+        """Train on the pending examples and replayed ones, then move the former to the buffer.
+
+        Returns:
+            reward_model/accuracy of the pending ones before, by the sign of the logit, and reward_model/loss, the mean
+            over all examples and epochs as they were trained on.
+        """
+        chance = random.Random(f"{self.seed} {step}")
+        prompts, texts, labels = zip(*self.pending, strict=True)
+        scores = model(prompts, texts)
+        right = [(score > 0) == label for score, label in zip(scores, labels, strict=True)]
+        mixed = self.pending + replayed(self.buffer, len(self.pending), self.replay, chance)
+        if self._optimizer is None:
+            self._optimizer = self._new_optimizer(model)
+        losses = []
+        for _ in range(self.epochs):
+            chance.shuffle(mixed)
+            for start in range(0, len(mixed), self.batch_size):
+                minibatch = mixed[start : start + self.batch_size]
+                losses.append(self._step(model, minibatch, self._optimizer) * len(minibatch))
+        self.buffer = [*self.buffer, *self.pending][-self.buffer_size :] if self.buffer_size else []
+        self.pending = []
+        return {
+            "reward_model/accuracy": sum(right) / len(right),
+            "reward_model/loss": sum(losses) / (self.epochs * len(mixed)),
+        }
+
+    def _step(self, model: RewardModel, minibatch: Sequence[Example], optimizer: torch.optim.Optimizer) -> float:
+        """One optimizer step; returns the mean loss before it."""
+        prompts, texts, labels = zip(*minibatch, strict=True)
+        rows = model.encode(prompts, texts)
+        targets = torch.tensor(labels, dtype=torch.float32, device=model.device)
+        total = 0.0
+        with model.isolated(), torch.enable_grad():
+            for index in model.batches(rows):
+                loss = cross_entropy(model.logits([rows[row] for row in index]), targets[index]) / len(rows)
+                loss.backward()
+                total += float(loss.detach())
+            nn.utils.clip_grad_norm_(model.network.parameters(), self.max_grad_norm, error_if_nonfinite=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    def _find(self, module: LightningModule) -> RewardModel:
+        judge = module.collect.judge if isinstance(module, GRPOLightningModule) else None
+        rewards = judge.rewards if judge else {}
+        model = rewards[self.reward].function if self.reward in rewards else None
+        if judge is None or not isinstance(model, RewardModel):
+            models = [name for name, reward in rewards.items() if isinstance(reward.function, RewardModel)]
+            raise ValueError(
+                f"callbacks.reward_model.reward={self.reward}: allowed is a reward that is a reward model, of which "
+                f"there are {', '.join(models) or 'none: add one, reward=[accuracy,format,model]'}"
+            )
+        if model.shares_weights(judge.rewards[judge.outcome].function):
+            raise ValueError(
+                f"rollout.outcome={judge.outcome}: allowed is another reward than the model that is trained, "
+                f"callbacks.reward_model.reward={self.reward}, which would learn from its own judgement"
+            )
+        return model
+
+    def _new_optimizer(self, model: RewardModel) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.network.parameters(), lr=self.lr, weight_decay=0.0)
+
+    def _restore(self, model: RewardModel) -> None:
+        """Begin where the checkpoint ended, or with the weights of the model's path."""
+        self._model, self._optimizer = model, None
+        model.reset()  # another run of this process may have trained them
+        trained, self._restored = self._restored, None
+        if trained:
+            model.network.load_state_dict(trained["weights"])
+            self._optimizer = self._new_optimizer(model)
+            self._optimizer.load_state_dict(trained["optimizer"])
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.lr
+
+    def state_dict(self) -> dict[str, Any]:
+        trained = self._restored
+        if self._model is not None and self._optimizer is not None:
+            trained = {
+                "weights": dict(self._model.network.state_dict()),
+                "optimizer": self._optimizer.state_dict(),
+            }
+        return {"pending": _plain(self.pending), "buffer": _plain(self.buffer), "trained": trained}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pending = [tuple(example) for example in state_dict["pending"]]
+        self.buffer = [tuple(example) for example in state_dict["buffer"]]
+        self._restored = state_dict["trained"]
+
+
+def examples(judged: Judged, outcome: str) -> list[Example]:
+    """A prompt, completion and label for every row to which the reward called ``outcome`` applies."""
+    applies = judged.rewards[outcome].isfinite().tolist()
+    return [
+        (judged.prompts.texts[row // judged.group_size], text, label)
+        for row, (text, label) in enumerate(zip(judged.sampled.texts, judged.right.tolist(), strict=True))
+        if applies[row]
+    ]
+
+
+def replayed(buffer: Sequence[Example], new: int, share: float, chance: random.Random) -> list[Example]:
+    """Examples of ``buffer`` that are, to the nearest one, ``share`` of themselves and ``new`` others.
+
+    With r of them and n others  r / (r + n) = share,  so  r = n * share / (1 - share).
+    """
+    return chance.sample(buffer, min(len(buffer), round(new * share / (1 - share))))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """-sum over rows of  label * log sigmoid(logit) + (1 - label) * log sigmoid(-logit),  in nats.
+
+    Args:
+        logits: [B]
+        labels: [B] 1 for right, 0 for wrong.
+
+    Returns:
+        A scalar.
+    """
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def _plain(examples: Sequence[Example]) -> list[list[Any]]:
+    """As lists of texts and numbers, which a checkpoint may hold."""
+    return [
+        [prompt if isinstance(prompt, str) else [dict(message) for message in prompt], text, label]
+        for prompt, text, label in examples
+    ]

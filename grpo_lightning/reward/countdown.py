@@ -1,0 +1,105 @@
+"""A reward for the game of Countdown: reach the target with the numbers. Odd text of the model scores 0."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from grpo_lightning.reward.text import answer_text
+
+_LONGEST = 500  # characters of an expression
+_SIGNS = str.maketrans("\u00d7\u00b7\u00f7\u2212\u2013[]", "**/--()")  # times, dot, division, minus, dash
+_LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("$", ""))
+_EXPRESSION = re.compile(r"[-+*/() \t\n0-9]+")
+
+
+def countdown(
+    completions: Sequence[str], numbers: Sequence[Any], target: Sequence[Any], *, use_all: bool, **_: Any
+) -> list[float | None]:
+    """1.0 if the answer text is an expression of the numbers, + - * / and brackets that equals the target, else 0.0.
+
+    The arithmetic is exact. × ÷ − and their LaTeX commands are accepted, and so is "expression = target".
+    The task of TinyZero: github.com/Jiayi-Pan/TinyZero, examples/data_preprocess/countdown.py
+
+    Args:
+        completions: [B]
+        numbers: [B] the integers, none negative, that may be used, each at most once.
+        target: [B] the numbers to reach.
+        use_all: Whether each number has to be used.
+
+    Returns:
+        [B] 0.0 or 1.0
+
+    Raises:
+        ValueError: ``numbers`` is no list of integers of at least 0, or ``target`` no number, or ``use_all`` no bool.
+    """
+    if not isinstance(use_all, bool):
+        raise ValueError(f"use_all: expected true or false, got {use_all!r:.80}")
+    scores: list[float | None] = []
+    for text, given, goal in zip(completions, numbers, target, strict=True):
+        allowed, right = _numbers(given), _target(goal)
+        scores.append(float(_reaches(answer_text(text), allowed, right, use_all=use_all)))
+    return scores
+
+
+def _numbers(given: Any) -> "Counter[int]":
+    listed = [] if isinstance(given, str | bytes) or not isinstance(given, Sequence) else list(given)
+    if not listed or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in listed):
+        raise ValueError(f"numbers: expected a list of integers of at least 0, got {given!r:.80}")
+    return Counter(listed)
+
+
+def _target(goal: Any) -> Fraction:
+    try:
+        return Fraction(goal if isinstance(goal, int | float | str) and not isinstance(goal, bool) else "")
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        raise ValueError(f"target: expected a number, got {goal!r:.80}") from error
+
+
+def _reaches(text: str, allowed: "Counter[int]", target: Fraction, *, use_all: bool) -> bool:
+    if len(text) > _LONGEST:
+        return False
+    text = text.translate(_SIGNS)
+    for command, sign in _LATEX:
+        text = text.replace(command, sign)
+    text, equals, result = text.partition("=")
+    tree, stated = _tree(text), _tree(result) if equals else None
+    if tree is None or (equals and stated is None):
+        return False
+    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    if used != allowed if use_all else not used <= allowed:
+        return False
+    try:
+        return _value(tree) == target and (stated is None or _value(stated) == target)
+    except (ZeroDivisionError, RecursionError):
+        return False
+
+
+def _tree(text: str) -> ast.expr | None:
+    """``text`` as integers joined by + - * / and brackets; None if it is something else."""
+    if not _EXPRESSION.fullmatch(text):
+        return None
+    try:
+        tree = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    kinds = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub)
+    return tree if all(isinstance(node, kinds) for node in ast.walk(tree)) else None
+
+
+def _value(node: ast.AST) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if not isinstance(node, ast.BinOp):
+        raise TypeError(f"expected arithmetic, got {type(node).__name__}")
+    left, right = _value(node.left), _value(node.right)
+    if isinstance(node.op, ast.Add):
+        return left + right
+    if isinstance(node.op, ast.Sub):
+        return left - right
+    return left * right if isinstance(node.op, ast.Mult) else left / right

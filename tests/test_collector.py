@@ -1,0 +1,211 @@
+"""Which groups, completions and tokens a rollout trains on, worked by hand on fixed samples."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.advantage import centered, per_reward, process, standardized
+from grpo_lightning.batch import Prompts, Sampled, Sampling
+from grpo_lightning.clock import Clock
+from grpo_lightning.group import max_variance, mixed
+from grpo_lightning.judge import Judge, Judged
+from grpo_lightning.reward import Weighted
+from grpo_lightning.rollout import Collector
+from tests.test_rollout import Fixed
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
+
+
+class Scripted(Fixed):
+    """Answers the k-th completion of a prompt with its k-th word; a token is a character, log-probability -1 each."""
+
+    def sample(self, prompts, *, group_size, sampling, seed, poll=None, ended=None):
+        self.calls.append((tuple(prompts), seed))
+        texts = [word for prompt in prompts for word in prompt.split()[:group_size]]
+        assert len(texts) == len(prompts) * group_size
+        length = max(map(len, texts))
+        mask = torch.tensor([[t < len(text) for t in range(length)] for text in texts])
+        return Sampled(
+            ids=torch.tensor([[0, *(ord(text[t]) if t < len(text) else 0 for t in range(length))] for text in texts]),
+            attention_mask=torch.cat([torch.ones(len(texts), 1, dtype=torch.bool), mask], 1),
+            mask=mask,
+            logprobs=-1.0 * mask,
+            entropy=torch.tensor([[float(t + 1) for t in range(length)]]).expand(len(texts), -1) * mask,
+            texts=tuple(texts),
+            finished=tuple(not text.endswith("~") for text in texts),
+        )
+
+    def score(self, rows, *, temperature):
+        return -1.5 * rows.mask, torch.zeros(rows.mask.shape)
+
+
+def starts_with_r(completions):
+    return [float(text.startswith("r")) for text in completions]
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
+
+def collect(prompts, policy=None, *, rewards=None, reference=None, carried=None, group_size=2, **settings):
+    rewards = rewards or {"right": Weighted(starts_with_r, 1.0)}
+    settings = {"advantage": centered} | settings
+    collector = Collector(Judge(rewards, "right", 1.0), group_size=group_size, sampling=SAMPLING, **settings)
+    policy = policy or Scripted()
+    asked = Prompts(tuple(prompts), {"number": tuple(range(len(prompts)))})
+    return collector(policy, reference, asked, microbatch_tokens=99, seed=7, clock=Clock(), carried=carried)
+
+
+DYNAMIC = {"group_filter": mixed, "max_tries": 3}
+DEAD, ALSO_DEAD, LIVE, LIVELY, LIVEST = "w x", "r rr", "r w", "w rrr", "ra wa"
+
+
+def test_prompts_whose_outcomes_are_equal_are_replaced_by_those_of_the_next_try():
+    policy = Scripted()
+    found = collect([DEAD, LIVE, ALSO_DEAD, LIVELY, LIVEST, LIVE], policy, **DYNAMIC)
+    assert policy.calls == [((DEAD, LIVE), 7), ((ALSO_DEAD, LIVELY), 8)]  # the third try is not needed
+    assert found.judged.prompts.texts == (LIVE, LIVELY)
+    assert found.judged.prompts.columns == {"number": (1, 3)}
+    assert found.judged.sampled.texts == ("r", "w", "w", "rrr")
+    assert found.rollout.advantages[:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert found.surplus is None
+    assert found.is_fresh
+    assert found.metrics["group/tries"] == 2
+    assert found.metrics["group/kept"] == 0.5
+    assert found.metrics["reward/right"] == 0.5  # of all eight completions, not of the four trained on
+    assert found.num_tokens == 1 + 1 + 1 + 1 + 1 + 2 + 1 + 3
+
+
+def test_groups_beyond_those_wanted_are_carried_over_and_come_first():
+    first = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC)
+    assert first.judged.prompts.texts == (LIVE, LIVELY)
+    assert first.surplus.prompts.texts == (LIVEST,)
+    policy = Scripted()
+    second = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], policy, carried=first.surplus, **DYNAMIC)
+    assert len(policy.calls) == 1
+    assert second.judged.prompts.texts == (LIVEST, LIVE)
+    assert not second.is_fresh
+    assert second.metrics["group/carried"] == 0.5
+    assert second.surplus is None
+    # what was sampled before keeps the log-probabilities of the policy that sampled it, and its own length
+    assert second.rollout.old_logprobs.sum(-1).tolist() == [-2.0, -2.0, -1.0, -1.0]
+    assert second.rollout.mask.sum(-1).tolist() == [2, 2, 1, 1]
+
+
+def test_when_the_tries_are_spent_the_rest_is_filled_up_and_said(caplog):
+    found = collect([DEAD, ALSO_DEAD, DEAD, LIVE, ALSO_DEAD, DEAD], **DYNAMIC)
+    assert found.judged.prompts.texts == (LIVE, DEAD)
+    assert found.rollout.advantages[2:].count_nonzero() == 0
+    assert found.metrics["group/tries"] == 3
+    assert found.metrics["group/kept"] == pytest.approx(1 / 6)
+    assert "1 of 2 groups passed rollout.group_filter after 3 tries" in caplog.text
+    nothing = collect([DEAD] * 6, **DYNAMIC)
+    assert nothing.judged.prompts.texts == (DEAD, DEAD)
+    assert nothing.rollout.advantages.count_nonzero() == 0
+
+
+def test_the_filter_sees_the_outcome_and_not_the_shaped_total():
+    rewards = {
+        "right": Weighted(starts_with_r, 1.0),
+        "length": Weighted(lambda completions: list(map(len, completions)), 0.1),
+    }
+    found = collect([ALSO_DEAD, LIVE, LIVELY, DEAD, DEAD, DEAD], rewards=rewards, **DYNAMIC)
+    assert ALSO_DEAD not in found.judged.prompts.texts  # its total varies, its outcome does not
+
+
+def test_a_surplus_survives_a_checkpoint(tmp_path):
+    surplus = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC).surplus
+    torch.save(surplus.state(), tmp_path / "state")
+    back = Judged.from_state(torch.load(tmp_path / "state", weights_only=True))
+    expected = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=surplus, **DYNAMIC)
+    found = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=back, **DYNAMIC)
+    for name, value in vars(expected.rollout).items():
+        assert torch.equal(getattr(found.rollout, name), value), name
+    assert found.judged.prompts.texts == expected.judged.prompts.texts
+
+
+def test_down_sampling_keeps_the_extremes_and_their_own_mean():
+    rewards = {"right": Weighted(lambda completions: [len(text) / 2 for text in completions], 1.0)}
+    found = collect(
+        ["aa a aaaa aaa", "b bbbb bb bb"], group_size=4, rewards=rewards, downsample=partial(max_variance, size=2)
+    )
+    assert found.judged.sampled.texts == ("a", "aaaa", "b", "bbbb")
+    assert found.rollout.advantages[:, 0].tolist() == [-0.75, 0.75, -0.75, 0.75]
+    assert found.metrics["reward/right"] == pytest.approx((1 + 0.5 + 2 + 1.5 + 0.5 + 2 + 1 + 1) / 8)
+
+
+def test_a_penalty_for_the_distance_to_the_reference_comes_before_the_advantage():
+    # k1 = -1 - -1.5 = .5 per token: "r" has .5 and "rrr" 1.5; at .2 the rewards are .9 and .7, mean .8
+    found = collect(["r rrr"], reference=Scripted(), kl_penalty=0.2)
+    assert_close(found.rollout.advantages[:, 0], torch.tensor([0.1, -0.1]))
+    assert found.metrics["reward/right"] == 1.0
+    assert_close(found.rollout.ref_logprobs, -1.5 * found.rollout.mask)
+    # k3 = exp(-.5) + .5 - 1
+    assert found.metrics["policy/kl_divergence"].item() == pytest.approx(math.exp(-0.5) - 0.5)
+    assert "policy/kl_divergence" not in collect(["r rrr"]).metrics
+
+
+def test_truncated_completions_leave_the_loss_and_stay_in_the_mean():
+    found = collect(["r w~ w"], group_size=3, mask_truncated=True)
+    assert found.rollout.mask.tolist() == [[True, False], [False, False], [True, False]]
+    # mean 1/3 over all three
+    assert_close(found.rollout.advantages[:, 0], torch.tensor([2 / 3, 0.0, -1 / 3]))
+    assert found.metrics["completion/truncated_fraction"] == pytest.approx(1 / 3)
+    assert collect(["r w~ w"], group_size=3).rollout.mask.sum() == 4
+
+
+def test_only_the_tokens_of_highest_entropy_have_an_advantage():
+    # entropies 1 2 3 and 1 2: of five tokens the 40 % highest are 3, 2 and, equal to it, 2
+    found = collect(["rab wa"], top_entropy=0.4)
+    assert found.rollout.advantages.tolist() == [[0.0, 0.5, 0.5], [0.0, -0.5, 0.0]]
+    assert found.rollout.mask.tolist() == [[True] * 3, [True, True, False]]  # the others still count
+    assert found.metrics["policy/entropy"] == pytest.approx(9 / 5)
+
+
+def words(completions):
+    """(end, score) of every character: 1 for a capital."""
+    return [[(end, float(text[end - 1].isupper())) for end in range(1, len(text) + 1)] or None for text in completions]
+
+
+def test_scores_of_steps_reach_the_tokens_where_they_end():
+    rewards = {"right": Weighted(starts_with_r, 3.0), "steps": Weighted(words, 2.0)}
+    found = collect(["rB wc"], rewards=rewards, advantage=partial(process, eps=0.0))
+    # weighted: r 0, B 2, and 3 for the whole at the last token -> (0, 5); w 0, c 0 -> (0, 0)
+    assert found.judged.steps.tolist() == [[0.0, 5.0], [0.0, 0.0]]
+    # mean 1.25, deviations -1.25, 3.75, -1.25, -1.25: squares sum 18.75, sample std 2.5: -.5, 1.5, -.5, -.5
+    assert_close(found.rollout.advantages, torch.tensor([[1.0, 1.5], [-1.0, -0.5]]))
+    # as one number it is the mean of the steps: .5 and 0
+    assert found.judged.rewards["steps"].tolist() == [0.5, 0.0]
+    assert found.judged.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
+
+
+def test_every_reward_by_itself_gets_scores_and_weights():
+    rewards = {
+        "right": Weighted(starts_with_r, 1.0),
+        "length": Weighted(lambda completions: list(map(len, completions)), -0.5),
+    }
+    found = collect(["r wwww", "rr w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
+    # right is (1, -1) / sqrt 2 in both; length (-1, 1) / sqrt 2 and (1, -1) / sqrt 2
+    assert_close(found.rollout.advantages[:, 0], torch.tensor([1.5, -1.5, 0.5, -0.5]) / 2**0.5)
+
+
+def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():
+    rewards = {
+        "right": Weighted(starts_with_r, 1.0),
+        "length": Weighted(lengths, 10.0, clip=[0.0, 2.0], only_if="right > 0"),
+    }
+    found = collect(["rrrr ww"], rewards=rewards)
+    assert found.judged.rewards["length"].tolist() == [4.0, 2.0]
+    assert found.judged.scores.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert found.judged.rewards["total"].tolist() == [21.0, 0.0]
+    assert found.judged.right.tolist() == [True, False]
+
+
+def test_a_reward_that_no_completion_gets_changes_no_other():
+    rewards = {"right": Weighted(starts_with_r, 1.0), "never": Weighted(lambda completions: [None] * 2, 1.0)}
+    found = collect(["r w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
+    assert_close(found.rollout.advantages[:, 0], standardized(torch.tensor([[1.0, 0.0]]), eps=0.0)[0])
+    assert found.judged.scores[:, 1].isnan().all()

@@ -1,0 +1,205 @@
+"""The fast code against the papers' formulas in NumPy float64: values, and gradients by finite differences."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_lightning import advantage, group, loss
+from grpo_lightning.batch import Rollout
+from tests import formulas
+from tests.composed import CONF, build
+
+TOLERANCE = 1e-6
+PROMPTS, GROUP, TOKENS = 3, 4, 9
+ROWS = PROMPTS * GROUP
+
+
+@pytest.fixture(params=[0, 1, 2])
+def batch(request):
+    """Ragged rows, ratios on both sides of every bound, a group without differences, everything else random."""
+    random = np.random.default_rng(request.param)
+    lengths = random.integers(1, TOKENS + 1, ROWS)
+    lengths[0], lengths[1] = 1, TOKENS
+    mask = np.arange(TOKENS) < lengths[:, None]
+    logprobs = random.normal(-2.0, 0.8, (ROWS, TOKENS)) * mask
+    rewards = random.normal(0.3, 1.0, (PROMPTS, GROUP)).round(3)
+    rewards[1] = 0.6
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": (logprobs - random.normal(0.0, 0.5, mask.shape)) * mask,
+        "ref_logprobs": (logprobs - random.normal(0.0, 0.5, mask.shape)) * mask,
+        "rewards": rewards,
+        "mask": mask,
+    }
+
+
+def per_token(batch):
+    """log-ratio, advantages and mask."""
+    advantages = np.random.default_rng(9).normal(0.0, 1.0, (ROWS, 1)) * batch["mask"]
+    return batch["logprobs"] - batch["old_logprobs"], advantages, batch["mask"]
+
+
+def close(found, expected):
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+SURROGATES = {
+    "clipped": ("clipped", {"epsilon_low": 0.2, "epsilon_high": 0.28}),
+    "dual_clip": ("clipped", {"epsilon_low": 0.2, "epsilon_high": 0.2, "dual_clip": 1.7}),
+    "delta": ("clipped", {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": 1.8}),
+    "both": ("clipped", {"epsilon_low": 0.1, "epsilon_high": 0.3, "dual_clip": 1.9, "delta": 1.6}),
+    "gspo": ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.15}),
+    "cispo": ("cispo", {"ratio_max": 1.4}),
+    "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.7}),
+    "gmpo": ("gmpo", {"epsilon_low": 0.4, "epsilon_high": 0.3}),
+    "reinforce": ("reinforce", {}),
+}
+HELD = {"cispo": formulas.cispo_gradient, "gspo": formulas.gspo_gradient}  # a weight without gradient in them
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_surrogates(name, batch):
+    function, settings = SURROGATES[name]
+    log_ratio, advantages, mask = per_token(batch)
+    given = torch.tensor(log_ratio, requires_grad=True)
+    found, bounded = getattr(loss, function)(given, torch.tensor(advantages), torch.tensor(mask), **settings)
+    reference = partial(getattr(formulas, function), advantages=advantages, mask=mask, **settings)
+    close(found.detach()[torch.tensor(mask)], reference(log_ratio)[mask])
+    if name not in ("sapo", "reinforce"):
+        assert 0 < bounded.sum() < mask.sum()
+    shares = mask / mask.sum(-1, keepdims=True)  # those that gspo and gmpo are meant for
+    (found * torch.tensor(shares)).sum().backward()
+    if name == "cispo":
+        expected = formulas.cispo_gradient(log_ratio, advantages, mask, **settings) * shares
+    else:
+        expected = formulas.finite_difference(lambda x: float((reference(x) * shares).sum()), log_ratio)
+    close(given.grad, expected)
+    flat = {"clipped"}
+    if function in flat:  # where the bound is active, and only there, a token has no gradient
+        assert torch.equal(bounded[torch.tensor(mask)], (given.grad == 0)[torch.tensor(mask)])
+
+
+def test_weights(batch):
+    mask = batch["mask"]
+    given, tokens = torch.tensor(mask), torch.tensor(float(mask.sum()))
+    close(loss.completion_mean(given, tokens), formulas.completion_mean(mask))
+    close(loss.token_mean(given, tokens + 5), formulas.token_mean(mask, mask.sum() + 5))
+    close(loss.constant(given, tokens, length=7), formulas.constant(mask, length=7))
+    close(loss.completion_sum(given, tokens), formulas.completion_sum(mask))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3_weighted"])
+def test_kl(name, batch):
+    logprobs, old, ref = batch["logprobs"], batch["old_logprobs"], batch["ref_logprobs"]
+    given = torch.tensor(logprobs, requires_grad=True)
+    found = getattr(loss, name)(given, torch.tensor(ref), given - torch.tensor(old))
+    found.sum().backward()
+
+    def reference(x):
+        return getattr(formulas, name)(x, ref, *([x - old] if name == "k3_weighted" else []))
+
+    close(found.detach(), reference(logprobs))
+    close(given.grad, formulas.finite_difference(lambda x: float(reference(x).sum()), logprobs))
+
+
+SCALED = {"eps": 0.01, "correction": 1}
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+@pytest.mark.parametrize("correction", [0, 1])
+def test_advantages(correction, missing, batch):
+    rewards = batch["rewards"].copy()
+    rewards.flat[np.random.default_rng(4).choice(8, missing, replace=False)] = np.nan
+    given, scaled = torch.tensor(rewards), {"eps": 0.01, "correction": correction}
+    close(advantage.centered(given), formulas.centered(rewards))
+    close(advantage.leave_one_out(given), formulas.leave_one_out(rewards))
+    close(advantage.standardized(given, **scaled), formulas.standardized(rewards, **scaled))
+    close(advantage.batch_standardized(given, **scaled), formulas.batch_standardized_raw(rewards, **scaled))
+    close(advantage.batch_whitened(given, **scaled), formulas.batch_standardized(rewards, **scaled))
+    other = np.random.default_rng(7).normal(0.0, 9.0, rewards.shape)
+    other[2, 1] = np.nan
+    scores, weights = np.stack([rewards, other]), np.array([1.0, -0.3])
+    for function, batch_normalized in ((advantage.per_reward, False), (advantage.gdpo, True)):
+        expected = formulas.per_reward(scores, weights, batch_normalized=batch_normalized, **scaled)
+        close(function(torch.tensor(scores), torch.tensor(weights), **scaled), expected)
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_process_supervision(correction, batch):
+    random = np.random.default_rng(3)
+    steps = np.full((PROMPTS, GROUP, TOKENS), np.nan)
+    listed = [[[] for _ in range(GROUP)] for _ in range(PROMPTS)]
+    for p, g in np.ndindex(PROMPTS, GROUP):
+        length = int(batch["mask"][p * GROUP + g].sum())
+        for end in random.choice(length, random.integers(0, length + 1), replace=False):
+            score = 0.6 if p == 1 else float(random.normal())
+            steps[p, g, end] = score
+            listed[p][g].append((int(end), score))
+    scaled = {"eps": 0.01, "correction": correction}
+    close(advantage.process(torch.tensor(steps), **scaled), formulas.process(listed, TOKENS, **scaled))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_down_sampling(size, batch):
+    chosen = group.max_variance(torch.tensor(batch["rewards"]), size=size)
+    for rewards, picked in zip(batch["rewards"], chosen.numpy()):
+        best = rewards[formulas.max_variance(rewards, size)]
+        assert rewards[picked].var() == pytest.approx(best.var(), rel=1e-12, abs=1e-15)
+
+
+PAPERS = {
+    "grpo": (formulas.paper_grpo, {"epsilon": 0.2, "kl_coef": 0.04, "eps": 1e-4, "correction": 1}),
+    "dr_grpo": (formulas.paper_dr_grpo, {"epsilon": 0.2, "length": 36}),
+    "dapo": (formulas.paper_dapo, {"epsilon_low": 0.2, "epsilon_high": 0.28, "eps": 1e-4, "correction": 1}),
+    "gspo": (formulas.paper_gspo, {"epsilon_low": 3e-4, "epsilon_high": 4e-4, "eps": 1e-4, "correction": 1}),
+    "cispo": (formulas.paper_cispo, {"ratio_max": 5.0, "eps": 1e-4, "correction": 1}),
+    "rloo": (formulas.paper_rloo, {"kl_coef": 0.0}),
+    "sapo": (formulas.paper_sapo, {"tau_positive": 1.0, "tau_negative": 1.05, "eps": 1e-4, "correction": 1}),
+    "gmpo": (formulas.paper_gmpo, {"epsilon_low": 0.4, "epsilon_high": 0.4, "eps": 1e-4, "correction": 1}),
+    "reinforce_pp": (
+        formulas.paper_reinforce_pp,
+        {"epsilon": 0.2, "kl_coef": 1e-3, "eps": 1e-4, "correction": 1, "over_tokens": False},
+    ),
+}
+
+
+def test_every_preset_has_its_paper_here():
+    assert PAPERS.keys() == {path.stem for path in (CONF / "algorithm").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_composed_objective_is_the_papers(name, batch):
+    paper, constants = PAPERS[name]
+    parts = build(f"algorithm={name}")
+    compare, objective = parts("advantage"), parts("loss")
+    given = {key: torch.tensor(value) for key, value in batch.items()}
+    logprobs = given["logprobs"].requires_grad_()
+    width = torch.zeros(ROWS, 1)
+    rows = Rollout(
+        ids=torch.zeros(ROWS, TOKENS + 1, dtype=torch.long),
+        attention_mask=torch.cat([width == 0, given["mask"]], 1),
+        mask=given["mask"],
+        old_logprobs=given["old_logprobs"],
+        ref_logprobs=given["ref_logprobs"],
+        advantages=compare(rewards=given["rewards"]).view(-1, 1) * given["mask"],
+    )
+    weights = objective.weights(rows.mask, rows.mask.sum().float())
+    total, _ = objective(logprobs, torch.zeros_like(logprobs), rows, weights)
+    total.backward()
+
+    def value(x, **more):
+        return paper(
+            x, batch["old_logprobs"], batch["ref_logprobs"], batch["rewards"], batch["mask"], **constants, **more
+        )
+
+    # the weight of CISPO is held while its log pi moves
+    held = {"held": batch["logprobs"]} if name == "cispo" else {}
+    found = formulas.finite_difference(lambda x: value(x, **held), batch["logprobs"])
+    close(-logprobs.grad, found)
+    assert np.abs(found).max() > 1e-3
+    shift = 0.0
+    if name in ("cispo", "rloo"):  # log pi - log pi_old stands for log pi: a constant apart
+        shift = value(batch["old_logprobs"], **held)
+    close(-total.item(), value(batch["logprobs"], **held) - shift)

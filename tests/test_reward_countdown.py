@@ -1,0 +1,102 @@
+import re
+import time
+
+import pytest
+
+from grpo_lightning.reward.countdown import countdown
+
+
+def scored(text, numbers=(2, 3, 4), target=24, use_all=True):
+    return countdown([f"<answer>{text}</answer>"], [list(numbers)], [target], use_all=use_all)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2*3*4",
+        " ( 4 * 3 ) * 2 ",
+        "2 \u00d7 3 \u00d7 4",
+        "2 \\times 3 \\cdot 4",
+        "$\\left(2*3\\right)*4$",
+        "[2*3]*4",
+        "2*3*4 = 24",
+        "2*3*4 = 48/2",
+    ],
+)
+def test_reaches_the_target(text):
+    assert scored(text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2*3*5",
+        "2*12",
+        "2*3*4*1",
+        "2+3+4",  # 9
+        "2*3*4 = 25",
+        "24 = 2*3*4",
+        "2*3*4 = 24 = 24",
+        "2*3*4 =",
+        "24",
+        "2*3**4",
+        "2//3*4",
+        "2*3*4.0",
+        "0x2*3*4",
+        "2*3*4 # 24",
+        "2*3*4, 24",
+        "(2*3*4",
+        "2 3 4",
+        "2*3*4/(2-2)",
+        "2" + " " * 500 + "*3*4",  # too long
+        "__import__('os')",
+        "lambda: 24",
+        "",
+    ],
+)
+def test_does_not(text):
+    assert scored(text) == 0.0
+
+
+def test_a_number_counts_as_often_as_it_is_given():
+    assert scored("4*(3+3)", (3, 3, 4)) == 1.0  # 4 * 6
+    assert scored("4*(3+3)", (3, 4)) == 0.0
+    assert scored("4*(3+3)", (3, 3, 3, 4)) == 0.0
+    assert scored("4*(3+3)", (3, 3, 3, 4), use_all=False) == 1.0
+    assert scored("4*(3+3)", (3, 4, 4), use_all=False) == 0.0
+
+
+def test_arithmetic_is_exact():
+    assert scored("8/(3-8/3)", (3, 3, 8, 8)) == 1.0  # 8 / (1/3)
+    assert scored("1/3+1/3+1/3", (1, 1, 1, 3, 3, 3), 1) == 1.0
+    assert scored("99999999999/99999999998", (99999999999, 99999999998), 1) == 0.0
+    assert scored("1/2", (1, 2), 0.5) == scored("1/2", (1, 2), "1/2") == 1.0
+    assert scored("3-5", (3, 5), -2) == scored("-(5-3)", (3, 5), -2) == scored("+3-5", (3, 5), -2) == 1.0
+    assert scored("6\u00f73", (6, 3), 2) == scored("6 \\div 3", (6, 3), 2) == scored("5\u22123", (5, 3), 2) == 1.0
+    assert scored("3/6", (6, 3), 2) == 0.0
+    assert scored("6/0", (6, 0), 2) == 0.0
+
+
+@pytest.mark.parametrize("numbers", [[], None, "234", [2.5], ["2"], [-2], [True], 24, {2: 3}])
+def test_broken_numbers_are_named(numbers):
+    with pytest.raises(ValueError, match="numbers: expected a list of integers.*" + re.escape(repr(numbers))):
+        countdown(["1"], [numbers], [1], use_all=True)
+
+
+@pytest.mark.parametrize("target", [None, "", "x", True, [1], float("nan"), float("inf"), "1/0"])
+def test_a_broken_target_is_named(target):
+    with pytest.raises(ValueError, match="target: expected a number, got " + re.escape(repr(target))):
+        countdown(["1"], [[1]], [target], use_all=True)
+
+
+def test_use_all_is_a_bool():
+    with pytest.raises(ValueError, match="use_all: expected true or false, got 'no'"):
+        countdown(["1"], [[1]], [1], use_all="no")
+
+
+def test_long_text_takes_no_time():
+    texts = ["(" * 1_000_000, "-" * 500 + "1", "-" * 450, "(" * 250 + "1" + ")" * 249, "9" * 500, "1+" * 249 + "1"]
+    texts += ["1=" * 500_000, "\\times" * 200_000]
+    began = time.perf_counter()
+    assert countdown(texts, [[1]] * len(texts), [1] * len(texts), use_all=True)[2:] == [0.0] * (len(texts) - 2)
+    assert time.perf_counter() - began < 2

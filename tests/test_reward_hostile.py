@@ -1,0 +1,170 @@
+"""Text that nobody would write but a model under training does: no reward raises on it or takes long."""
+
+import functools
+import random
+import time
+
+import pytest
+from hydra.utils import instantiate
+
+from grpo_lightning.reward import Scoring, pool
+from tests.composed import CONF, settings
+
+NEEDS = [
+    "reward.keyword.function.words=[because,therefore]",
+    'reward.pattern.function.expression="^(a|aa)+$"',  # takes exponential time on "aaaa…!"
+    "reward.json_schema.function.schema={type:object,required:[name],properties:{name:{type:string}}}",
+]
+NAMES = sorted(
+    {path.stem for path in (CONF / "reward").glob("*.yaml")} - {"base", "custom", "custom_per_completion", "model"}
+)
+ROWS = 10_000
+LONG = 100_000  # characters
+SECONDS = 60
+
+ATOMS = [
+    *(
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<answer",
+        "</",
+        "<think><think>",
+        "\\boxed{",
+        "}",
+        "{",
+        "$",
+        "$$",
+    ),
+    *(
+        "\\frac{1}{",
+        "\\frac",
+        "\\sqrt{",
+        "\\left(",
+        "\\right]",
+        "\\begin{pmatrix}",
+        "\\\\",
+        "\\text{",
+        "^",
+        "_",
+        "\\(",
+        "\\]",
+    ),
+    *("\x00", "\x1b[31m", "\x07", "\r", "\u2028", "\ud800", "\udfff", "\u202e", "\U0001f600", "\ufeff", "e\u0301" * 3),
+    *(
+        "9**9**9",
+        "10^{10^{10}}",
+        "1e999999999",
+        "99999!",
+        "9" * 5_000,
+        "-1e-999999999",
+        "1/0",
+        "0x" + "f" * 99,
+        "²³",
+        "٣",
+    ),
+    *(
+        "((((",
+        "]]]]",
+        "[[[[",
+        '{"a":',
+        '"',
+        "'",
+        "```json\n",
+        "```",
+        "NaN",
+        "Infinity",
+        "1,234",
+        "72",
+        "1/2",
+        "x^2",
+        "#### 7",
+    ),
+    *(
+        "a" * 40 + "!",
+        "aaa aaa ",
+        "1. ",
+        "\n- ",
+        "Step 11111",
+        "First,",
+        " " * 30,
+        "\n\n",
+        "\t",
+        "because ",
+        "+",
+        "*",
+        "=",
+    ),
+]
+LONG_TEXTS = [
+    *(atom * (LONG // len(atom)) for atom in ATOMS),
+    " " * 20_000,
+    "a" + " " * 20_000 + "b",
+    "<answer>" + " " * 20_000 + "</answer",
+    "<answer>" * 5_000 + "</answer>" * 5_000,
+    "<think>" * 5_000 + "7" + "</think>" * 5_000,
+    "(" * 50_000 + ")" * 50_000,
+    "<answer>" + "[" * 9_000 + "]" * 9_000 + "</answer>",
+    "<answer>" + '{"a":' * 3_000 + "1" + "}" * 3_000 + "</answer>",
+    "\\boxed{" * 10_000 + "7" + "}" * 10_000,
+    "<answer>" + "(" * 400 + "1" + ")" * 400 + "</answer>",
+    "<answer>" + "-" * 499 + "1</answer>",
+    "1." * 50_000,
+    "\n1" * 50_000,
+    "1,111," * 16_000,
+    "Step " + "1" * LONG,
+    "a b " * 25_000,
+    " ".join(str(number) for number in range(17_000)),
+]
+
+
+@functools.lru_cache(maxsize=1)
+def completions():
+    """Every long text, and short ones drawn from the pieces: the same at every run."""
+    dice = random.Random(0)
+    texts = list(LONG_TEXTS)
+    while len(texts) < ROWS:
+        inner = "".join(dice.choices(ATOMS, k=dice.randint(1, 12)))
+        texts.append(f"<think>{inner[:50]}</think><answer>{inner}</answer>" if dice.random() < 0.5 else inner)
+    return texts
+
+
+def rewards(names):
+    config = settings(f"reward=[{','.join(names)}]", *[need for need in NEEDS if need.split(".")[1] in names])
+    return {name: instantiate(config.reward[name], _convert_="all") for name in names}
+
+
+def scores(names):
+    texts = completions()
+    rows = len(texts)
+    columns = {
+        "answer": (["72", "\\frac{1}{2}", "x^2 + 1", 7] * rows)[:rows],
+        "numbers": [[1, 2, 3]] * rows,
+        "target": [6] * rows,
+        "task": ["basic_arithmetic"] * rows,
+        "metadata": [{}] * rows,
+    }
+    ids = [list(range(len(text) % 700)) for text in texts]
+    return Scoring(rewards(names), ["p"] * rows, columns).finish(texts, ids)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_workers():
+    pool.configure(workers=2)
+    yield
+    pool.configure(workers=None)
+
+
+def test_every_reward_takes_ten_thousand_hostile_completions():
+    assert len(completions()) == ROWS
+    assert sum(len(text) >= LONG - 5_000 for text in completions()) > 50
+    took = {}
+    for name in NAMES:
+        began = time.perf_counter()
+        found = scores([name])
+        took[name] = time.perf_counter() - began
+        assert len(found.values[name]) == ROWS
+        assert found.failed.get(name, 0.0) < 0.001, name  # not one in a thousand needs its worker ended
+    print({name: round(seconds, 2) for name, seconds in took.items()})
+    assert sum(took.values()) < SECONDS, took

@@ -1,0 +1,180 @@
+import logging
+import re
+import time
+
+import pytest
+
+from grpo_lightning.reward import mathematics
+from grpo_lightning.reward.mathematics import math
+
+
+def scored(given, right):
+    return math([f"<think>0</think><answer>{given}</answer>"], [right])[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("1/2", "0.5"),
+        ("\\frac12", 0.5),
+        ("0.333333", "1/3"),
+        (".5.", "1/2"),
+        ("1,234", "1234"),
+        ("$1,234", 1234),
+        ("50%", "50\\%"),
+        ("2**10", "1024"),
+        ("2^10", "1024"),
+        ("(2^3)^2", "64"),  # 8 * 8
+        ("10^{-3}", "0.001"),
+        ("1e5", "100000"),
+        ("5!", "120"),
+        ("\\binom{5}{2}", "10"),
+        ("sqrt(8)", "2\\sqrt{2}"),
+        ("2^(1/2)", "\\sqrt2"),
+        ("\u03c0/2", "\\frac{\\pi}{2}"),
+        ("30\u00b0", "30^\\circ"),
+        ("\u22123", "-3"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("e^{-x^2}", "\\exp(-x^2)"),
+        ("y=2x+1", "y-2x=1"),
+        ("x = 5", "5"),
+        ("\\{2, 1\\}", "1, 2"),
+        ("[1,2)", "$[1,2)$"),
+        ("The answer is 72.", "48 + 24 = 72 #### 72"),
+        ("10 apples", "10"),
+        ("5 \\text{ cm}", "5"),
+    ],
+)
+def test_equal_as_mathematics(given, right):
+    assert scored(given, right) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("2", "3"),
+        ("0.33", "1/3"),
+        ("3.14", "\\pi"),
+        ("(1,2)", "(2,1)"),
+        ("x^2+2x-1", "(x+1)^2"),
+        ("x", "y"),
+        ("1", "1, 2"),
+        ("1 or 2", "2"),
+        ("1000000000000000000001", "1000000000000000000002"),
+        ("48", "48 + 24 = 72 #### 72"),
+        ("\\frac{1}{", "1"),
+        ("\\boxed{7", "7"),
+        ("", "7"),
+    ],
+)
+def test_unequal(given, right):
+    assert scored(given, right) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "\\boxed{\\frac{1}{2}}",
+        "<think>\\boxed{3}</think>So it is $\\boxed{ \\frac{1}{2} }$.",
+        "word " * 1_000 + "\\boxed{0.5}",  # the box counts, however long the text before it
+        "$\\frac{1}{2}$",
+        "\\(\\frac{1}{2}\\)",
+        "\\[0.5\\]",
+        "$$0.5$$",
+        "The sum is $\\frac{1}{2}$",
+    ],
+)
+def test_where_the_formula_stands(completion):
+    assert math([completion, "1"], ["1/2", "1/2"]) == [1.0, 0.0]
+
+
+def test_several_formulas_are_a_set():
+    assert scored("$3$ and $4$", "\\{3, 4\\}") == 1.0
+    assert scored("$3$ and $4$", "4") == 0.0
+    assert scored("$1$ and " * 6 + "$1$", "1") == 0.0  # at most six
+
+
+def test_the_last_box_counts_and_not_the_better_of_two():
+    assert scored("\\boxed{3} or \\boxed{4}", "4") == scored("\\boxed{1 + \\boxed{3}}", "3") == 1.0
+    assert scored("\\boxed{3} or \\boxed{4}", "3") == 0.0
+    assert scored("$3$ \\boxed{3} \\boxed{4", "3") == 0.0
+
+
+HUGE = [
+    "9**9**9",
+    "9^9^9",
+    "9^{9^{9}}",
+    "9^(9^9)",
+    "10^{10^{10}}",
+    "((9^9)^9)^99",  # 9 * 9 * 99 = 8,019
+    "{9^{99}}^{99}",  # 99 * 99 = 9,801
+    "2^{99 \\cdot 99}",
+    "x^{1001}",
+    "10^{-99999999}",
+    "1e999999999",
+    "1e-999999999",
+    "99999!",
+    "1001!",
+    "9!!",
+    "(9!)!",
+    "2^{9!}",
+    "\\binom{99999}{5000}",
+    "1" * 51,
+    "\\sum_{i=1}^{10} i",
+    "\\prod_{i=1}^{10} i",
+    "\\int_0^1 x dx",
+    "\\lim_{x \\to 0} x",
+    "(" * 9 + "1" + ")" * 9,
+    "1+" * 500 + "1",
+]
+
+
+@pytest.mark.parametrize("huge", HUGE)
+def test_what_could_take_long_is_not_parsed(huge, monkeypatch):
+    given = []
+    original = mathematics.parse
+    monkeypatch.setattr(mathematics, "parse", lambda text, *rest, **named: given.append(text) or original("$1$"))
+    mathematics._parsed.cache_clear()
+    assert scored(huge, "7") == 0.0
+    assert scored(huge, huge) == 1.0
+    assert scored("7", huge) == 0.0  # nor is it as a right answer
+    assert set(given) <= {"$7$"}
+    mathematics._parsed.cache_clear()
+
+
+@pytest.mark.parametrize("small", ["x^{1000}", "2^{500}", "(x+1)^{10}", "170!", "1" * 50, "((((((((1))))))))"])
+def test_what_is_small_enough_is_parsed(small):
+    assert mathematics._parsed(mathematics._formula(small))
+
+
+def test_work_that_was_left_is_wrong():
+    assert math(["\\sum_{i=1}^{10} i", "55"], ["55", "55"]) == [0.0, 1.0]
+
+
+def test_a_right_answer_that_cannot_be_parsed_leaves_the_reward_out(caplog):
+    mathematics._unreadable.clear()
+    with caplog.at_level(logging.WARNING):
+        assert math(["Paris", "Rome", "5"], ["Paris", "Paris", "5"]) == [None, None, 1.0]
+        assert math(["Paris"], ["Paris"]) == [None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "math: the right answer 'Paris' cannot be parsed; the reward does not apply to it"
+    ]
+
+
+@pytest.mark.parametrize("right", ["", "  ", "text ####", None, True, ["1"], {}])
+def test_a_broken_right_answer_is_named(right):
+    with pytest.raises(ValueError, match="answer: expected text or a number, got " + re.escape(repr(right))):
+        math(["1"], [right])
+
+
+def test_no_alarm_is_set(monkeypatch):
+    monkeypatch.setattr("signal.alarm", lambda seconds: pytest.fail("an alarm"))
+    monkeypatch.setattr("signal.signal", lambda *_: pytest.fail("a handler"))
+    assert math(["77/2"], ["38.5"]) == [1.0]
+
+
+def test_long_text_takes_no_time():
+    began = time.perf_counter()
+    texts = ["\\boxed{" * 100_000, "{" * 1_000_000, "$" * 1_000_000, "\\boxed{" + "{" * 1_000_000, "^" * 1_000_000]
+    assert math(texts, ["1"] * 5) == [0.0] * 5
+    assert time.perf_counter() - began < 2
