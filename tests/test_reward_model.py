@@ -202,7 +202,6 @@ def test_16_bit_weights_give_32_bit_scores(chat):
 
 @pytest.mark.parametrize("bits, stored", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
 def test_quantized_weights_give_nearly_the_same(bits, stored, chat):
-    pytest.importorskip("accelerate")
     model = reward_model(chat, quantization=bits)
     assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
     assert type(model.network.score).__name__ == "Linear"
