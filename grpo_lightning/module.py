@@ -142,6 +142,6 @@ class GRPOLightningModule(StepModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        varying.restore(self.varied, checkpoint["grpo"]["adapted"])
-        surplus = checkpoint["grpo"]["surplus"]
-        self.surplus = Judged.from_state(surplus).to(self.device) if surplus else None
+        state = checkpoint.get("grpo", {"adapted": {}, "surplus": None})  # supervised training leaves none
+        varying.restore(self.varied, state["adapted"])
+        self.surplus = Judged.from_state(state["surplus"]).to(self.device) if state["surplus"] else None

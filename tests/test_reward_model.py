@@ -104,7 +104,7 @@ def test_the_end_of_a_longer_text_is_read_and_said_once(chat, caplog):
     assert "2 of 2 texts" in warnings[0]
 
 
-def bert(directory, *, template=None):
+def bert(directory, *, template=None, **settings):
     """A model that judges by its first token, and a tokenizer that puts one before and one after a text."""
     words = tokenizer(chat=False)
     words.add_special_tokens({"cls_token": "<|im_start|>", "sep_token": "<|im_end|>"})
@@ -118,7 +118,7 @@ def bert(directory, *, template=None):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=len(words), max_position_embeddings=12, num_labels=1, pad_token_id=0, **sizes)
     BertForSequenceClassification(config).save_pretrained(directory)
-    return reward_model(directory, max_length=12), words, [number for _, number in ends]
+    return reward_model(directory, max_length=12, **settings), words, [number for _, number in ends]
 
 
 def test_what_is_cut_keeps_the_tokenizers_own_first_and_last_token(tmp_path):
@@ -144,6 +144,13 @@ def test_the_models_own_padding_token_is_not_taken_for_the_end_of_a_text(tmp_pat
     texts = ["46<|endoftext|>", "a long answer<|endoftext|>"]
     expected = [alone(path, "What is 12 + 34?" + text) for text in texts]
     assert reward_model(path)(PROMPTS[:1] * 2, texts) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_padding_token_that_is_no_token_is_not_used(tmp_path):
+    path = write_reward_model(tmp_path, "llama", chat=False, pad=False)
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | {"pad_token_id": -1}))
+    expected = [alone(path, prompt + text) for prompt, text in zip([PROMPTS[0], PROMPTS[2]], COMPLETIONS[::2])]
+    assert reward_model(path)([PROMPTS[0], PROMPTS[2]], COMPLETIONS[::2]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
@@ -208,6 +215,13 @@ def test_quantized_weights_give_nearly_the_same(bits, stored, chat):
     exact = torch.tensor(reward_model(chat)(PROMPTS, COMPLETIONS))
     found = torch.tensor(model(PROMPTS, COMPLETIONS))
     assert (found - exact).abs().mean() < 0.5 * exact.std()
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_a_head_with_a_bias_is_not_quantized_either(bits, tmp_path):
+    network = bert(tmp_path, quantization=bits)[0].network
+    assert type(network.bert.encoder.layer[0].intermediate.dense).__name__ != "Linear"
+    assert type(network.classifier).__name__ == "Linear"
 
 
 def test_quantization_without_its_package_is_refused(chat, monkeypatch):

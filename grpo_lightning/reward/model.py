@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUANTIZATIONS = (None, "8bit", "4bit")
+_HEADS = ["score", "classifier", "classification_head"]
+"""What transformers calls the layers that give the logits; by itself it spares them only if they have no bias."""
 
 
 class RewardModel:
@@ -186,11 +188,11 @@ class RewardModel:
         return self._holder.loaded
 
     def _load(self) -> tuple[Any, Any]:
-        # transformers leaves the last layer, which gives the logits, as it is.
         quantized = self.quantization and BitsAndBytesConfig(
             load_in_8bit=self.quantization == "8bit",
             load_in_4bit=self.quantization == "4bit",
             bnb_4bit_compute_dtype=getattr(torch, self.dtype),
+            llm_int8_skip_modules=_HEADS,
         )
         disable_progress_bar()
         try:
@@ -217,7 +219,7 @@ class RewardModel:
         # Models that judge by the last token find it by this id, so the model's own word goes first. A text can end
         # with its end-of-sequence token, and is taken to end before it where that is the only one left to pad with.
         ids = (config.pad_token_id, *(getattr(tokenizer, f"{n}_token_id") for n in ("pad", "unk", "bos", "eos")))
-        network.config.pad_token_id = config.pad_token_id = next((i for i in ids if i is not None), 0)
+        network.config.pad_token_id = config.pad_token_id = next((i for i in ids if i is not None and i >= 0), 0)
         network.config.use_cache = config.use_cache = False
         return (network if quantized else network.to(self.device)).eval(), tokenizer
 
