@@ -108,12 +108,10 @@ def gdpo(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int 
     arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards. Args, returns and errors as
     in ``per_reward``.
     """
-    summed = per_reward(scores, weights, eps=eps, correction=correction)
+    summed = per_reward(scores, weights, eps=eps, correction=correction)  # whose mean is 0, as that of every group is
     applies = ~scores.isnan().all(0)
-    mean = summed[applies].mean() if applies.any() else summed.new_zeros(())
-    distance = torch.where(applies, summed - mean, 0.0)
-    deviation = _deviation(distance.flatten(), applies.flatten(), correction)
-    return torch.where(summed.any(), distance / (deviation + eps), 0.0)
+    deviation = _deviation(summed.flatten(), applies.flatten(), correction)
+    return torch.where(summed != 0, summed / (deviation + eps), 0.0)
 
 
 def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:

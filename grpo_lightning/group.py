@@ -42,8 +42,8 @@ def max_variance(rewards: Tensor, *, size: int) -> Tensor:
     known = torch.where(rewards.isnan(), rewards.nanmean(-1, keepdim=True).nan_to_num(0.0), rewards)
     order = known.sort(dim=-1, stable=True).indices
     splits = torch.stack(
-        [torch.cat([order[:, :low], order[:, group_size - (size - low) :]], -1) for low in range(size + 1)]
-    )  # [size + 1, P, size]
+        [torch.cat([order[:, :low], order[:, group_size - (size - low) :]], -1) for low in range(1, size)]
+    )  # [size - 1, P, size]: each has the lowest and the highest
     variances = known.expand(len(splits), -1, -1).gather(-1, splits).var(-1, correction=0)
     chosen: Tensor = splits[variances.argmax(0), torch.arange(len(rewards))]
     return chosen.sort(-1).values

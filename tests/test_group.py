@@ -11,8 +11,8 @@ NAN = float("nan")
 
 
 def test_groups_whose_outcomes_differ():
-    outcomes = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.6, 0.6], [NAN, 1.0], [NAN, NAN], [0.25, 0.5]])
-    assert mixed(outcomes).tolist() == [False, True, False, False, False, True]
+    outcomes = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.6, 0.6], [NAN, 1.0], [NAN, NAN], [0.25, 0.5], [-1.0, NAN]])
+    assert mixed(outcomes).tolist() == [False, True, False, False, False, True, False]
 
 
 def test_outcomes_that_differ_beside_one_that_does_not_apply():

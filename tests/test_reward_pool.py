@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-from grpo_lightning.reward import RewardError, Scoring, Weighted, pool, score
+from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, pool, score, verifier
 from tests import hostile
+
+HERE = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,6 +22,61 @@ def two_workers():
     pool.configure(2)
     yield
     pool.configure(None)
+
+
+def never_lets_python_run(value=0):
+    """A loop in C without a look at signals, so that only the kernel ends it."""
+    return max(range(10**13))
+
+
+def leaves_with_0(value):
+    os._exit(0)
+
+
+def keeps_alarms_to_itself(how):
+    if how == "handles":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+    if how == "switches_off":
+        signal.alarm(0)
+    if how != "handles":
+        time.sleep(60)
+    return how
+
+
+def ends_a_program(value):
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    program.terminate()
+    return program.wait()
+
+
+def refuses():
+    raise OSError("not here")
+
+
+class OnlyThere:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self):
+        return refuses, ()
+
+    def __call__(self, value):
+        return OnlyThere()
+
+
+def gives_what_cannot_come_back(value):
+    return OnlyThere()
+
+
+class SlowVerifier:
+    """Sleeps for as long as the answer says. Here, since what the tests of verifiers import takes seconds."""
+
+    def __call__(self, answer, entry):
+        time.sleep(float(answer))
+        return 1 / entry["metadata"]["value"]
+
+
+def workers():
+    return [*pool._pool._pool_manager.worker_manager.workers]
 
 
 def run(function, rows, seconds=5.0):
@@ -39,10 +97,42 @@ def test_a_row_that_takes_too_long_is_ended_and_the_others_are_not():
     assert found[1] == found[3] == pool.Failure("timeout", "took longer than 1 s")
 
 
-def test_a_hang_in_c_code_is_ended():
-    found = run(hostile.hangs_in_c, [{"value": 0}], seconds=0.5)
-    assert found[0].kind == "timeout"
+@pytest.mark.parametrize("hang", [hostile.hangs_in_c, never_lets_python_run])
+def test_hangs_in_c_code_are_ended_and_hold_nobody_up(hang):
+    run(hostile.double, [{"value": 1}] * 2)
+    start = time.monotonic()
+    hanging = pool.submit(hang, [{"value": 0}] * 2, seconds=0.5)
     assert run(hostile.double, [{"value": 1}]) == [2]
+    assert [found.kind for found in hanging.result()] == ["timeout"] * 2
+    assert time.monotonic() - start < 2.5  # 0.5 s for both at once; asking them to end first would take 3 s
+
+
+def test_the_time_is_kept_for_a_row_after_one_that_handles_alarms_itself():
+    pool.configure(1)
+    rows = [{"how": how} for how in ("handles", "handles", "sleeps", "handles")]
+    found = run(keeps_alarms_to_itself, rows, seconds=0.5)
+    pool.configure(2)
+    late = pool.Failure("timeout", "took longer than 0.5 s")
+    assert found == ["handles", "handles", late, "handles"]
+
+
+@pytest.mark.slow
+def test_a_row_that_switches_its_alarm_off_is_ended_later(monkeypatch):
+    monkeypatch.setattr(pool, "_SPARE_SECONDS", 0.5)
+    start = time.monotonic()
+    found = run(keeps_alarms_to_itself, [{"how": "switches_off"}], seconds=0.5)
+    assert time.monotonic() - start < 10  # 0.5 + 0.5 s, and 3 s that pebble waits for a worker to leave by itself
+    assert found == [pool.Failure("timeout", "took longer than 0.5 s")]
+
+
+def test_an_alarm_ends_with_its_row():
+    pool.configure(1)
+    assert run(hostile.double, [{"value": 1}], seconds=0.3) == [2]
+    before = workers()
+    time.sleep(0.6)
+    assert run(hostile.naps, [{"seconds": 0.0}]) == [0.0]
+    assert workers() == before
+    pool.configure(2)
 
 
 def test_waiting_for_a_worker_is_not_counted():
@@ -74,6 +164,78 @@ def test_whatever_happens_in_a_worker_is_a_failure_of_its_row(how, kind, message
     assert len(found[1].message) <= 300
 
 
+def test_leaving_without_a_word_is_a_failure_of_the_row_and_seen_at_once():
+    start = time.monotonic()
+    found = run(leaves_with_0, [{"value": 0}], seconds=30.0)
+    assert found == [pool.Failure("crash", "its worker died with exit code 70")]
+    assert time.monotonic() - start < 10
+
+
+def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_row():
+    found = run(gives_what_cannot_come_back, [{"value": 0}])
+    assert found == [pool.Failure("exception", "OSError: not here")]
+
+
+def test_a_function_that_no_worker_can_import_is_the_users_mistake():
+    pending = pool.submit(OnlyThere(), [{"value": 0}] * 3, seconds=5.0)
+    with pytest.raises(ValueError, match="OnlyThere.*cannot run in a worker process: OSError: not here; allowed"):
+        pending.result()
+    assert run(hostile.double, [{"value": 1}]) == [2]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_impossible_numbers_are_refused(seconds):
+    with pytest.raises(ValueError, match="seconds: expected a number above 0"):
+        pool.submit(hostile.double, [{"value": 1}], seconds=seconds)
+    with pytest.raises(ValueError, match="workers: expected at least 1 or None, got 0"):
+        pool.configure(0)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks up a process id")
+def test_signals_that_reach_all_processes_are_for_the_trainer_alone():
+    run(hostile.double, [{"value": 1}] * 4)
+    pending = pool.submit(hostile.naps, [{"seconds": 0.5}] * 2, seconds=5.0)
+    time.sleep(0.2)
+    before = workers()
+    server = forkserver._forkserver._forkserver_pid
+    for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        for pid in [*before, server]:
+            os.kill(pid, getattr(signal, number))
+    assert pending.result() == [0.5, 0.5]
+    assert workers() == before
+    assert alive(server)
+    assert not set(pool._FOR_TRAINER) & signal.pthread_sigmask(signal.SIG_BLOCK, [])  # which still gets them
+
+
+def test_what_a_function_starts_can_be_ended():
+    assert run(ends_a_program, [{"value": 0}]) == [-signal.SIGTERM]
+
+
+def test_rows_survive_workers_that_are_killed_from_outside():
+    run(hostile.double, [{"value": 1}] * 4)
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
+    assert run(hostile.double, [{"value": value} for value in range(20)]) == [2 * value for value in range(20)]
+
+
+def test_rows_that_a_closed_pool_had_not_finished_are_run_by_the_next():
+    pending = pool.submit(hostile.naps, [{"seconds": s} for s in (0.0, 0.5, 0.6, 0.7)], seconds=5.0)
+    time.sleep(0.2)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 2
+    assert pending.result() == [0.0, 0.5, 0.6, 0.7]
+
+
+def test_what_all_workers_need_is_imported_once():
+    name = "tests.hostile"
+    assert pool._modules(hostile.double) == [pool.__name__, name]
+    wrapped = PerCompletion(functools.partial(hostile.double))
+    assert pool._modules(wrapped)[-1] == name
+    assert "reasoning_gym.factory" in pool._modules(verifier.make_scorer("rubiks_cube", {})._verifier)
+    assert pool._modules("".upper) == [pool.__name__, "builtins"]
+
+
 def test_what_cannot_be_pickled_is_refused_at_once():
     with pytest.raises(ValueError, match="cannot run in a worker process.*functions of a module"):
         pool.submit(lambda value: value, [{"value": 1}], seconds=1.0)
@@ -94,17 +256,23 @@ def test_cores_are_shared_between_the_processes_of_a_machine(monkeypatch):
 
 
 SCRIPT = """
-import sys
+import sys, time
 from pathlib import Path
 from grpo_lightning.reward import pool
 from tests import hostile
+from tests.test_reward_pool import never_lets_python_run
+
+def hangs(path):
+    Path(path).write_text("hangs")
+    never_lets_python_run()
 
 if __name__ == "__main__":
     pool.configure(2)
     pool.submit(hostile.double, [{"value": 1}] * 4, seconds=9).result()
-    Path(sys.argv[1] + ".idle").write_text(" ".join(str(p) for p in pool._pool._pool_manager.worker_manager.workers))
-    pool.submit(hostile.writes_pid_and_hangs, [{"path": sys.argv[1]}], seconds=2).result if len(sys.argv) > 2 else 0
-    import time
+    workers = pool._pool._pool_manager.worker_manager.workers
+    Path(sys.argv[1] + ".idle").write_text(" ".join(map(str, workers)))
+    if len(sys.argv) > 2:
+        pool.submit(hangs, [{"path": sys.argv[1]}], seconds=2)
     time.sleep(100)
 """
 
@@ -122,8 +290,7 @@ def test_no_worker_outlives_a_killed_trainer(hanging, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     marker = tmp_path / "pid"
-    here = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": here}
+    environment = {**os.environ, "PYTHONPATH": HERE}
     arguments = [sys.executable, str(script), str(marker), *(["hang"] if hanging else [])]
     trainer = subprocess.Popen(arguments, env=environment)
     idle = Path(f"{marker}.idle")
@@ -140,6 +307,72 @@ def test_no_worker_outlives_a_killed_trainer(hanging, tmp_path):
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(alive, workers))
+
+
+def output_of(tmp_path, text):
+    """What a script prints, and its complaints."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": HERE}
+    ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    return ended.stdout, ended.stderr
+
+
+def test_workers_that_cannot_start_are_an_error(tmp_path):
+    text = """
+from grpo_lightning.reward import pool
+from tests import hostile
+pool.configure(1)
+pool.submit(hostile.double, [{"value": 1}] * 3, seconds=5).result()
+print("never")
+"""
+    said, complaint = output_of(tmp_path, text)
+    assert said == ""
+    assert "\nRuntimeError: the worker processes of rewards do not start" in complaint
+    assert 'needs `if __name__ == "__main__":`' in complaint
+
+
+def test_a_forked_process_starts_workers_of_its_own(tmp_path):
+    text = """
+import os
+from grpo_lightning.reward import pool
+from tests import hostile
+if __name__ == "__main__":
+    pool.configure(1)
+    pool.submit(hostile.misbehaves, [{"how": "print"}], seconds=5).result()  # is not shown
+    print(pool.submit(hostile.double, [{"value": 1}], seconds=5).result(), flush=True)
+    child = os.fork()
+    if not child:
+        print(pool.submit(hostile.double, [{"value": 2}], seconds=5).result(), flush=True)
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(pool.submit(hostile.double, [{"value": 3}], seconds=5).result(), flush=True)
+"""
+    assert output_of(tmp_path, text)[0] == "[2]\n[4]\n[6]\n"
+
+
+def test_a_process_that_ends_does_not_wait_for_rows_that_hang(tmp_path):
+    text = """
+import time
+from grpo_lightning.reward import pool
+from tests.test_reward_pool import never_lets_python_run
+if __name__ == "__main__":
+    pool.configure(2)
+    pool.submit(never_lets_python_run, [{}] * 2, seconds=50)
+    time.sleep(0.5)
+    print(time.monotonic())
+"""
+    said, complaint = output_of(tmp_path, text)
+    assert time.monotonic() - float(said) < 2.5
+    assert complaint == ""
+
+
+@pytest.mark.slow
+def test_ten_thousand_rows_take_seconds():
+    start = time.monotonic()
+    assert len(run(hostile.double, [{"value": 1}] * 10_000)) == 10_000
+    assert time.monotonic() - start < 10
 
 
 # --- rewards with a timeout

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import verifier
+from grpo_lightning.reward import pool, verifier
 from grpo_lightning.reward.accuracy import reasoning_gym, verifier_failures
 from grpo_lightning.reward.verifier import (
     GATES,
@@ -17,6 +17,7 @@ from grpo_lightning.reward.verifier import (
     make_scorer,
     may_be_verified,
 )
+from tests.test_reward_pool import SlowVerifier
 
 
 def verified(task, text, answer, metadata=None, **columns):
@@ -184,22 +185,14 @@ def test_the_right_answer_always_reaches_its_verifier():
     assert not may_be_verified("tower_of_hanoi", "b" * 12_001, "a" * 3_000)
 
 
-class Slow:
-    """A verifier that sleeps for as long as the answer says."""
-
-    def __call__(self, answer, entry):
-        time.sleep(float(answer))
-        return 1 / entry["value"]
-
-
 def test_a_verifier_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(verifier, "_MOST_SECONDS", 0.5)
-    timed = verifier._Timed(Slow())
-    assert timed(answer="0", entry={"value": 4}) == 0.25
+    timed = verifier._Timed(SlowVerifier())
+    assert timed(answer="0", entry={"metadata": {"value": 4}}) == 0.25
     with pytest.raises(TimeoutError, match=r"took longer than 0.5 s"):
-        timed(answer="60", entry={"value": 4})
+        timed(answer="60", entry={"metadata": {"value": 4}})
     with pytest.raises(RuntimeError, match=r"^ZeroDivisionError: division by zero$"):
-        timed(answer="0", entry={"value": 0})
+        timed(answer="0", entry={"metadata": {"value": 0}})
 
 
 def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplog):
@@ -213,3 +206,28 @@ def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplo
     monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: late)
     assert verified("late", "x", "x**2 + C", metadata) == 0.0
     assert "TimeoutError" in caplog.text
+
+
+def test_timed_verifiers_work_at_the_same_time(monkeypatch):
+    verifier_failures.clear()
+    monkeypatch.setattr(verifier, "_MOST_SECONDS", 1.0)
+    timed = verifier._Timed(SlowVerifier())
+    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: timed)
+    values, naps = [10, 5, 4, 2, 1], ["0.8", "0.8", "60", "0.8", "0.8"]
+    pool.configure(5)
+    try:
+        reasoning_gym(["0"] * 5, ["0"] * 5, ["any"] * 5, [{"value": 1}] * 5)  # starts the workers
+        start = time.monotonic()
+        found = reasoning_gym(naps, ["0"] * 5, ["any"] * 5, [{"value": value} for value in values])
+        assert time.monotonic() - start < 2.5  # one after the other takes 4 * 0.8 + 1.0 = 4.2 s
+    finally:
+        pool.configure(None)
+    assert found == [0.1, 0.2, 0.0, 0.5, 1.0]
+    assert dict(verifier_failures) == {"any": 1}
+
+
+def test_a_timed_verifier_that_raises_on_the_right_answer_too_means_broken_data(monkeypatch):
+    timed = verifier._Timed(SlowVerifier())
+    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: timed)
+    with pytest.raises(ValueError, match=r"'any'.*RuntimeError: KeyError: 'value' on the data set's own answer '0'"):
+        reasoning_gym(["0.1"], ["0"], ["any"], [{}])

@@ -1,8 +1,9 @@
 """Worker processes for reward functions that could hang, crash or eat the memory on odd text.
 
 One pool for all rewards of a process, started at first use. Workers are forked from a server that is started afresh, so
-they inherit neither the trainer's threads nor its GPU; each runs one completion at a time and is ended when that takes
-too long. Like every program that uses `multiprocessing`, a script of one's own needs ``if __name__ == "__main__":``.
+they inherit neither the trainer's threads nor its GPU. A row's time is an alarm of its worker, which the kernel keeps:
+it ends C code that never returns to Python, however busy the trainer is, even when that is gone. Like every program
+that uses `multiprocessing`, a script of one's own needs ``if __name__ == "__main__":``.
 """
 
 import atexit
@@ -13,7 +14,8 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +23,18 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 _MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
-_GRACE_SECONDS = 5.0  # after its time-out a worker ends by itself, should there be no trainer left to end it
+_MOST_STARTS = 3  # of workers for the same row
+_SPARE_SECONDS = 60.0  # to import a function; also, how late a row is ended that switches its alarm off
 _SHOWN_CHARACTERS = 300
+_MOST_WRAPPED = 3  # partials and PerCompletions around a function
+_FOR_TRAINER = [
+    number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+]
 
 _pool: ProcessPool | None = None
 _workers: int | None = None
+_is_forked = False
+_unpickled = functools.lru_cache(maxsize=16)(pickle.loads)
 
 
 @dataclass(frozen=True)
@@ -40,50 +49,111 @@ class Failure:
 class Pending:
     """Rows that workers are busy with."""
 
-    def __init__(self, futures: Sequence[ProcessFuture[Any]]) -> None:
-        self._futures = futures
+    def __init__(self, function: Callable[..., Any], tasks: Sequence[tuple[bytes, bytes, float]]) -> None:
+        self._function, self._tasks = function, tasks
+        self._futures: dict[int, ProcessFuture[Any]] = {}
+        self._pool: ProcessPool | None = None
+        self._unable: Exception | None = None
+        self._schedule(range(len(tasks)))
 
     def result(self) -> list[Any]:
-        """Wait for all rows; one value or `Failure` each, in their order."""
-        return [_outcome(future) for future in self._futures]
+        """Wait for all rows; one value or `Failure` each, in their order.
+
+        Raises:
+            ValueError: A worker cannot import the function.
+            RuntimeError: Workers cannot be started.
+        """
+        for _ in range(_MOST_STARTS - 1):
+            self._schedule(self._lost())  # a worker died between two rows, or the pool was closed
+        if self._lost():
+            raise RuntimeError(
+                "the worker processes of rewards do not start, for reasons that they wrote above: a script needs "
+                '`if __name__ == "__main__":` around what it does, and a daemonic process cannot have any'
+            ) from self._unable
+        return [self._outcome(row) for row in range(len(self._tasks))]
+
+    def _schedule(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        unable: ProcessFuture[Any] = ProcessFuture()
+        self._futures |= dict.fromkeys(rows, unable)
+        try:
+            self._pool = pool = _running(self._function)
+            for row in rows:
+                backstop = self._tasks[row][2] + _SPARE_SECONDS
+                self._futures[row] = pool.schedule(_run, args=self._tasks[row], timeout=backstop)
+        except (RuntimeError, OSError, AssertionError) as error:
+            self._unable = error
+            unable.set_exception(BrokenProcessPool())
+            close()
+
+    def _lost(self) -> list[int]:
+        """Waits, and gives the rows that no worker will finish."""
+        while (waiting := wait(self._futures.values(), timeout=1.0).not_done) and self._pool and self._pool.active:
+            pass
+        return [
+            row
+            for row, future in self._futures.items()
+            if future in waiting or isinstance(future.exception(), BrokenProcessPool)
+        ]
+
+    def _outcome(self, row: int) -> Any:
+        late = Failure("timeout", f"took longer than {self._tasks[row][2]:g} s")
+        try:
+            value = self._futures[row].result()
+            if isinstance(value, bytes):
+                return pickle.loads(value)
+        except TimeoutError:
+            return late
+        except ProcessExpired as error:
+            ended_by_alarm = hasattr(signal, "SIGALRM") and error.exitcode == -signal.SIGALRM
+            return late if ended_by_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
+        except Exception as error:
+            return Failure("exception", _told(error))
+        if value.kind == "import":
+            raise _not_importable(self._function, value.message)
+        return value
 
 
 def submit(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], *, seconds: float) -> Pending:
     """Start ``function(**row)`` for every row, each in whatever worker is free.
 
     Args:
-        function: Pickled to the workers, so it must be importable: of a module, not a lambda. What it takes to unpickle
-            it, imports above all, does not count as a row's time.
+        function: Pickled to the workers, so it must be importable: of a module, not a lambda. Each worker unpickles it
+            once, and what that takes, imports above all, does not count as a row's time.
         rows: Keyword arguments.
         seconds: For one row from its start; a worker that takes longer is ended, and another one takes its place.
 
     Raises:
-        ValueError: ``function`` or a row cannot be pickled.
+        ValueError: ``function`` or a row cannot be pickled, or ``seconds`` is not positive.
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds: expected a number above 0, got {seconds!r}")
     try:
-        pickle.dumps((function, rows))
+        packed = pickle.dumps(function)
+        tasks = [(packed, pickle.dumps(dict(row)), seconds) for row in rows]
     except Exception as error:
-        raise ValueError(
-            f"{function!r} cannot run in a worker process: {error}; allowed are functions of a module, with plain "
-            "values as arguments"
-        ) from error
-    pool = _running(function)
-    return Pending([pool.schedule(_run, args=[function, dict(row), seconds], timeout=seconds) for row in rows])
+        raise _not_importable(function, _told(error)) from error
+    return Pending(function, tasks)
 
 
 def configure(workers: int | None) -> None:
-    """How many workers to start: ends those that run. None: one per core of this device, at most 8."""
+    """How many workers to start: ends those that run. None: one per core of this process, at most 8."""
     global _workers
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers: expected at least 1 or None, got {workers!r}")
     close()
     _workers = workers
 
 
 def close() -> None:
-    """End the workers; the next use starts others."""
+    """End the workers; the next use, or waiting for rows that they had not finished, starts others."""
     global _pool
     pool, _pool = _pool, None
     if pool is not None:
         pool.stop()
+        for process in list(pool._pool_manager.worker_manager.workers.values()):
+            process.kill()  # pebble would give every one that is busy some seconds
         pool.join()
 
 
@@ -92,67 +162,103 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
     if _pool is not None and not _pool.active:
         close()
     if _pool is None:
-        methods = multiprocessing.get_all_start_methods()
-        context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload([name for name in (__name__, _module(function)) if name != "__main__"])
+        has_server = "forkserver" in multiprocessing.get_all_start_methods() and not _is_forked
+        context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
+        if has_server:
+            _start_server(_modules(function))
         _pool = ProcessPool(max_workers=_workers or _default_workers(), context=context, initializer=_prepare)
-        atexit.register(close)
     return _pool
+
+
+def _start_server(modules: Sequence[str]) -> None:
+    """Starts what forks the workers, unless it runs, deaf to the trainer's signals: it inherits which are blocked."""
+    from multiprocessing import forkserver, resource_tracker
+
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TRAINER)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TRAINER)  # again: the line above lets SIGTERM through
+        forkserver.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _default_workers() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(_MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
-def _module(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__module__", None) or type(function).__module__
+def _modules(function: Any) -> list[str]:
+    """What the server imports for all workers: the modules of ``function`` and of what it wraps, and their preload."""
+    modules = [__name__]
+    for _ in range(_MOST_WRAPPED):
+        if function is not None:
+            modules += [getattr(function, "__module__", None) or type(function).__module__]
+            modules += getattr(function, "preload", ())
+        function = getattr(function, "func", None) or getattr(function, "function", None)
+    return [name for name in modules if name != "__main__"]
 
 
 def _prepare() -> None:
     """Runs in every worker before its first row."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+    for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
+        signal.signal(number, lambda *_: None)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TRAINER)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
-    if hasattr(signal, "SIGALRM"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    leave = os._exit
+    os._exit = lambda code: leave(code or 70)  # type: ignore[assignment]  # pebble takes 0 for no crash, and waits
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has none, and other systems other limits
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _run(function: Callable[..., Any], row: Mapping[str, Any], seconds: float) -> Any:
-    """One row in a worker: a value that surely survives the way back, or a `Failure`."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
+def _run(function: bytes, row: bytes, seconds: float) -> bytes | Failure:
+    """One row in a worker."""
     try:
-        return pickle.loads(pickle.dumps(function(**row)))
+        _alarm(_SPARE_SECONDS)
+        call = _unpickled(function)
+    except BaseException as error:
+        return Failure("import", _told(error))
+    try:
+        _alarm(seconds)
+        return pickle.dumps(call(**pickle.loads(row)))
     except BaseException as error:  # sys.exit too: whatever it is, the next row is another one's
-        return Failure("exception", f"{type(error).__name__}: {_text(error)}"[:_SHOWN_CHARACTERS])
+        return Failure("exception", _told(error))
     finally:
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        _alarm(0)
 
 
-def _text(error: BaseException) -> str:
+def _alarm(seconds: float) -> None:
+    """Lets the kernel end this process after ``seconds``, 0: not at all. Windows has no alarms."""
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _told(error: BaseException) -> str:
     try:
-        return str(error)
+        return f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS]
     except Exception:
-        return "its text cannot be shown"
+        return f"{type(error).__name__}: its text cannot be shown"
 
 
-def _outcome(future: ProcessFuture[Any]) -> Any:
-    try:
-        return future.result()
-    except TimeoutError as error:
-        return Failure("timeout", f"took longer than {error.args[-1]:g} s" if len(error.args) > 1 else str(error))
-    except ProcessExpired as error:
-        return Failure("crash", f"its worker died with exit code {error.exitcode}")
-    except CancelledError:
-        return Failure("crash", "the pool was closed")
-    except Exception as error:
-        return Failure("exception", f"{type(error).__name__}: {_text(error)}"[:_SHOWN_CHARACTERS])
+def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
+    return ValueError(
+        f"{function!r:.80} cannot run in a worker process: {reason}; allowed are functions of a module that can be "
+        "imported, with plain values as arguments"
+    )
+
+
+def _forget() -> None:
+    """In a forked child, which has neither the threads of the pool nor the server as its child."""
+    global _pool, _is_forked
+    _pool, _is_forked = None, True
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -9,6 +9,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from grpo_lightning.reward import pool
@@ -120,24 +121,25 @@ TIMED = frozenset(("intermediate_integration", "propositional_logic", "rubiks_cu
 """Tasks whose verifiers simplify formulas, try all truth values or turn a cube."""
 
 
+def begin(scorer: Scorer, **arguments: Any) -> Callable[[], float]:
+    """``scorer(**arguments)``, to be called for: a verifier in a worker process works on it until then."""
+    return scorer.begin(**arguments) if isinstance(scorer, _Timed) else partial(scorer, **arguments)
+
+
 class _Verifier:
     """A task's verifier that can be pickled: a worker makes its own when it receives it, before the time is counted."""
 
+    preload = ("reasoning_gym.factory",)
+
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
-        self.task, self.config = task, config
+        self._task, self._config = task, config
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        key = f"{self.task} {self.config!r}"
-        if key not in _made:
-            _made[key] = _own_scorer(self.task, self.config)
-        self._scorer = _made[key]
+        self._scorer = _own_scorer(self._task, self._config)
 
     def __call__(self, **arguments: Any) -> float:
         return float(self._scorer(**arguments))
-
-
-_made: dict[str, Scorer] = {}
 
 
 class _Timed:
@@ -148,14 +150,21 @@ class _Timed:
         RuntimeError: From a call, if the verifier raised or its worker died.
     """
 
-    def __init__(self, verifier: _Verifier) -> None:
+    def __init__(self, verifier: Callable[..., float]) -> None:
         self._verifier = verifier
 
     def __call__(self, **arguments: Any) -> float:
-        (found,) = pool.submit(self._verifier, [arguments], seconds=_MOST_SECONDS).result()
-        if isinstance(found, pool.Failure):
-            raise (TimeoutError if found.kind == "timeout" else RuntimeError)(found.message)
-        return float(found)
+        return self.begin(**arguments)()
+
+    def begin(self, **arguments: Any) -> Callable[[], float]:
+        return partial(_finished, pool.submit(self._verifier, [arguments], seconds=_MOST_SECONDS))
+
+
+def _finished(pending: pool.Pending) -> float:
+    (found,) = pending.result()
+    if isinstance(found, pool.Failure):
+        raise (TimeoutError if found.kind == "timeout" else RuntimeError)(found.message)
+    return float(found)
 
 
 def _own_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
