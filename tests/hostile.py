@@ -84,3 +84,10 @@ def odd_raises(completions):
 
 def two_scores(completions):
     return [1.0, 1.0]
+
+
+def leaves_a_mark(completions, *, directory):
+    """A reward: 1, and a file named like the completion."""
+    for text in completions:
+        Path(directory, text).write_text("")
+    return [1.0] * len(completions)

@@ -1,6 +1,7 @@
 """Which groups, completions and tokens a rollout trains on, worked by hand on fixed samples."""
 
 import math
+import time
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from grpo_lightning.group import max_variance, mixed
 from grpo_lightning.judge import Judge, Judged
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
+from tests import hostile
 from tests.test_rollout import Fixed
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
@@ -102,6 +104,8 @@ def test_when_the_tries_are_spent_the_rest_is_filled_up_and_said(caplog):
     assert found.metrics["group/tries"] == 3
     assert found.metrics["group/kept"] == pytest.approx(1 / 6)
     assert "1 of 2 groups passed rollout.group_filter after 3 tries" in caplog.text
+    first = collect([LIVE, DEAD, ALSO_DEAD, DEAD, DEAD, DEAD], **DYNAMIC)
+    assert first.judged.prompts.texts == (LIVE, DEAD)  # none twice
     nothing = collect([DEAD] * 6, **DYNAMIC)
     assert nothing.judged.prompts.texts == (DEAD, DEAD)
     assert nothing.rollout.advantages.count_nonzero() == 0
@@ -182,6 +186,16 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     assert found.judged.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
 
 
+def test_steps_of_completions_from_several_tries_are_not_padded_with_scores():
+    rewards = {"right": Weighted(starts_with_r, 1.0)}
+    found = collect(
+        [DEAD, LIVE, LIVELY, DEAD], rewards=rewards, advantage=partial(process, eps=0.0), **DYNAMIC | {"max_tries": 2}
+    )
+    assert found.judged.sampled.texts == ("r", "w", "w", "rrr")  # of one token and of three
+    half = 0.5**0.5  # of two scores, 1 and 0: mean .5, sample std sqrt(.5)
+    assert_close(found.rollout.advantages, half * torch.tensor([[1.0, 0, 0], [-1, 0, 0], [-1, 0, 0], [1, 1, 1]]))
+
+
 def test_every_reward_by_itself_gets_scores_and_weights():
     rewards = {
         "right": Weighted(starts_with_r, 1.0),
@@ -202,6 +216,23 @@ def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():
     assert found.judged.scores.tolist() == [[1.0, 2.0], [0.0, 0.0]]
     assert found.judged.rewards["total"].tolist() == [21.0, 0.0]
     assert found.judged.right.tolist() == [True, False]
+
+
+def test_rewards_with_a_timeout_start_while_others_are_still_sampled(tmp_path):
+    class Slow(Scripted):
+        def sample(self, prompts, *, ended=None, **arguments):
+            ended(0, "r", [1])
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "r").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert [path.name for path in tmp_path.iterdir()] == ["r"]
+            return super().sample(prompts, **arguments)
+
+    rewards = {"right": Weighted(partial(hostile.leaves_a_mark, directory=str(tmp_path)), 1.0, timeout=20.0)}
+    found = collect(["r wa"], Slow(), rewards=rewards)
+    assert found.judged.rewards["right"].tolist() == [1.0, 1.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "wa"]
+    assert found.metrics["failure/right"] == 0.0
 
 
 def test_a_reward_that_no_completion_gets_changes_no_other():

@@ -156,6 +156,7 @@ def two_workers():
     pool.configure(workers=None)
 
 
+@pytest.mark.slow
 def test_every_reward_takes_ten_thousand_hostile_completions():
     assert len(completions()) == ROWS
     assert sum(len(text) >= LONG - 5_000 for text in completions()) > 50
