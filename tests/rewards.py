@@ -36,10 +36,10 @@ def same(completions):
     return [1.0] * len(completions)
 
 
-def first_half(completions):
-    """Differs within the first half of the completions only."""
+def second_half(completions):
+    """Differs within the second half of the completions only."""
     half = len(completions) // 2
-    return [float(i % 2) if i < half else 0.5 for i in range(len(completions))]
+    return [0.5 if i < half else float(i % 2) for i in range(len(completions))]
 
 
 def every_other_prompt(completions, prompts):

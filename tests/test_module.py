@@ -117,7 +117,7 @@ def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradi
     monkeypatch.setattr(HFPolicy, "score", counting)
     overrides = [
         f"algorithm={algorithm}",
-        "reward.custom.function._target_=tests.rewards.first_half",
+        "reward.custom.function._target_=tests.rewards.second_half",
         "reward=[custom]",
     ]
     overrides += ["~reward.soft_overlong"] if algorithm == "dapo" else []

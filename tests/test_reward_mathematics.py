@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import mathematics
+from grpo_lightning.reward import formula, mathematics
 from grpo_lightning.reward.mathematics import math
 
 
@@ -43,6 +43,16 @@ def scored(given, right):
         ("The answer is 72.", "48 + 24 = 72 #### 72"),
         ("10 apples", "10"),
         ("5 \\text{ cm}", "5"),
+        ("\u221a2", "\\sqrt{2}"),
+        ("\u221a(2)/2", "\\frac{\\sqrt2}{2}"),
+        ("3\\sqrt{2}", "\\sqrt{18}"),
+        ("x\u00b2", "x^2"),
+        ("La r\u00e9ponse est 72", "72"),
+        ("\u7b54\u6848\u662f 72\u3002", "72"),
+        ("\u7b54\u6848\u662f $\\frac{1}{2}$\u3002", "0.5"),
+        ("Evelyn", "\\text{Evelyn}"),
+        ("\\boxed{\\text{Evelyn}}", "$\\text{ Evelyn }$"),
+        ("\\sin a \\cos b + \\cos a \\sin b", "\\sin(a+b)"),
     ],
 )
 def test_equal_as_mathematics(given, right):
@@ -65,6 +75,10 @@ def test_equal_as_mathematics(given, right):
         ("\\frac{1}{", "1"),
         ("\\boxed{7", "7"),
         ("", "7"),
+        ("\u00bd", "\\frac12"),  # not read, and not taken for something else
+        ("7\u202e", "7"),
+        ("Bob", "\\text{Evelyn}"),
+        ("\u7b54\u6848\u662f 71", "72"),
     ],
 )
 def test_unequal(given, right):
@@ -114,18 +128,30 @@ HUGE = [
     "1e999999999",
     "1e-999999999",
     "99999!",
-    "1001!",
+    "201!",
     "9!!",
     "(9!)!",
     "2^{9!}",
-    "\\binom{99999}{5000}",
+    "\\binom{201}{100}",
     "1" * 51,
+    "\\sin\\sin\\sin\\sin\\sin 1",
+    "\\cot-\\cot-\\cot-\\cot-\\cot1",
+    "\\sin(\\cos(\\tan(\\ln(\\sec(1)))))",
+    "\\exp\\exp\\exp 3",
+    "e^{e^{e^{3}}}",
+    "\\log_{2}\\log_{2}\\log_{2}\\log_{2}\\log_{2} 3",
+    "1:2" * 11,
+    "1/2" * 11,
+    "x_" * 9 + "1",
+    "|x|" * 5,  # 10 bars
+    "x!" * 21,
+    "(x+1)" * 31,
     "\\sum_{i=1}^{10} i",
     "\\prod_{i=1}^{10} i",
     "\\int_0^1 x dx",
     "\\lim_{x \\to 0} x",
     "(" * 9 + "1" + ")" * 9,
-    "1+" * 500 + "1",
+    "1+" * 150 + "1",  # 301 characters
 ]
 
 
@@ -142,9 +168,36 @@ def test_what_could_take_long_is_not_parsed(huge, monkeypatch):
     mathematics._parsed.cache_clear()
 
 
-@pytest.mark.parametrize("small", ["x^{1000}", "2^{500}", "(x+1)^{10}", "170!", "1" * 50, "((((((((1))))))))"])
+SMALL = [
+    "x^{1000}",
+    "2^{500}",
+    "(x+1)^{10}",
+    "200!",
+    "\\binom{200}{100}",
+    "1" * 50,
+    "((((((((1))))))))",
+    "\\sin\\sin\\sin\\sin 1",
+    "\\exp\\exp 3",
+    "e^{2x}+e^{3x}+e^{4x}+e^{5x}",  # each ends with its bracket
+    "\\sin(1)+\\cos(2)+\\tan(3)+\\sin(4)+\\cos(5)+\\tan(6)",
+    "\\sin 1, \\sin 2, \\sin 3, \\sin 4, \\sin 5",
+    "(\\sin x)(\\sin y)(\\sin z)(\\cos x)(\\cos y)",
+    "1/2+" * 9 + "1/2",
+    "x_1+" * 7 + "x_1",
+    "|x|+|y|+|z|+|w|",
+    "x!+" * 19 + "x!",
+    "(x+1)" * 30,
+    "1+" * 149 + "11",  # 300 characters
+]
+
+
+@pytest.mark.parametrize("small", SMALL)
 def test_what_is_small_enough_is_parsed(small):
-    assert mathematics._parsed(mathematics._formula(small))
+    assert mathematics._parsed(formula.read_formula(small))
+
+
+def test_a_right_answer_to_the_letter_needs_no_parsing():
+    assert math(["\\boxed{9^{9^9}}", "$9^{9^9}$", "9^{9^{9}}"], ["9^{9^9}"] * 3) == [1.0, 1.0, 0.0]
 
 
 def test_work_that_was_left_is_wrong():
@@ -152,13 +205,14 @@ def test_work_that_was_left_is_wrong():
 
 
 def test_a_right_answer_that_cannot_be_parsed_leaves_the_reward_out(caplog):
-    mathematics._unreadable.clear()
+    mathematics.unreadable.clear()
     with caplog.at_level(logging.WARNING):
         assert math(["Paris", "Rome", "5"], ["Paris", "Paris", "5"]) == [None, None, 1.0]
-        assert math(["Paris"], ["Paris"]) == [None]
+        assert math(["Paris", "Rome"], ["Paris", "Rome"]) == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        "math: the right answer 'Paris' cannot be parsed; the reward does not apply to it"
+        "math: the right answer 'Paris' cannot be parsed, so the reward does not apply to it; further ones are only counted"
     ]
+    assert dict(mathematics.unreadable) == {"Paris": 3, "Rome": 1}
 
 
 @pytest.mark.parametrize("right", ["", "  ", "text ####", None, True, ["1"], {}])

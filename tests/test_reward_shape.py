@@ -159,7 +159,7 @@ def test_pattern():
 
 
 def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
-    pattern._timed_out.clear()
+    pattern.timed_out.clear()
     began = time.perf_counter()
     with caplog.at_level(logging.WARNING):
         texts = ["a" * 100 + "b", "a" * 100 + "b", "aa"]
@@ -167,6 +167,7 @@ def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
     assert time.perf_counter() - began < 2
     assert len(caplog.records) == 1
     assert "more than 0.05 s" in caplog.text
+    assert dict(pattern.timed_out) == {"^(a|aa|aaa)+$": 2}
 
 
 @pytest.mark.parametrize("expression", ["(", "[a", "*", "(?P<a>", None, 3])

@@ -41,7 +41,7 @@ def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> lis
     """min(1, markers / target): "Step 1:", lines with "1." or a bullet, "First,", "Second,", "Next," and "Finally,".
 
     Open R1's reward of that name, github.com/huggingface/open-r1, src/open_r1/rewards.py, whose target is 3. There
-    "1." counts at the beginning of the text only; here on every line.
+    "1." counts at the beginning of the text only, here on every line; "1." and bullets (- * •) need a space after them.
 
     Args:
         completions: [B]

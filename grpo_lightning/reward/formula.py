@@ -1,21 +1,22 @@
 r"""The formula in a text, as LaTeX, and a bound on the work that it gives to a parser and to sympy.
 
 That work grows with the numbers in a formula and with how it is nested, far faster than with its length. The bounds are
-above what answers of mathematical data sets need; what they leave takes under two seconds, in all that was tried.
+above what answers of mathematical data sets need; what they leave rarely takes more than a second.
 """
 
 import re
 
 from grpo_lightning.reward.accuracy import last_number
 
-_LONGEST = 500  # characters of a formula
+_LONGEST = 300  # characters of a formula
 _MOST_DIGITS = 50  # of one number
-_LARGEST_POWER = 1_000  # also of a product of nested powers, a factorial and a binomial
+_LARGEST_POWER = 1_000  # also of a product of nested powers
+_LARGEST_FACTORIAL = 200  # and number of a binomial
 _DEEPEST = 8  # brackets within brackets; at 20 the parser takes seconds
-_DEEPEST_FUNCTION = 4  # sin sin sin sin x; at 8 sympy takes hours
+_DEEPEST_FUNCTION = 4  # sin sin sin sin x, exp counting twice; at 5 sympy takes seconds, at 8 hours
 _MOST_FORMULAS = 6  # $…$ in one answer, joined by "and"
 _MOST = (  # of what sympy needs exponentially long for
-    (re.compile(r"[(\[]"), 40),
+    (re.compile(r"[(\[]"), 30),
     (re.compile(r"\||\\[lr]?[vV]ert|\\mid"), 8),
     (re.compile(r"/|:|\\div"), 10),
     (re.compile(r"_"), 8),
@@ -43,8 +44,9 @@ _GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|ma
 _DIGITS = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
 _WORK = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![A-Za-z])")  # commands that sympy would carry out
-_FUNCTION = re.compile(
-    r"\\(?:(?:ar|arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|exp|[lr]?(?:floor|ceil))|e\s?\^|[-+,=<>()\[\]{}]"
+_NESTING = re.compile(
+    r"(?P<function>\\(?:(?:ar|arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|[lr]?(?:floor|ceil))"
+    r"|(?P<exp>\\exp|e\s?\^))(?P<bracket>\s*(?=[(\[{]))?|[,=<>()\[\]{}]"
 )
 _POWER_SIGN = re.compile(r"\*\*|\^")
 _POWER_OF_NUMBER = re.compile(r"[0-9)}\]]\s*(?:\^|\*\*)")
@@ -123,17 +125,19 @@ def _is_bounded(formula: str) -> bool:
 
 
 def _depths(formula: str) -> tuple[int, int]:
-    """How deep brackets are nested, and at most how deep functions are, a product of some counting as nested."""
+    """How deep brackets are nested, and at most how deep functions: one without brackets may end at the next comma."""
     depth = deepest = deepest_function = 0
-    open_at: list[int] = []  # at which depth of brackets each function that has not ended began
-    for found in _FUNCTION.finditer(formula):
-        sign = found[0]
-        depth += (sign in "([{") - (sign in ")]}")
-        while open_at and (open_at[-1] > depth or (sign in "+-,=<>" and open_at[-1] == depth)):
-            open_at.pop()
-        if len(sign) > 1:
-            open_at.append(depth)
-        deepest, deepest_function = max(deepest, depth), max(deepest_function, len(open_at))
+    functions: list[tuple[int, int]] = []  # of each that has not ended, the depth of brackets that it needs, and weight
+    for found in _NESTING.finditer(formula):
+        depth += (found[0] in "([{") - (found[0] in ")]}")
+        if found["function"]:
+            begins = depth + (found["bracket"] is not None)
+            functions.append((begins, 2 if found["exp"] else 1))
+        elif found[0] in ")]},=<>":
+            ends_at = depth - (found[0] in ",=<>")
+            functions = [function for function in functions if function[0] <= ends_at]
+        deepest = max(deepest, depth)
+        deepest_function = max(deepest_function, sum(weight for _, weight in functions))
     return deepest, deepest_function
 
 
@@ -159,7 +163,7 @@ def _has_small_factorials(formula: str) -> bool:
     numbers = re.findall(r"([0-9]+)\s*!", formula)
     if "\\binom" in formula or "\\choose" in formula:
         numbers += _DIGITS.findall(formula)
-    return not re.search(r"[!)}\]]\s*!", formula) and all(int(number) <= _LARGEST_POWER for number in numbers)
+    return not re.search(r"[!)}\]]\s*!", formula) and all(int(number) <= _LARGEST_FACTORIAL for number in numbers)
 
 
 def _argument(formula: str, start: int) -> tuple[str, int]:

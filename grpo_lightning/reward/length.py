@@ -102,7 +102,8 @@ def cosine_length(
     """From its value at length 0 to that at ``max_length`` along a cosine, for right and wrong completions each.
 
     end + (start − end) · (1 + cos(π · min(n, L) / L)) / 2 for n tokens and L = ``max_length``. Yeo et al.,
-    arXiv:2502.03373, Eq. 1, as in Open R1, without the paper's penalty r_e beyond L, which no completion exceeds.
+    arXiv:2502.03373, Eq. 1, as in Open R1: without the paper's r_e, which completions that reach L get instead, and
+    for which `soft_overlong` can stand beside it.
 
     Args:
         completions: [B]
@@ -121,7 +122,8 @@ def cosine_length(
         ValueError: A setting is out of range, or ``outcome`` needs a column that there is not, or returns
             another number of scores.
     """
-    _check_length(max_length)
+    if max_length < 1:
+        raise ValueError(f"max_length: expected at least 1 token, got {max_length}")
     for name, pair in (("right", right), ("wrong", wrong)):
         if isinstance(pair, str) or len(pair) != 2 or not all(math.isfinite(value) for value in pair):
             raise ValueError(f"{name}: expected [at length 0, at max_length], two finite numbers, got {pair!r}")
@@ -147,8 +149,3 @@ def _repeated(words: Sequence[str], n: int) -> float:
     if total < 1:
         return 0.0
     return 1 - len(set(zip(*(words[start:] for start in range(n)), strict=False))) / total
-
-
-def _check_length(max_length: int) -> None:
-    if max_length < 1:
-        raise ValueError(f"max_length: expected at least 1 token, got {max_length}")

@@ -1,6 +1,7 @@
 """Rewards for words and patterns that a completion contains."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import regex
 
 _LOG = logging.getLogger(__name__)
 
-_timed_out: set[str] = set()
+timed_out: Counter[str] = Counter()
+"""Expression -> how many searches for it were given up in this process."""
 
 
 def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
@@ -37,7 +39,8 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
     Args:
         completions: [B]
         expression: In the syntax of the package regex; (?i) at its beginning ignores case.
-        seconds: After which the search in one completion is given up, more than 0: it scores 0.0, which is logged once.
+        seconds: After which the search in one completion is given up, more than 0: it scores 0.0, which is counted and,
+            the first time, logged.
 
     Returns:
         [B] 0.0 or 1.0
@@ -58,11 +61,11 @@ def _is_found(compiled: "regex.Pattern[str]", text: str, seconds: float) -> bool
     try:
         return compiled.search(text, timeout=seconds) is not None
     except TimeoutError:
-        if compiled.pattern not in _timed_out:
-            _timed_out.add(compiled.pattern)
+        if not timed_out[compiled.pattern]:
             _LOG.warning(
-                "pattern %.80r: a search took more than %s s, which scores 0; further ones are not logged",
+                "pattern %.80r: a search took more than %s s, which scores 0; further ones are only counted",
                 compiled.pattern,
                 seconds,
             )
+        timed_out[compiled.pattern] += 1
         return False
