@@ -146,6 +146,7 @@ HUGE = [
     "|x|" * 5,  # 10 bars
     "x!" * 21,
     "(x+1)" * 31,
+    "\\cot" + "a" * 17,
     "\\sum_{i=1}^{10} i",
     "\\prod_{i=1}^{10} i",
     "\\int_0^1 x dx",
@@ -187,6 +188,7 @@ SMALL = [
     "|x|+|y|+|z|+|w|",
     "x!+" * 19 + "x!",
     "(x+1)" * 30,
+    "\\cot" + "a" * 16,
     "1+" * 149 + "11",  # 300 characters
 ]
 
@@ -210,7 +212,8 @@ def test_a_right_answer_that_cannot_be_parsed_leaves_the_reward_out(caplog):
         assert math(["Paris", "Rome", "5"], ["Paris", "Paris", "5"]) == [None, None, 1.0]
         assert math(["Paris", "Rome"], ["Paris", "Rome"]) == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        "math: the right answer 'Paris' cannot be parsed, so the reward does not apply to it; further ones are only counted"
+        "math: the right answer 'Paris' cannot be parsed, so the reward does not apply to it; further ones are only "
+        "counted"
     ]
     assert dict(mathematics.unreadable) == {"Paris": 3, "Rome": 1}
 

@@ -21,6 +21,7 @@ _MOST = (  # of what sympy needs exponentially long for
     (re.compile(r"/|:|\\div"), 10),
     (re.compile(r"_"), 8),
     (re.compile(r"!"), 20),
+    (re.compile(r"\\[A-Za-z]{20}"), 0),  # no command, so a product of letters
 )
 _BOXED = "\\boxed{"
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))

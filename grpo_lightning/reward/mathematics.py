@@ -30,9 +30,9 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
     Of the answer text counts what is in its last \boxed{…}, else its $…$ (several, joined by "and", are a set), else
     the whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
     Wrong unless it is the right answer to the letter, which needs no parsing: formulas of more than 300 characters,
-    numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers, brackets deeper
-    than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were left to be worked
-    out.
+    numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers,
+    brackets deeper than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were left
+    to be worked out.
 
     Args:
         completions: [B]
