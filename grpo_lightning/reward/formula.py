@@ -25,7 +25,7 @@ _MOST = (  # of what sympy needs exponentially long for
 )
 _BOXED = "\\boxed{"
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_LATEX = {
+_LATEX: dict[str, str | int | None] = {
     "\u00b0": "^{\\circ}",
     "\u00b1": "\\pm ",
     "\u00b2": "^{2}",
