@@ -192,7 +192,7 @@ def test_help_is_readable():
     result = train("--help", small=False)
     assert result.returncode == 0
     assert "python train.py algorithm=dapo" in result.stdout
-    assert "algorithm: dapo, dr_grpo, grpo" in result.stdout
+    assert "algorithm: cispo, dapo, dr_grpo, gmpo, grpo" in result.stdout
 
 
 def test_the_shipped_policy_learns(tmp_path):
