@@ -183,23 +183,53 @@ class Rollout(_Rows):
                 yield self[rows]
 
 
-def microbatches(mask: Tensor, prompt_lengths: Tensor, *, tokens: int) -> list[Tensor]:
-    """Rows that go through the model together: as many as fit a budget of padded tokens.
+def same_prompts(rows: _Rows) -> list[list[int]]:
+    """Numbers of the rows that have the same prompt, in order of their first appearance."""
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    real = rows.attention_mask[:, :start]
+    ids = rows.ids[:, :start].masked_fill(~real, -1).cpu().numpy()
+    found: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(ids):
+        found.setdefault(prompt.tobytes(), []).append(row)
+    return list(found.values())
 
-    Rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the largest one
-    comes first. A row longer than the budget goes alone.
+
+def microbatches(rows: _Rows, tokens: int, *, shared: bool) -> list[Tensor]:
+    """Rows that go through the model together: as many as fit a budget of tokens.
+
+    Without sharing rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the
+    largest one comes first; with it groups are, and a group stays together unless it is larger than the budget. A row
+    longer than the budget goes alone.
 
     Args:
-        mask: [B, T] True on completion tokens.
-        prompt_lengths: [B] real prompt tokens of each row.
-        tokens: Most positions, padding included, in one forward pass.
+        rows: B prompts and completions.
+        tokens: Most positions in one forward pass.
+        shared: Whether rows with the same prompt share its tokens and nothing is padded.
 
     Returns:
         Disjoint index tensors that together cover all B rows.
     """
-    completion, prompt = mask.sum(-1).tolist(), prompt_lengths.tolist()
-    order = sorted(range(len(mask)), key=lambda row: (prompt[row] + completion[row], row), reverse=True)
+    completion = rows.mask.sum(-1).tolist()
+    prompt = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
     batches: list[list[int]] = []
+    if shared:
+        used = 0
+        groups = sorted(same_prompts(rows), key=lambda group: -prompt[group[0]] - sum(completion[row] for row in group))
+        for group in groups:
+            own = prompt[group[0]]
+            whole = own + sum(completion[row] for row in group)
+            if not batches or used + whole > tokens:
+                batches.append([])
+                used = 0
+            used += own
+            for row in group:
+                if batches[-1] and used + completion[row] > tokens:
+                    batches.append([])
+                    used = own
+                batches[-1].append(row)
+                used += completion[row]
+        return [torch.tensor(batch, device=rows.mask.device) for batch in batches]
+    order = sorted(range(len(rows)), key=lambda row: (prompt[row] + completion[row], row), reverse=True)
     widest_prompt = widest_completion = 0
     for row in order:
         longest = max(widest_prompt, prompt[row]), max(widest_completion, completion[row])
@@ -209,4 +239,4 @@ def microbatches(mask: Tensor, prompt_lengths: Tensor, *, tokens: int) -> list[T
         else:
             batches.append([row])
             widest_prompt, widest_completion = prompt[row], completion[row]
-    return [torch.tensor(batch, device=mask.device) for batch in batches]
+    return [torch.tensor(batch, device=rows.mask.device) for batch in batches]

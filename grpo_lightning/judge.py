@@ -117,6 +117,7 @@ class Judge:
         group_size: int,
         sampling: Sampling,
         seed: int,
+        first_prompt: int = 0,
         clock: Clock,
         poll: Poll | None = None,
     ) -> tuple[Judged, dict[str, float]]:
@@ -137,6 +138,7 @@ class Judge:
                 group_size=group_size,
                 sampling=sampling,
                 seed=seed,
+                first_prompt=first_prompt,
                 poll=poll,
                 ended=scoring.begin if scoring.may_begin else None,
             )

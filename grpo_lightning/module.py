@@ -11,7 +11,7 @@ from grpo_lightning.batch import Prompts, Rollout
 from grpo_lightning.judge import Judged
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout import Collected, Collector, on_policy, split
+from grpo_lightning.rollout import Collected, Collector, on_policy
 from grpo_lightning.selfcheck import check_rollout
 from grpo_lightning.step import OptimizerFactory, Schedule, StepModule, add_up, mean_of_updates
 from grpo_lightning.validation import Validation
@@ -85,6 +85,7 @@ class GRPOLightningModule(StepModule):
             prompts,
             microbatch_tokens=self.microbatch_tokens,
             seed=self.seed_of("rollout", self.completed_steps),
+            rank=self.global_rank,
             clock=self.clock,
             poll=self.poll,
             carried=self.surplus,
@@ -95,7 +96,8 @@ class GRPOLightningModule(StepModule):
         with self.clock("update"):
             updates = self._updates(collected, loss, collect.sampling.temperature)
         ratio = torch.cat([update.pop("ratio") for update in updates])
-        metrics = {**collected.metrics, **mean_of_updates(updates), **self.performance(collected.num_tokens)}
+        work = collected.work + 3 * float(sum(update.pop("work") for update in updates))  # backward costs two forwards
+        metrics = {**collected.metrics, **mean_of_updates(updates), **self.performance(collected.num_tokens, work)}
         varying.observe(self.varied, metrics)
         self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
         return {"judged": collected.judged, "advantages": collected.advantages, "ratio": ratio}
@@ -104,7 +106,7 @@ class GRPOLightningModule(StepModule):
         """Every optimizer step on a rollout; returns the metrics of each, and the "ratio" of its tokens."""
         rollout = collected.rollout
         size = len(rollout) if self.minibatch_size is None else self.minibatch_size // self.trainer.world_size
-        generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
+        generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps, self.global_rank))
         single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
         return [
             self._update(minibatch, loss, temperature, on_policy_step=single)
@@ -121,19 +123,20 @@ class GRPOLightningModule(StepModule):
         parts: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
         ratio: list[Tensor] = []
-        for index in split(taught, self.microbatch_tokens):
-            rows = taught[index]
+        for index in self.policy.split(taught, self.microbatch_tokens):
+            rows, share = taught[index], weights[index]
+            slope = loss.slope(rows, share, on_policy=on_policy_step)
             bonus = loss.entropy_coef != 0
-            logprobs, entropy = self.policy.score(rows, temperature=temperature, entropy_gradient=bonus)
+            logprobs, entropy = self.policy.score(rows, temperature=temperature, entropy=bonus, slope=slope)
             if on_policy_step:
                 rows = on_policy(rows, logprobs)
-            value, part = loss(logprobs, entropy, rows, weights[index])
+            value, part = loss(logprobs, entropy, rows, share)
             self.manual_backward(value)
             add_up(parts, part)
             add_up(sums, loss.statistics(logprobs, rows))
             ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
         values = loss.metrics(parts, sums) | {"optim/grad_norm": torch.tensor(self.apply_gradients())}
-        return values | {"ratio": torch.cat(ratio)}
+        return values | {"ratio": torch.cat(ratio), "work": torch.tensor(self.policy.work(taught))}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled
-from grpo_lightning.policy import Policy
+from grpo_lightning.policy import Policy, Slope
 from grpo_lightning.policy.hf import load
 
 
@@ -44,11 +44,14 @@ class _AdapterOff(Policy):
         self._shared = (policy, model)  # a tuple, so no submodules
 
     def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         policy, model = self._shared
         with model.disable_adapter():
-            return policy.score(rows, temperature=temperature, entropy_gradient=entropy_gradient)
+            return policy.score(rows, temperature=temperature, entropy=entropy, slope=slope)
+
+    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        return self._shared[0].split(rows, tokens)
 
     def sample(self, *args: Any, **kwargs: Any) -> Sampled:
         raise NotImplementedError("a reference does not sample")

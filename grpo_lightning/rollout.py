@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, microbatches
+from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.group import top_entropy
 from grpo_lightning.judge import Judge, Judged, judge
@@ -40,6 +40,8 @@ class Collected:
     """Groups that passed the filter and were too many; for the next rollout."""
     num_tokens: int
     """Sampled for it, whether or not they are trained on."""
+    work: float
+    """Floating-point operations that sampling and the reference take at least, see ``Policy.work``."""
     is_fresh: bool
     """Whether all rows were sampled by the policy as it is now."""
 
@@ -78,6 +80,7 @@ class Collector:
         *,
         microbatch_tokens: int,
         seed: int,
+        rank: int = 0,
         clock: Clock,
         poll: Poll | None = None,
         carried: Judged | None = None,
@@ -89,7 +92,8 @@ class Collector:
             reference: Scored once on the samples; None for no KL term.
             prompts: [P * max_tries] those of each try.
             microbatch_tokens: Most tokens in one forward pass of the reference.
-            seed: Of the samples.
+            seed: Of the samples, the same on all devices.
+            rank: This device's number.
             clock: Counts the phases rollout, reward and score.
             poll: As in ``Policy.sample``.
             carried: The last rollout's surplus, which comes first; its old log-probabilities are those of the policy
@@ -110,6 +114,7 @@ class Collector:
                 group_size=self.group_size,
                 sampling=self.sampling,
                 seed=seed + len(fresh),
+                first_prompt=rank * len(chunk),
                 clock=clock,
                 poll=poll,
             )
@@ -138,7 +143,8 @@ class Collector:
                 "group/carried": torch.tensor(len(carried.prompts) / wanted if carried else 0.0),
             }
         num_tokens = int(everything.sampled.mask.sum())
-        return Collected(rollout, chosen, advantages, metrics, surplus, num_tokens, is_fresh=carried is None)
+        work = policy.work(everything.sampled) + (reference.work(chosen.sampled) if reference else 0.0)
+        return Collected(rollout, chosen, advantages, metrics, surplus, num_tokens, work, is_fresh=carried is None)
 
     def _teaching(self, judged: Judged) -> list[int]:
         """Numbers of the groups that pass the filter."""
@@ -171,7 +177,7 @@ class Collector:
     def _reference(self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int) -> Tensor:
         ref_logprobs = torch.zeros_like(sampled.logprobs)
         if reference is not None:
-            for rows in split(sampled, microbatch_tokens):
+            for rows in reference.split(sampled, microbatch_tokens):
                 ref_logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.sampling.temperature)
         return ref_logprobs
 
@@ -262,12 +268,6 @@ def collector(
         mask_truncated=mask_truncated,
         top_entropy=top_entropy,
     )
-
-
-def split(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-    """Micro-batches of ``rows`` within a budget of tokens, as index tensors."""
-    prompt_lengths = rows.attention_mask.sum(-1) - rows.mask.sum(-1)
-    return microbatches(rows.mask, prompt_lengths, tokens=tokens)
 
 
 def on_policy(rows: Rollout, logprobs: Tensor) -> Rollout:

@@ -4,7 +4,6 @@ import torch
 
 from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout import split
 
 
 class SelfCheckError(RuntimeError):
@@ -39,7 +38,7 @@ def check_rollout(
     rows = rollout[rollout.mask.any(-1).nonzero().flatten()]
     if not len(rows):
         return  # every completion was cut at the limit, and rollout.mask_truncated leaves those out
-    rows = rows[split(rows, microbatch_tokens)[0]]
+    rows = rows[policy.split(rows, microbatch_tokens)[0]]
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.parameters()) or torch.is_autocast_enabled(
         rows.ids.device.type
     )

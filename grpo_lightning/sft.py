@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from grpo_lightning.batch import Prompts
-from grpo_lightning.rollout import split
 from grpo_lightning.step import StepModule
 
 
@@ -31,7 +30,7 @@ class SFTLightningModule(StepModule):
             rows = self.policy.demonstrate(prompts.texts, prompts.columns["completion"])
             tokens = self.trainer.strategy.reduce(rows.mask.sum().float(), reduce_op="mean")
             total = torch.zeros((), device=self.device)
-            for index in split(rows, self.microbatch_tokens):
+            for index in self.policy.split(rows, self.microbatch_tokens):
                 loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() / tokens
                 self.manual_backward(loss)
                 total += loss.detach()

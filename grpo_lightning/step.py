@@ -66,6 +66,7 @@ class StepModule(LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_skipped = max_skipped
         self.clock = Clock()
+        self.peak = 0.0
         self.completed_steps = 0
         self.validated_at = -1
         self.skipped = 0
@@ -75,11 +76,8 @@ class StepModule(LightningModule):
         """The run's settings as plain values, for checkpoints and logs; nothing here reads it."""
 
     def seed_of(self, *what: object) -> int:
-        """A seed for one purpose, such as ("rollout", 7).
-
-        The same in every run with the same ``seed``, another on every rank.
-        """
-        key = repr((self.seed, self.global_rank, *what)).encode()
+        """A seed for one purpose, such as ("rollout", 7); the same in every run with the same ``seed``."""
+        key = repr((self.seed, *what)).encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
 
     def poll(self) -> None:
@@ -146,15 +144,28 @@ class StepModule(LightningModule):
         if self.completed_steps >= self.steps:
             self.trainer.should_stop = True
 
-    def performance(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of the step's phases, and its speed and memory; ``num_tokens`` were sampled in it on this device."""
+    def performance(self, num_tokens: int, work: float = 0.0) -> dict[str, float]:
+        """Seconds of the step's phases, its speed and memory.
+
+        Args:
+            num_tokens: Sampled in it on this device.
+            work: Least floating-point operations that it takes, as ``Policy.work`` counts them.
+        """
         seconds = self.clock.read()
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
-        return {f"time/{phase}": value for phase, value in seconds.items()} | {
-            "perf/tokens_per_second": num_tokens * self.trainer.world_size / seconds["step"],
-            "perf/peak_memory_gb": peak / 1e9,
-        }
+        limit = {"perf/gemm_fraction": work / (seconds["step"] * self.peak)} if work and self.peak else {}
+        return (
+            {f"time/{phase}": value for phase, value in seconds.items()}
+            | limit
+            | {
+                "perf/tokens_per_second": num_tokens * self.trainer.world_size / seconds["step"],
+                "perf/peak_memory_gb": peak / 1e9,
+            }
+        )
+
+    def on_train_start(self) -> None:
+        self.peak = self.policy.peak()
 
     @property
     def _validation_due(self) -> bool:
@@ -171,7 +182,7 @@ class StepModule(LightningModule):
             self.policy,
             prompts,
             completed_steps=self.completed_steps,
-            seed=self.seed_of("validation", batch_idx),
+            seed=self.seed_of("validation", batch_idx, self.global_rank),
             clock=self.clock,
             poll=self.poll,
         )

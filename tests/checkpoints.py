@@ -6,11 +6,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
+    GemmaConfig,
+    GemmaForCausalLM,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -41,6 +45,8 @@ ARCHITECTURES = {
     "llama": lambda **ids: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, **ids)),
     "qwen2": lambda **ids: Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True, **ids)),
     "qwen3": lambda **ids: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True, **ids)),
+    "gemma": lambda **ids: GemmaForCausalLM(GemmaConfig(**_SIZES, head_dim=16, **ids)),
+    "mistral": lambda **ids: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None, **ids)),
     "gpt2": lambda **ids: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **ids)),
 }
 

@@ -22,7 +22,7 @@ OUTSIDE = {
     "config": set(),
     "metric": ANY | {"torchmetrics"},
     "reward": {"reasoning_gym", "regex", "pebble", "math_verify", "jsonschema", "referencing"},
-    "policy": ANY | {"transformers", "tokenizers", "peft"},
+    "policy": ANY | {"transformers", "tokenizers", "peft", "numpy"},
     "reference": ANY | {"peft"},
     "data": ANY | {"lightning", "datasets", "pyarrow", "reasoning_gym", "numpy"},
     "validation": ANY | {"torchmetrics"},

@@ -24,7 +24,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_toke
 class Scripted(Fixed):
     """Answers the k-th completion of a prompt with its k-th word; a token is a character, log-probability -1 each."""
 
-    def sample(self, prompts, *, group_size, sampling, seed, poll=None, ended=None):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, ended=None):
         self.calls.append((tuple(prompts), seed))
         texts = [word for prompt in prompts for word in prompt.split()[:group_size]]
         assert len(texts) == len(prompts) * group_size

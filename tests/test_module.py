@@ -84,7 +84,7 @@ def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
     policy.zero_grad()
     for index in torch.arange(8).split(pieces):
         part = rows[index]
-        logprobs, entropy = policy.score(part, temperature=1.0, entropy_gradient=True)
+        logprobs, entropy = policy.score(part, temperature=1.0, entropy=True)
         loss(logprobs, entropy, part, weights[index])[0].backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 

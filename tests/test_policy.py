@@ -1,6 +1,7 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,6 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.policy.decode import draw
-from grpo_lightning.policy.head import token_logprobs, truncate
 from grpo_lightning.policy.hf import HFPolicy, load, resolve
 from tests.checkpoints import ARCHITECTURES, CHATML, write_checkpoint
 
@@ -43,7 +42,7 @@ def test_sampler_and_scorer_agree(policy):
 
 def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=2)
-    logprobs, entropy = policy.score(sampled, temperature=0.7)
+    logprobs, entropy = policy.score(sampled, temperature=0.7, entropy=True)
     for row in range(len(sampled)):
         ids = sampled.ids[row][sampled.attention_mask[row]][None]
         length = int(sampled.mask[row].sum())
@@ -67,17 +66,15 @@ def test_greedy_decoding_is_that_of_generate(policy):
 
 def test_the_entropy_passes_a_gradient_only_when_asked(policy):
     sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=2)
-    _, entropy = policy.score(sampled, temperature=1.0)
-    assert not entropy.requires_grad
-    _, same = policy.score(sampled, temperature=1.0, entropy_gradient=True)
-    assert_close(same.detach(), entropy)
-    same.sum().backward()
+    assert policy.score(sampled, temperature=1.0)[1] is None
+    _, entropy = policy.score(sampled, temperature=1.0, entropy=True)
+    entropy.sum().backward()
     assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
 
 
 def test_the_samplers_entropy_is_that_of_scoring(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
-    _, entropy = policy.score(sampled, temperature=1.0)
+    _, entropy = policy.score(sampled, temperature=1.0, entropy=True)
     assert entropy.max() > 0.1
     assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
 
@@ -150,6 +147,31 @@ def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
     torch.manual_seed(8)
     assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=5).texts == one.texts
     assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=6).texts != one.texts
+
+
+def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
+    sampling = Sampling(1.0, 1.0, 0, 0.0, 12, stop=("a", "e", "n"))  # many end early, so that the batch is compacted
+    together = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=5)
+    assert len({int(n) for n in together.mask.sum(-1)}) > 2
+    apart = [
+        policy.sample([prompt], group_size=6, sampling=sampling, seed=5, first_prompt=number)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    assert [text for part in apart for text in part.texts] == list(together.texts)
+    fewer = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=5)
+    assert fewer.texts == tuple(together.texts[row] for row in (0, 1, 6, 7, 12, 13))
+    longer = policy.sample(PROMPTS, group_size=2, sampling=replace(sampling, max_new_tokens=15), seed=5)
+    assert all(long.startswith(short) for long, short in zip(longer.texts, fewer.texts))
+
+
+def test_the_same_is_sampled_without_sharing(checkpoints, policy):
+    plain = opened(checkpoints[policy.model.config.model_type], share_prompts=False)
+    sampling = Sampling(0.9, 0.95, 30, 0.0, 12, stop=("a", "e"))
+    one, other = (p.sample(PROMPTS, group_size=6, sampling=sampling, seed=5) for p in (policy, plain))
+    assert policy.share_prompts
+    assert one.texts == other.texts
+    assert one.finished == other.finished
+    assert_close((one.logprobs, one.entropy), (other.logprobs, other.entropy), rtol=0, atol=1e-4)
 
 
 def test_dropout_is_off_even_in_training_mode(checkpoints):
@@ -287,58 +309,6 @@ def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
 def test_shipped_weights_are_found_inside_a_package():
     assert resolve("pkg://grpo_lightning/policy").endswith("grpo_lightning/policy")
     assert resolve("some/dir") == "some/dir"
-
-
-def test_token_logprobs_by_hand():
-    # logits (0, log 3) / 0.5 = (0, log 9): probabilities 1/10 and 9/10
-    logits = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0)
-    logits[0, 0] = 0.0
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 0.5)
-    assert_close(logprobs, torch.tensor([0.9]).log())
-    assert_close(entropy, -(0.1 * torch.tensor([0.1]).log() + 0.9 * torch.tensor([0.9]).log()))
-
-
-@pytest.mark.parametrize(
-    "options, kept",
-    [
-        ({"top_k": 2}, [True, True, False, False]),
-        ({"top_p": 0.5}, [True, False, False, False]),  # .5 reaches it alone
-        ({"top_p": 0.51}, [True, True, False, False]),
-        ({"top_p": 0.95}, [True, True, True, True]),
-        ({"top_p": 1e-9}, [True, False, False, False]),
-        ({"min_p": 0.3}, [True, True, False, False]),  # .15 < .3 x .5 <= .25... : .5, .3 stay, .14 goes
-        ({"top_k": 3, "top_p": 0.9}, [True, True, True, False]),  # of .5 .3 .14 renormalized: .532 .319 .149
-        ({"top_k": 99}, [True] * 4),
-        ({}, [True] * 4),
-    ],
-)
-def test_truncation_by_hand(options, kept):
-    logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
-    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
-    shuffle = torch.tensor([2, 0, 3, 1])
-    assert truncate(logits, **options).isfinite().tolist() == [kept]
-    assert truncate(logits[:, shuffle], **options).isfinite().tolist() == [[kept[i] for i in shuffle]]
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [FREE, Sampling(0.5, 1.0, 0, 0.0, 1), Sampling(1.0, 0.8, 0, 0.0, 1), Sampling(2.0, 1.0, 3, 0.0, 1)],
-    ids=["plain", "temperature", "top_p", "top_k"],
-)
-def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling):
-    torch.manual_seed(0)
-    logits = torch.randn(1, 8) * 2
-    rows = 20_000
-    tokens, logprobs, entropy = draw(logits.expand(rows, 8), sampling, torch.Generator().manual_seed(1))
-    scaled = logits / sampling.temperature
-    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
-    counts = tokens.bincount(minlength=8)
-    assert counts[kept == 0].sum() == 0
-    live = kept > 0
-    chi_square = ((counts[live] - rows * kept[live]).square() / (rows * kept[live])).sum()
-    assert chi_square < 29.9  # 0.9999 quantile at 7 degrees of freedom
-    assert_close(logprobs, scaled.log_softmax(-1)[0][tokens])
-    assert_close(entropy, torch.distributions.Categorical(logits=scaled).entropy().expand(rows))
 
 
 def test_the_chat_template_of_the_tests_knows_its_argument():

@@ -11,7 +11,7 @@ from grpo_lightning.group import mixed
 from grpo_lightning.judge import Judge, judge
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout import Collector, collector, on_policy, split
+from grpo_lightning.rollout import Collector, collector, on_policy
 from tests.test_loss import rollout as two_rows
 
 SAMPLING = Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
@@ -31,7 +31,7 @@ class Fixed(Policy):
         super().__init__()
         self.calls = []
 
-    def sample(self, prompts, *, group_size, sampling, seed, poll=None, ended=None):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, ended=None):
         self.calls.append((tuple(prompts), group_size, sampling, seed))
         mask = torch.arange(3) < torch.tensor(self.lengths)[:, None]
         return Sampled(
@@ -124,12 +124,6 @@ def test_the_reference_is_scored_once_per_row_at_the_sampling_temperature(tokens
     assert_close(rollout.ref_logprobs, Fixed.expected(torch.arange(6), rollout.mask))
     assert sum(rows for _, rows, _ in reference.calls) == 6
     assert {temperature for _, _, temperature in reference.calls} == {0.5}
-
-
-def test_split_counts_prompt_and_completion():
-    rollout = collect(Fixed()).rollout
-    # rows are 2 + (1, 2, 3, 1, 3, 2) long: two of 5, two of 4, two of 3
-    assert [rows.tolist() for rows in split(rollout, 10)] == [[4, 2], [5, 1], [3, 0]]
 
 
 def test_on_policy_replaces_the_old_logprobs_only():

@@ -58,6 +58,7 @@ def test_a_model_that_ignores_the_attention_mask(policy):
         return plain(*arguments, attention_mask=None, **keywords)
 
     policy.model.forward = forward
+    policy.share_prompts = False
     with pytest.raises(SelfCheckError, match=r"attention_mask or position_ids \(padding\)|step by step with its cache"):
         check(policy)
 

@@ -59,13 +59,13 @@ class PolicyLoss:
     """Weight of the entropy bonus."""
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor, rows: Rollout, weights: Tensor
+        self, logprobs: Tensor, entropy: Tensor | None, rows: Rollout, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of some rows of an optimizer step, under that step's ``weights``.
 
         Args:
             logprobs: [B, T] of the sampled tokens, with gradient; 0 where masked.
-            entropy: [B, T] of the distributions they were drawn from; needs a gradient only with a bonus.
+            entropy: [B, T] of the distributions they were drawn from, with gradient; None where there is no bonus.
             rows: What was sampled, under which policy, and how good it was.
             weights: [B, T] the rows' share of ``self.weights(mask, tokens)``.
 
@@ -79,9 +79,43 @@ class PolicyLoss:
         if self.kl_coef:
             parts["kl"] = self.kl_coef * (weights * self.kl(logprobs, rows.ref_logprobs, log_ratio)).sum()
         if self.entropy_coef:
+            if entropy is None:
+                raise ValueError(f"entropy: expected [B, T] with loss.entropy_coef={self.entropy_coef}, got None")
             parts["entropy"] = -self.entropy_coef * (weights * entropy).sum()
         loss = torch.stack(list(parts.values())).sum()
         return loss, {name: part.detach() for name, part in (parts | {"total": loss}).items()}
+
+    def slope(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """The gradient of the loss with respect to some log-probabilities, known from these alone.
+
+        Args:
+            rows: As in ``__call__``.
+            weights: As in ``__call__``.
+            on_policy: Whether the log-probabilities take the place of the old ones.
+
+        Returns:
+            (log-probabilities [n], their numbers [n] in a flattened [B, T]) -> gradient [n]; None where the gradient
+            depends on other tokens, too, or an entropy bonus has one.
+        """
+        if self.entropy_coef or not getattr(getattr(self.surrogate, "func", self.surrogate), "per_token", False):
+            return None
+        old, ref, advantages, mask, given = (
+            values.flatten() for values in (rows.old_logprobs, rows.ref_logprobs, rows.advantages, rows.mask, weights)
+        )
+
+        def at(logprobs: Tensor, numbers: Tensor) -> Tensor:
+            with torch.enable_grad():
+                free = logprobs.detach().requires_grad_()
+                log_ratio = (free - (logprobs.detach() if on_policy else old[numbers])).unsqueeze(0)
+                objective, _ = self.surrogate(log_ratio, advantages[numbers].unsqueeze(0), mask[numbers].unsqueeze(0))
+                loss = -(given[numbers] * objective).sum()
+                if self.kl_coef:
+                    kl = self.kl(free.unsqueeze(0), ref[numbers].unsqueeze(0), log_ratio)
+                    loss = loss + self.kl_coef * (given[numbers] * kl).sum()
+                found: Tensor = torch.autograd.grad(loss, free)[0]
+            return found
+
+        return at
 
     def teaches(self, rows: Rollout) -> Tensor:
         """Which rows can have a gradient, [B] (bool).

@@ -4,13 +4,25 @@ Each takes (log_ratio, advantages, mask), all [B, T], and settings by keyword, a
 bounded (bool), both [B, T]. r = exp(log_ratio) = pi / pi_old of a sampled token, A its advantage.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says nothing and overflows."""
 
 
+def per_token(surrogate: Function) -> Function:
+    """Marks a surrogate whose gradient at a token depends on this token alone, which saves work in the model's head."""
+    surrogate.per_token = True  # type: ignore[attr-defined]
+    return surrogate
+
+
+@per_token
 def clipped(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -69,6 +81,7 @@ def gspo(
     return torch.minimum(ratio * advantages, bound), (bound < ratio * advantages) & mask
 
 
+@per_token
 def cispo(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_max: float) -> tuple[Tensor, Tensor]:
     """min(r, ratio_max) A log pi, the weight without gradient: every token keeps teaching, none too strongly.
 
@@ -87,6 +100,7 @@ def cispo(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_max: flo
     return ratio.clamp(max=ratio_max) * advantages * log_ratio, (ratio > ratio_max) & mask
 
 
+@per_token
 def sapo(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, tau_positive: float, tau_negative: float
 ) -> tuple[Tensor, Tensor]:
@@ -126,6 +140,7 @@ def gmpo(
     return ratio * advantages, (clipped_log != log_ratio) & mask & (advantages != 0)
 
 
+@per_token
 def reinforce(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """A log pi, the policy gradient without any ratio: unbiased for a single update of each rollout.
 

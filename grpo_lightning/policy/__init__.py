@@ -6,12 +6,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches
 
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
 Ended = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
+Slope = Callable[[Tensor, Tensor], Tensor]
+"""(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there [n]."""
 
 
 class Policy(nn.Module, ABC):
@@ -28,16 +30,21 @@ class Policy(nn.Module, ABC):
         group_size: int,
         sampling: Sampling,
         seed: int,
+        first_prompt: int = 0,
         poll: Poll | None = None,
         ended: Ended | None = None,
     ) -> Sampled:
-        """``group_size`` completions of every prompt; the same seed and weights give the same completions.
+        """``group_size`` completions of every prompt.
+
+        A completion is decided by the weights, the seed, and the numbers of its prompt and of its place in the group,
+        whatever else is sampled beside it.
 
         Args:
             prompts: [P]
             group_size: Completions per prompt, G.
             sampling: How tokens are drawn.
-            seed: Of the random numbers; no global random state is read or changed.
+            seed: Of the random numbers, in [0, 2^64); no global random state is read or changed.
+            first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called before every token.
             ended: Called with every completion that ends before the length limit, as soon as it does.
 
@@ -48,22 +55,36 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
         Args:
             rows: Prompt and completion as token ids.
             temperature: Divides the logits.
-            entropy_gradient: Whether the entropy passes a gradient.
+            entropy: Whether the entropy is wanted; it passes a gradient.
+            slope: What the gradient with respect to the log-probabilities is going to be, if known: saves time,
+                changes no result.
 
         Returns:
-            Two [B, T] float32 tensors in nats, 0 where masked.
+            Two [B, T] float32 tensors in nats, 0 where masked; None in place of an entropy that is not wanted.
         """
 
     def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
         """The first of what ``score`` returns, [B, T]."""
         return self.score(rows, temperature=temperature)[0]
+
+    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        """Micro-batches of ``rows`` for ``score`` within a budget of tokens, as index tensors."""
+        return microbatches(rows, tokens, shared=False)
+
+    def work(self, rows: Sampled | Rollout) -> float:
+        """Least floating-point operations of ``score`` without gradient; 0 where that is not known."""
+        return 0.0
+
+    def peak(self) -> float:
+        """The most of them that the machine does in a second, as measured now; 0 where that is not known."""
+        return 0.0
 
     @abstractmethod
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:

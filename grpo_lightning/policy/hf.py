@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
-from grpo_lightning.policy import Ended, Policy, Poll
-from grpo_lightning.policy.decode import decode, positions
-from grpo_lightning.policy.head import token_logprobs
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches
+from grpo_lightning.policy import Ended, Policy, Poll, Slope, score
+from grpo_lightning.policy.cache import Memory, PlainMemory
+from grpo_lightning.policy.decode import decode
+from grpo_lightning.policy.prefix import grouped
+from grpo_lightning.policy.sampler import uniforms
+from grpo_lightning.policy.shared import CannotShare, SharedPath, check, window
+from grpo_lightning.policy.text import decoded, end_ids, reporter, stop_test
+from grpo_lightning.policy.work import forward_flops, gemm_peak
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,8 @@ class HFPolicy(Policy):
         system_prompt: Put before every prompt that has no system message of its own; null for none.
         plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+        share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
+            not give the same results, as a trial at its first use shows, goes without.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class HFPolicy(Policy):
         system_prompt: str | None = None,
         plain_text: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        share_prompts: bool = True,
     ) -> None:
         super().__init__()
         disable_progress_bar()  # one more beside the run's own says nothing
@@ -53,10 +61,14 @@ class HFPolicy(Policy):
         self.system_prompt = system_prompt
         self.templated = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
         self.template_kwargs = dict(template_kwargs or {})
-        self.end_ids = _end_ids(model, tokenizer)
+        self.end_ids = end_ids(model, tokenizer)
         self.pad_id = next(
             (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), self.end_ids[0]
         )
+        self.share_prompts = share_prompts
+        self._tried = self._unroll = False
+        if share_prompts and model.config._attn_implementation is not None:
+            model.config._attn_implementation = grouped(model.config._attn_implementation)
         model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -93,23 +105,30 @@ class HFPolicy(Policy):
         group_size: int,
         sampling: Sampling,
         seed: int,
+        first_prompt: int = 0,
         poll: Poll | None = None,
         ended: Ended | None = None,
     ) -> Sampled:
-        ids, attention_mask = self._pad_left(self.tokenize(prompts))
-        self._check_context(ids.shape[1] + sampling.max_new_tokens, "rollout.max_new_tokens")
+        tokens = self.tokenize(prompts)
+        ids, attention_mask = self._pad_left(tokens)
+        longest = ids.shape[1] + sampling.max_new_tokens
+        self._check_context(longest, "rollout.max_new_tokens")
+        path = self._shared_path(longest)
+        memory: Memory = (
+            path.memory(tokens, group_size, unroll=self._unroll)
+            if path
+            else PlainMemory(self.model, ids, attention_mask, group_size)
+        )
+        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         completions, mask, logprobs, entropy, finished = decode(
-            self.model,
-            ids,
-            attention_mask,
-            group_size=group_size,
+            memory,
+            uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
             sampling=sampling,
             end_ids=self.end_ids,
             pad_id=self.pad_id,
-            stops=self._stop_test(sampling.stop),
-            generator=torch.Generator(ids.device).manual_seed(seed),
+            stops=stop_test(self.tokenizer, sampling.stop),
             poll=poll,
-            ended=self._reporter(ended),
+            ended=reporter(self.tokenizer, ended),
         )
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),
@@ -117,35 +136,31 @@ class HFPolicy(Policy):
             mask=mask,
             logprobs=logprobs,
             entropy=entropy,
-            texts=self._texts(completions, mask),
+            texts=decoded(self.tokenizer, completions, mask),
             finished=tuple(finished.tolist()),
         )
 
     def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        # Columns that are padding in every row cost time and change nothing.
-        width, length = rows.ids.shape[1], rows.mask.shape[1]
-        real = rows.attention_mask.any(0).nonzero()
-        first, last = int(real[0]), int(real[-1]) + 1
-        kept = last - (width - length)
-        attention_mask = rows.attention_mask[:, first:last]
-        logits = self.model(
-            input_ids=rows.ids[:, first:last],
-            attention_mask=attention_mask.long(),
-            position_ids=positions(attention_mask),
-            use_cache=False,
-            logits_to_keep=kept + 1,
-        ).logits
-        chosen = rows.ids[:, last - kept : last]
-        padding, counts = (0, length - kept), rows.mask[:, :kept]
-        logprobs, entropy = token_logprobs(
-            logits[:, -kept - 1 : -1], chosen, temperature, entropy_gradient=entropy_gradient
-        )
-        return (
-            torch.nn.functional.pad(logprobs.masked_fill(~counts, 0.0), padding),
-            torch.nn.functional.pad(entropy.masked_fill(~counts, 0.0), padding),
-        )
+        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if path := self._shared_path(rows.ids.shape[1]):
+            return path.score(rows, temperature=temperature, entropy=entropy, slope=slope)
+        return score.plain(self.model, rows, temperature=temperature, entropy=entropy)
+
+    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        return microbatches(rows, tokens, shared=self._shared_path(rows.ids.shape[1]) is not None)
+
+    def work(self, rows: Sampled | Rollout) -> float:
+        return forward_flops(self._base.get_decoder(), self._base.config.get_text_config().vocab_size, rows)
+
+    def peak(self) -> float:
+        kind = self.model.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
+        return gemm_peak(self._base.config.get_text_config().hidden_size, device=self.model.device, dtype=dtype)
+
+    @property
+    def _base(self) -> Any:
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
         ids, attention_mask = self._pad_left(self.tokenize(prompts))
@@ -182,40 +197,25 @@ class HFPolicy(Policy):
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
+    def _shared_path(self, longest: int) -> SharedPath | None:
+        """The way on which a group's prompt is computed once, for rows of this length; None if it is not exact."""
+        if self.share_prompts and not self._tried:
+            self._tried = True
+            try:
+                self._unroll = check(self.model)
+            except CannotShare as error:
+                log.warning("policy.share_prompts is off: %s has another forward pass (%s)", type(self.model), error)
+                self.share_prompts = False
+        if not self.share_prompts or longest > (window(self.model) or longest):
+            return None
+        return SharedPath.of(self.model)
+
     def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         width = max(map(len, rows))
         device = self.model.device
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=device)
         return ids, mask
-
-    def _texts(self, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
-        rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
-        return tuple(self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _reporter(self, ended: Ended | None) -> Any:
-        """``ended`` as `decode` calls it."""
-        if ended is None:
-            return None
-
-        def report(rows: list[int], completions: Tensor, mask: Tensor) -> None:
-            chosen, keep = completions[rows], mask[rows]
-            for row, text, ids, counts in zip(rows, self._texts(chosen, keep), chosen, keep, strict=True):
-                ended(row, text, ids[counts].tolist())
-
-        return report
-
-    def _stop_test(self, stop: tuple[str, ...]) -> Any:
-        if not stop:
-            return None
-        # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
-        tail = max(len(text.encode()) for text in stop) + 1
-
-        def ends(completions: Tensor) -> Tensor:
-            texts = self.tokenizer.batch_decode(completions[:, -tail:], clean_up_tokenization_spaces=False)
-            return torch.tensor([any(s in text for s in stop) for text in texts], device=completions.device)
-
-        return ends
 
     def _check_context(self, tokens: int, key: str) -> None:
         context = getattr(self.model.config, "max_position_embeddings", None)
@@ -236,6 +236,7 @@ def load(
     system_prompt: str | None = None,
     plain_text: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    share_prompts: bool = True,
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -249,6 +250,7 @@ def load(
         system_prompt: As in ``HFPolicy``.
         plain_text: As in ``HFPolicy``.
         template_kwargs: As in ``HFPolicy``.
+        share_prompts: As in ``HFPolicy``.
 
     Raises:
         ValueError: There is no such model.
@@ -276,7 +278,12 @@ def load(
     if adapter is not None:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
     return HFPolicy(
-        model, tokenizer, system_prompt=system_prompt, plain_text=plain_text, template_kwargs=template_kwargs
+        model,
+        tokenizer,
+        system_prompt=system_prompt,
+        plain_text=plain_text,
+        template_kwargs=template_kwargs,
+        share_prompts=share_prompts,
     )
 
 
@@ -286,14 +293,3 @@ def resolve(path: str) -> str:
         return path
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
     return str(files(package).joinpath(folder))
-
-
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion, by the model's own word; its other generation settings are dropped."""
-    own = model.generation_config or GenerationConfig()
-    ids: set[int] = set()
-    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        ids |= {value} if isinstance(value, int) else set(value or ())
-    if not ids:
-        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
-    return sorted(ids)

@@ -1,0 +1,51 @@
+"""What a figure was measured on."""
+
+import importlib.metadata
+import os
+import platform
+import time
+
+import torch
+
+
+def threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def described() -> dict:
+    """Hardware and versions."""
+    on_gpu = torch.cuda.is_available()
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    versions = {}
+    for package in ("torch", "transformers", "lightning", "trl"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "kind": "gpu" if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name() if on_gpu else (names[0] if names else platform.processor()),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return file.readlines()
+    except OSError:
+        return []
+
+
+def gemm_peak(rows: int, inner: int, columns: int, seconds: float = 0.5) -> float:
+    """Best rate of a product of these sizes, in FLOP/s."""
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - started)
+    return 2 * rows * inner * columns / best

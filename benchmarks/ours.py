@@ -1,0 +1,112 @@
+"""One step of this project after the other, as a line on standard input asks for it."""
+
+import json
+import sys
+import time
+from functools import partial
+
+import torch
+from lightning import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from benchmarks.setting import Setting, reward
+from grpo_lightning import advantage, loss, schedule
+from grpo_lightning.batch import Prompts
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.policy.hf import load
+from grpo_lightning.reference import frozen_copy, none
+from grpo_lightning.reward import Weighted
+from grpo_lightning.rollout import collector
+from grpo_lightning.validation import Validation
+
+
+def policy(directory, **options):
+    return load(
+        directory, dtype="float32", attn_implementation="sdpa", trust_remote_code=False, plain_text=True, **options
+    )
+
+
+def built(setting: Setting, directory: str, *, share_prompts: bool = True, microbatch_tokens: int = 16384):
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": setting.cap, "stop": []}
+    rewards = {"reward": Weighted(reward, 1.0)}
+    return GRPOLightningModule(
+        policy(directory, share_prompts=share_prompts),
+        frozen_copy if setting.kl else none,
+        collector(
+            reward=rewards,
+            advantage=partial(advantage.standardized, eps=1e-4, correction=1),
+            outcome=None,
+            threshold=1.0,
+            group_size=setting.group,
+            kl_penalty=0.0,
+            group_filter=None,
+            max_tries=1,
+            downsample=None,
+            mask_truncated=False,
+            top_entropy=1.0,
+            **sampling,
+        ),
+        loss.PolicyLoss(
+            partial(loss.clipped, epsilon_low=0.2, epsilon_high=0.2),
+            loss.k3_weighted,
+            loss.completion_mean,
+            setting.kl,
+            0.0,
+        ),
+        Validation(rewards, None, 1.0, every=10**9, samples_per_prompt=1, ks=[1], **sampling),
+        partial(torch.optim.AdamW, lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0, fused=True),
+        partial(schedule.constant, warmup_steps=0),
+        ppo_epochs=1,
+        minibatch_size=None,
+        microbatch_tokens=microbatch_tokens,
+        skip_dead=True,
+        self_check=False,
+        steps=10**9,
+        seed=0,
+        max_grad_norm=1.0,
+        max_skipped=5,
+    )
+
+
+class Lockstep(Callback):
+    """Waits for a line before every step and answers with what the step took."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if not sys.stdin.readline().strip():
+            trainer.should_stop = True
+            raise SystemExit(0)
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, *_):
+        told = {name: module.metrics[name] for name in module.metrics if name.startswith(("time/", "perf/"))}
+        told |= {"seconds": time.perf_counter() - self.started, "length": module.metrics["completion/length_mean"]}
+        print(json.dumps(told), flush=True)
+
+
+def main() -> None:
+    setting, directory = Setting.loads(sys.argv[1]), sys.argv[2]
+    module = built(setting, directory)
+    rows = [Prompts.collate([(text, {"dead": dead})]) for text, dead in setting.texts(setting.prompts * 200)]
+    batches = [
+        Prompts(
+            tuple(row.texts[0] for row in rows[start : start + setting.prompts]),
+            {"dead": tuple(row.columns["dead"][0] for row in rows[start : start + setting.prompts])},
+        )
+        for start in range(0, len(rows), setting.prompts)
+    ]
+    trainer = Trainer(
+        accelerator="auto",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[Lockstep()],
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What both systems are given: a model and a tokenizer on disk, prompts of one length, a reward, sizes."""
+
+import json
+import random
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    prompt: int = 128  # tokens of a prompt, P
+    cap: int = 128  # most tokens of a completion
+    mean: float | None = 64  # expected length without the cap; None: every completion has `cap` tokens
+    group: int = 8  # completions per prompt, K
+    prompts: int = 4
+    dead: float = 0.0  # share of the prompts whose completions all get the same reward
+    vocabulary: int = 2048
+    hidden: int = 256
+    layers: int = 6
+    kl: float = 0.0
+
+    @property
+    def end_ids(self) -> list[int]:
+        """As many as make a model without knowledge end after `mean` tokens; the first is the tokenizer's."""
+        return list(range(1, 2 + (round(self.vocabulary / self.mean) - 1 if self.mean else 0)))
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "Setting":
+        return cls(**json.loads(text))
+
+    def write(self, directory: Path) -> None:
+        """A random Llama whose words are numbers, in Hugging Face format."""
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(self.vocabulary)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w1")
+        tokenizer.save_pretrained(directory)
+        torch.manual_seed(0)
+        heads = self.hidden // 64
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=self.end_ids,
+            pad_token_id=0,
+        )
+        model = LlamaForCausalLM(config)
+        model.generation_config = GenerationConfig(eos_token_id=self.end_ids, pad_token_id=0)
+        if self.mean is None:  # the only end token is one that is never likely
+            with torch.no_grad():
+                model.get_input_embeddings().weight[1].zero_()
+                model.get_input_embeddings().weight[1, 0] = 0.0
+        model.save_pretrained(directory)
+
+    def texts(self, count: int) -> list[tuple[str, bool]]:
+        """Prompts of exactly `prompt` tokens, and whether each is dead."""
+        chance = random.Random(1)
+        lowest = self.end_ids[-1] + 1
+        found = []
+        for number in range(count):
+            words = " ".join(f"w{chance.randrange(lowest, self.vocabulary)}" for _ in range(self.prompt))
+            found.append((words, number % self.prompts < round(self.dead * self.prompts)))
+        return found
+
+
+def reward(prompts, completions, dead, **_):
+    """Without meaning, yet other for every completion; equal throughout a dead group."""
+    return [0.0 if d else zlib.crc32(text.encode()) / 2**32 for text, d in zip(completions, dead, strict=True)]

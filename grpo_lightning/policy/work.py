@@ -1,0 +1,58 @@
+"""How much arithmetic there is to do, and how fast the machine could do it."""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_lightning.batch import Rollout, Sampled, same_prompts
+
+
+def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> float:
+    """Least floating-point operations that log-probabilities of completions take, every prompt computed once.
+
+    2 N (P + sum R) + 2 V H sum R for the matrices, N weights in those of the decoder, and 4 H per layer for every pair
+    of a token and one that it attends to. Of a mixture of experts all experts are counted.
+
+    Args:
+        decoder: Without its head, of hidden size H.
+        vocabulary: V
+        rows: Prompts and completions.
+    """
+    config = decoder.config.get_text_config()
+    matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, nn.Linear))
+    matrices += sum(module.weight.numel() for module in decoder.modules() if type(module).__name__ == "Conv1D")  # GPT-2
+    lengths = rows.mask.sum(-1).tolist()
+    widths = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
+    tokens = prompts = pairs = 0.0
+    for group in same_prompts(rows):
+        width = widths[group[0]]
+        prompts += width
+        pairs += width * width / 2
+        for row in group:
+            tokens += lengths[row]
+            pairs += lengths[row] * (width + lengths[row] / 2)
+    head = 2.0 * vocabulary * config.hidden_size * tokens
+    attention = 4.0 * config.hidden_size * config.num_hidden_layers * pairs
+    return float(2.0 * matrices * (prompts + tokens) + head + attention)
+
+
+def gemm_peak(hidden: int, *, device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second.
+
+    Args:
+        hidden: H
+        device: Where.
+        dtype: Of the product.
+        seconds: How long to try.
+    """
+    left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((2048, hidden), (hidden, 4 * hidden)))
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 2048 * hidden * 4 * hidden / best

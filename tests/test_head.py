@@ -1,0 +1,171 @@
+"""The chunked head against all logits at once."""
+
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
+
+from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
+
+from grpo_lightning.policy.head import Head, token_logprobs
+
+SIZE, WIDTH, VOCABULARY = 7, 6, 11
+
+
+def made(*, bias=False, scale=1.0, softcap=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    weight = (torch.randn(VOCABULARY, WIDTH) * 0.8).to(dtype).requires_grad_()
+    bias = torch.randn(VOCABULARY).to(dtype).requires_grad_() if bias else None
+    hidden = torch.randn(SIZE, WIDTH).to(dtype).requires_grad_()
+    return Head(weight, bias, scale, softcap), hidden, torch.randint(VOCABULARY, (SIZE,))
+
+
+def plain(head, hidden, ids, temperature):
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return token_logprobs(logits, ids, temperature, entropy_gradient=True)
+
+
+def leaves(head, hidden):
+    return [t for t in (hidden, head.weight, head.bias) if t is not None]
+
+
+def test_token_logprobs_by_hand():
+    # logits (0, log 3) / 0.5 = (0, log 9): probabilities 1/10 and 9/10
+    logits = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0)
+    logits[0, 0] = 0.0
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 0.5)
+    assert_close(logprobs, torch.tensor([0.9]).log())
+    assert_close(entropy, -(0.1 * torch.tensor([0.1]).log() + 0.9 * torch.tensor([0.9]).log()))
+
+
+CASES = list(itertools.product((False, True), (1.0, 0.25), (None, 1.5), (1.0, 0.7)))
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 10_000])  # one token, three tokens, all
+@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+def test_values_and_gradients_are_those_of_all_logits(bias, scale, softcap, temperature, chunk):
+    head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
+    expected = plain(head, hidden, ids, temperature)
+    found = head(hidden, ids, temperature=temperature, entropy=True, chunk=chunk)
+    slopes = torch.randn(SIZE), torch.randn(SIZE)
+    for one, other in zip(found, expected):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves(head, hidden), slopes),
+        torch.autograd.grad(expected, leaves(head, hidden), slopes),
+    ):
+        assert_close(one, other, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+@pytest.mark.parametrize("right", [True, False], ids=["known beforehand", "another after all"])
+def test_a_gradient_named_beforehand_changes_no_result(bias, scale, softcap, temperature, right):
+    head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
+    slopes, asked = torch.randn(SIZE), []
+
+    def slope(logprobs, part):
+        asked.append((logprobs.clone(), part))
+        return slopes[part] if right else torch.ones(len(logprobs))
+
+    logprobs, nothing = head(hidden, ids, temperature=temperature, entropy=False, slope=slope, chunk=3 * VOCABULARY)
+    assert nothing is None
+    expected = plain(head, hidden, ids, temperature)[0]
+    assert_close(logprobs, expected, rtol=1e-5, atol=1e-6)
+    assert [part for _, part in asked] == [slice(0, 3), slice(3, 6), slice(6, 9)]
+    assert_close(torch.cat([values for values, _ in asked]), logprobs)
+    for one, other in zip(
+        torch.autograd.grad(logprobs, leaves(head, hidden), slopes),
+        torch.autograd.grad(expected, leaves(head, hidden), slopes),
+    ):
+        assert_close(one, other, rtol=1e-4, atol=2e-6)
+
+
+def test_with_the_right_gradient_the_logits_are_made_once(monkeypatch):
+    head, hidden, ids = made()
+    calls = []
+    monkeypatch.setattr(Head, "scaled", lambda self, logits, temperature: calls.append(1) or logits)
+    slopes = torch.randn(SIZE)
+    for slope, count in ((lambda _, part: slopes[part], 1), (lambda _, part: 2 * slopes[part], 2), (None, 2)):
+        calls.clear()
+        head(hidden, ids, temperature=1.0, entropy=False, slope=slope)[0].backward(slopes)
+        assert len(calls) == count
+
+
+def test_an_entropy_bonus_is_not_forgotten_by_a_gradient_named_beforehand():
+    head, hidden, ids = made()
+    slopes = torch.randn(SIZE)
+    both = head(hidden, ids, temperature=1.0, entropy=True, slope=lambda _, part: slopes[part])
+    expected = plain(head, hidden, ids, 1.0)
+    found, right = (torch.autograd.grad(pair, hidden, (slopes, torch.ones(SIZE)))[0] for pair in (both, expected))
+    assert_close(found, right, rtol=1e-4, atol=2e-6)
+
+
+def test_without_gradient_nothing_is_kept():
+    head, hidden, ids = made()
+    with torch.no_grad():
+        logprobs, _ = head(hidden, ids, temperature=1.0, entropy=False, slope=lambda *_: pytest.fail("asked"))
+    assert not logprobs.requires_grad
+    only_hidden = Head(head.weight.detach(), None)(hidden, ids, temperature=1.0, entropy=False)[0]
+    only_hidden.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_impossible_tokens_have_no_entropy():
+    # logits 0, log 3, -inf: probabilities 1/4, 3/4, 0
+    weight = torch.tensor([[1.0], [3.0], [1.0]]).log()
+    weight[2] = -torch.inf
+    weight.requires_grad_()
+    logprobs, entropy = Head(weight, None)(torch.ones(1, 1), torch.tensor([1]), temperature=1.0, entropy=True)
+    assert_close(logprobs, torch.tensor([0.75]).log())
+    assert_close(entropy, torch.tensor([0.5623351]))  # -(.25 log .25 + .75 log .75)
+    entropy.sum().backward()
+    # dH/dz = -p (log p + H): -.25 (-1.3862944 + .5623351), -.75 (-.2876821 + .5623351)
+    assert_close(weight.grad, torch.tensor([[0.2059898], [-0.2059898], [0.0]]))
+
+
+def test_half_precision_sums_in_float32():
+    head, hidden, ids = made(dtype=torch.bfloat16)
+    exact = Head(head.weight.detach().float().requires_grad_(), None), hidden.detach().float().requires_grad_()
+    found = head(hidden, ids, temperature=1.0, entropy=False, chunk=VOCABULARY)[0]
+    expected = exact[0](exact[1], ids, temperature=1.0, entropy=False)[0]
+    assert found.dtype == torch.float32
+    assert_close(found, expected, rtol=0, atol=0.05)
+    found.sum().backward()
+    expected.sum().backward()
+    assert head.weight.grad.dtype == torch.bfloat16
+    assert_close(head.weight.grad.float(), exact[0].weight.grad, rtol=0.02, atol=0.02)
+
+
+SMALL = {
+    **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 8, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=0.05)),
+        lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.3)),
+        lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=5.0)),
+    ],
+    ids=["untied", "soft-cap", "scale", "divisor"],
+)
+def test_the_models_own_logits(model):
+    torch.manual_seed(0)
+    model = model()
+    head = Head.of(model)
+    ids = torch.randint(50, (1, 6))
+    hidden = model.get_decoder()(ids).last_hidden_state[0]
+    assert_close(head.logits(hidden, head.weight, head.bias, 1.0), model(ids).logits[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_is_more_than_a_layer_is_not_taken_for_one():
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 50))
+    assert Head.of(model) is None
