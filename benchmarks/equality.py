@@ -13,7 +13,7 @@ TOLERANCE = 1e-4
 SETTING = Setting("equality", prompt=24, cap=40, mean=20, group=6, prompts=3, hidden=64, layers=2, kl=0.04)
 
 
-def main() -> None:
+def run() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         SETTING.write(Path(directory))
         module, trainer = ours.built(SETTING, directory), theirs.built(SETTING, directory)
@@ -70,10 +70,7 @@ def main() -> None:
         "loss": float((value - loss).detach().abs() / loss.detach().abs()),
         "gradient": float((gradient - other).norm() / other.norm()),
     }
-    print("equality: " + ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()))
+    print("equality: " + ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()), flush=True)
     if not max(gaps.values()) < TOLERANCE:
         raise SystemExit(f"the two differ by more than {TOLERANCE}")
-
-
-if __name__ == "__main__":
-    main()
+    return gaps

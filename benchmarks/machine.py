@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import time
 
 import torch
 
@@ -38,14 +37,3 @@ def _cpuinfo() -> list[str]:
             return file.readlines()
     except OSError:
         return []
-
-
-def gemm_peak(rows: int, inner: int, columns: int, seconds: float = 0.5) -> float:
-    """Best rate of a product of these sizes, in FLOP/s."""
-    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        started = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - started)
-    return 2 * rows * inner * columns / best

@@ -39,9 +39,15 @@ class Setting:
 
     def write(self, directory: Path) -> None:
         """A random Llama whose words are numbers, in Hugging Face format."""
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(self.vocabulary)}, unk_token="w0"))
+        names = ["<pad>", "<end>", *(f"w{i}" for i in range(2, self.vocabulary))]
+        words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w1")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=words, unk_token="<pad>", pad_token="<pad>", eos_token="<end>"
+        )
+        for text, _ in self.texts(20):
+            if len(tokenizer(text)["input_ids"]) != self.prompt:
+                raise ValueError(f"{self.name}: a prompt has not {self.prompt} tokens")
         tokenizer.save_pretrained(directory)
         torch.manual_seed(0)
         heads = self.hidden // 64

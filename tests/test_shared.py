@@ -126,15 +126,15 @@ def test_all_rows_may_be_empty(policy):
     assert logprobs.count_nonzero() == entropy.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("cascade", [0, 1000], ids=["prompt once", "prompt copied"])
+@pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["prompt once", "prompt copied later", "prompt copied"])
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "modules"])
-def test_every_way_to_sample_gives_the_same(policy, monkeypatch, cascade, unroll):
+def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, unroll):
     sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
     policy.end_ids = plain.end_ids = list(range(16))
     expected = plain.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
     assert expected.mask.sum(-1).unique().numel() > 6
-    monkeypatch.setattr(cache, "CASCADE", cascade)
+    monkeypatch.setattr(cache, "COPIED", copied)
     monkeypatch.setattr(cache, "PREFILL_TOKENS", 12)
     policy._shared_path(1)
     policy._unroll = unroll
@@ -144,7 +144,7 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, cascade, unroll
 
 
 def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
-    monkeypatch.setattr(cache, "CASCADE", 0)
+    monkeypatch.setattr(cache, "COPIED", 0)
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
     one, other = (p.sample(["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
     assert one.texts == other.texts

@@ -12,9 +12,9 @@ from grpo_lightning.policy.unrolled import Unrolled
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens that go through the model together."""
-CASCADE = 128
-"""Prompts longer than this are attended to once per group, shorter ones are copied for every completion: the reading
-saved against two more operations in every layer of every step."""
+COPIED = 4 << 20
+"""Bytes of a layer's prompt keys and values: with more, prompts are attended to once per group; as soon as so few
+completions are left that copies for each would be smaller, they are copied. Reading is saved against operations."""
 _FIRST_ROOM = 64
 
 
@@ -134,13 +134,7 @@ class SharedMemory:
         beyond = torch.arange(longest, device=self._device) >= lengths
         if beyond.any():
             self._bias = torch.zeros(beyond.shape, device=self._device).masked_fill(beyond, -torch.inf)[:, None, None]
-        if longest <= CASCADE:
-            self._length = longest
-            for layer, tensors in self._shared.items():
-                self._own[layer] = tuple(self._with_room(t[self._group_of]) for t in tensors)
-            if self._bias is not None:
-                self._bias = self._bias[self._group_of]
-            self._shared = {}
+        self._maybe_copy()
         logits: Tensor = self._head(torch.cat(last))
         return logits[self._group_of]
 
@@ -158,12 +152,32 @@ class SharedMemory:
         groups, self._group_of = self._group_of[rows].unique_consecutive(return_inverse=True)
         self._positions = self._positions[rows]
         for layer, tensors in self._own.items():
-            self._own[layer] = tuple(self._with_room(t[rows]) for t in tensors)
+            self._own[layer] = tuple(self._with_room(t[rows], self._length) for t in tensors)
         if self._bias is not None:
             self._bias = self._bias[groups if self._shared else rows]
         if self._shared and len(groups) < len(next(iter(self._shared.values()))[0]):
             self._shared = {layer: tuple(t[groups] for t in tensors) for layer, tensors in self._shared.items()}
+        self._maybe_copy()
         self._arrange()
+
+    def _maybe_copy(self) -> None:
+        """Put the prompts before every completion's own keys and values, if that is little."""
+        if not self._shared:
+            return
+        prompt = next(iter(self._shared.values()))[0]
+        longest, rows = prompt.shape[2], len(self._group_of)
+        if 2 * rows * prompt[0].numel() * prompt.element_size() > COPIED:
+            return
+        for layer, tensors in self._shared.items():
+            own = self._own.get(layer)
+            copied = [tensor[self._group_of] for tensor in tensors]
+            if own is not None:
+                copied = [torch.cat([a, b[:, :, : self._length]], 2) for a, b in zip(copied, own, strict=True)]
+            self._own[layer] = tuple(self._with_room(t, self._length + longest) for t in copied)
+        self._length += longest
+        if self._bias is not None:
+            self._bias = self._bias[self._group_of]
+        self._shared = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         rows, heads, _, width = key.shape
@@ -193,17 +207,19 @@ class SharedMemory:
         """Append [B, Hkv, 1, D]; returns all of them so far."""
         room = self._own.get(layer)
         if room is None or room[0].shape[2] == self._length:
-            room = self._own[layer] = tuple(self._with_room(t) for t in room or (value[:, :, :0], value[:, :, :0]))
+            empty = (value[:, :, :0], value[:, :, :0])
+            room = self._own[layer] = tuple(self._with_room(t, self._length) for t in room or empty)
         for buffer, new in zip(room, (key, value), strict=True):
             buffer[:, :, self._length] = new[:, :, 0]
         end = self._length + 1
         return room[0][:, :, :end], room[1][:, :, :end]
 
-    def _with_room(self, past: Tensor) -> Tensor:
+    @staticmethod
+    def _with_room(past: Tensor, length: int) -> Tensor:
         """The steps so far in a buffer with room for more."""
         rows, heads, _, width = past.shape
-        buffer = past.new_empty(rows, heads, self._length + max(_FIRST_ROOM, self._length), width)
-        buffer[:, :, : self._length] = past[:, :, : self._length]
+        buffer = past.new_empty(rows, heads, length + max(_FIRST_ROOM, length), width)
+        buffer[:, :, :length] = past[:, :, :length]
         return buffer
 
     def _arrange(self) -> None:

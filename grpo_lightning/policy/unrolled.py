@@ -101,7 +101,9 @@ class Unrolled:
 
 
 def _normalized(x: Tensor, epsilon: float) -> Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], None, epsilon)
+    # torch's rms_norm is four times as slow on so few numbers
+    squares = torch.linalg.vecdot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
+    return x * squares.rsqrt_().unsqueeze(-1)
 
 
 def _layer(layer: Any) -> _Layer:

@@ -1,0 +1,47 @@
+"""Measure this project beside TRL and transformers' ``generate``.
+
+python -m benchmarks                everything, about an hour on two cores
+python -m benchmarks compare head   some of it
+python -m benchmarks report         the tables and pictures again, from the stored figures
+
+Figures go to benchmarks/results/cpu or gpu, tables into benchmarks/README.md. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import described, threads
+
+PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or report; all where none is named"
+    )
+    asked = parser.parse_args().parts or [*PARTS, "report"]
+    if unknown := set(asked) - {*PARTS, "report"}:
+        parser.error(f"{', '.join(sorted(unknown))}: allowed: {', '.join(PARTS)}, report")
+    torch.set_num_threads(threads())
+    os.environ |= {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"}  # for the processes that are started
+    machine = described()
+    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    for part in asked:
+        module = import_module(f"benchmarks.{part}")
+        if part == "report":
+            module.write()
+            continue
+        path = RESULTS / machine["kind"] / f"{part}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine, **module.run()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

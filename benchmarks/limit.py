@@ -1,0 +1,76 @@
+"""The training phase as a fraction of what the machine's matrix products allow."""
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+from benchmarks import ours
+from benchmarks.setting import Setting
+from grpo_lightning.batch import Rollout, Sampling
+from grpo_lightning.policy.work import gemm_peak
+
+CASES = [
+    Setting("6 M"),
+    Setting("6 M, full length", mean=None),
+    Setting("6 M, P512", prompt=512, prompts=2),
+    Setting("40 M", hidden=512, layers=12),
+    Setting("40 M, P512", prompt=512, hidden=512, layers=12, prompts=2),
+]
+
+
+def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
+    with tempfile.TemporaryDirectory() as directory:
+        setting.write(Path(directory))
+        module = ours.built(setting, directory)
+    policy = module.policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = policy.model.device
+    texts = [text for text, _ in setting.texts(setting.prompts)]
+    sampling = Sampling(1.0, 1.0, 0, 0.0, setting.cap)
+    sampled = policy.sample(texts, group_size=setting.group, sampling=sampling, seed=0)
+    advantages = torch.randn(len(sampled.ids), 1, device=device) * sampled.mask
+    rows = Rollout(sampled.ids, sampled.attention_mask, sampled.mask, sampled.logprobs, sampled.logprobs, advantages)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    work = 3 * policy.work(rows)
+
+    def update() -> None:
+        weights = module.loss.weights(rows.mask, rows.mask.sum().float())
+        for index in policy.split(rows, module.microbatch_tokens):
+            part, share = rows[index], weights[index]
+            slope = module.loss.slope(part, share, on_policy=False)
+            logprobs, _ = policy.score(part, temperature=1.0, slope=slope)
+            module.loss(logprobs, None, part, share)[0].backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    fractions, seconds, peaks = [], [], []
+    for _ in range(warmup + steps):
+        peaks.append(gemm_peak(setting.hidden, device=device, dtype=torch.float32))
+        started = time.perf_counter()
+        update()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        fractions.append(work / (seconds[-1] * peaks[-1]))
+    low, middle, high = quantiles(fractions[warmup:], n=4)
+    return {
+        "fraction": middle,
+        "quartiles": [low, high],
+        "seconds": median(seconds[warmup:]),
+        "gflops": median(peaks[warmup:]) / 1e9,
+        "parameters": sum(p.numel() for p in policy.parameters()),
+    }
+
+
+def run(*, warmup: int = 2, steps: int = 12) -> dict:
+    found = {}
+    print(f"{'training phase':18} {'seconds':>8} {'GFLOP/s':>8}  fraction of the limit", flush=True)
+    for case in CASES:
+        row = found[case.name] = measured(case, warmup=warmup, steps=steps)
+        low, high = row["quartiles"]
+        shown = f"{row['fraction']:.2f} ({low:.2f} - {high:.2f})"
+        print(f"{case.name:18} {row['seconds']:8.2f} {row['gflops']:8.0f}  {shown}", flush=True)
+    return found

@@ -1,0 +1,158 @@
+"""Tables and pictures of the stored figures."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+NAMES = {"ours": "grpo-lightning", "theirs": "TRL 1.16.0"}
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    columns = head.split(" | ")
+    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def spread(found: dict[str, Any]) -> str:
+    low, high = found["quartiles"]
+    return f"**{found['ratio']:.2f}** ({low:.2f} - {high:.2f})"
+
+
+def compare(found: dict[str, Any]) -> str:
+    rows = []
+    for name, row in found.items():
+        s, phases = row["setting"], row["phases"]
+        lengths = f"R ≤ {s['cap']}, mean {row['length']:.0f}"
+        shape = f"P {s['prompt']}, {lengths}, K {s['group']} x {s['prompts']} prompts"
+        rest = [f"V {s['vocabulary']}"] if s["vocabulary"] > 2048 else []
+        rest += [f"H {s['hidden']}, {s['layers']} layers"] if s["hidden"] != 256 else []
+        rest += ["half the groups dead"] if s["dead"] else []
+        rest += ["KL 0.04"] if s["kl"] else []
+        rows.append(
+            [
+                name,
+                ", ".join([shape, *rest]),
+                f"{row['theirs']:.2f}",
+                f"{row['ours']:.2f}",
+                spread(row),
+                " + ".join(f"{phases['time/' + p]:.2f}" for p in ("rollout", "score", "update")),
+            ]
+        )
+    return table("case | setting | TRL, s | ours, s | TRL / ours (quartiles) | rollout + reference + update", rows)
+
+
+def rollout(found: dict[str, Any]) -> str:
+    rows = [[name, f"{r['generate']:.2f}", f"{r['ours']:.2f}", spread(r)] for name, r in found.items()]
+    return table("case | `generate`, s | ours, s | `generate` / ours (quartiles)", rows)
+
+
+def head(found: dict[str, Any]) -> str:
+    forms = {"naive": "all logits at once", "recomputed": "chunks, recomputed", "one pass": "chunks, one pass"}
+    rows = []
+    for form, name in forms.items():
+        memory = [found["memory"][n].get(form) for n in ("512", "2048", "8192")]
+        time = found.get(form)
+        rows.append([name, *("-" if m is None else f"{m:.0f}" for m in memory), spread(time) if time else "-"])
+    return table("form | N 512, MiB | N 2048, MiB | N 8192, MiB | time / three products, N 2048 (quartiles)", rows)
+
+
+def limit(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{r['parameters'] / 1e6:.1f} M",
+            f"{r['seconds']:.2f}",
+            f"{r['gflops']:.0f}",
+            f"**{r['fraction']:.2f}** ({r['quartiles'][0]:.2f} - {r['quartiles'][1]:.2f})",
+        ]
+        for name, r in found.items()
+    ]
+    return table("case | parameters | update, s | limit, GFLOP/s | fraction (quartiles)", rows)
+
+
+def growth(found: dict[str, Any]) -> str:
+    rows = []
+    for axis, r in found.items():
+        seconds = ", ".join(f"{s:.2f}" for s in r["ours"]["seconds"])
+        ends = f"{r['values'][0]} → {r['values'][-1]}"
+        rows.append([axis, ends, seconds, spread(r["ours"]), spread(r["theirs"])])
+    return table("axis | from → to | ours, s | ours, last / first (quartiles) | TRL, last / first (quartiles)", rows)
+
+
+def growth_picture(found: dict[str, Any], path: Path) -> None:
+    labels = {
+        "K": "completions per prompt, K",
+        "P": "prompt tokens, P",
+        "R": "completion tokens, R",
+        "V": "vocabulary, V",
+    }
+    figure, axes = plt.subplots(1, len(found), figsize=(12, 3))
+    for axis, (name, rows) in zip(axes, found.items(), strict=True):
+        for system in ("theirs", "ours"):
+            axis.loglog(rows[system]["values"], rows[system]["seconds"], "o-", label=NAMES[system])
+        axis.set_xlabel(labels[name])
+    axes[0].set_ylabel("seconds per step")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def learning(found: dict[str, Any]) -> str:
+    rows = []
+    for style, row in found.items():
+        ends = {name: [curve[-1] for curve in row[name].values()] for name in NAMES}
+        text = {
+            name: ", ".join(f"{seconds:.0f} s / {steps}" for steps, seconds, _ in runs) for name, runs in ends.items()
+        }
+        rows.append([style, text["theirs"], text["ours"], f"**{median(row['ratios']):.2f}**"])
+    return table("settings | TRL: seconds / steps, seeds 0, 1, 2 | ours | TRL / ours, median", rows)
+
+
+def learning_picture(found: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(1, len(found), figsize=(9, 3), sharey=True)
+    for axis, (style, row) in zip(axes, found.items(), strict=True):
+        for name, color in (("theirs", "C0"), ("ours", "C1")):
+            for seed, curve in row[name].items():
+                _, seconds, passed = zip(*curve, strict=True)
+                axis.plot(seconds, passed, color=color, label=NAMES[name] if seed == "0" else None)
+        axis.axhline(0.9, color="gray", linewidth=0.5)
+        axis.set_title(f"{style} settings")
+        axis.set_xlabel("seconds of training")
+    axes[0].set_ylabel("sampled pass@1, held out")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "compare": compare,
+    "rollout": rollout,
+    "head": head,
+    "limit": limit,
+    "growth": growth,
+    "learning": learning,
+}
+PICTURES = {"growth": growth_picture, "learning": learning_picture}
+
+
+def write() -> None:
+    """Put the tables between their markers in README.md, and the pictures beside the figures."""
+    readme = HERE / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for path in sorted(HERE.glob("results/*/*.json")):
+        kind, part = path.parent.name, path.stem
+        if part not in TABLES:
+            continue
+        found = json.loads(path.read_text())
+        found.pop("machine")
+        begin, end = f"<!-- {kind} {part} -->", f"<!-- end {kind} {part} -->"
+        replaced = f"{begin}\n{TABLES[part](found)}\n{end}"
+        text = re.sub(f"{begin}.*?{end}", lambda _, new=replaced: new, text, flags=re.DOTALL)
+        if part in PICTURES:
+            PICTURES[part](found, path.with_suffix(".png"))
+    readme.write_text(text, encoding="utf-8")
