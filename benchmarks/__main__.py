@@ -2,6 +2,7 @@
 
 python -m benchmarks                everything, about an hour on two cores
 python -m benchmarks compare head   some of it
+python -m benchmarks compare:base   one case of the comparison, beside those that are stored
 python -m benchmarks report         the tables and pictures again, from the stored figures
 
 Figures go to benchmarks/results/cpu or gpu, tables into benchmarks/README.md. Nothing else should run meanwhile.
@@ -27,20 +28,22 @@ def main() -> None:
         "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or report; all where none is named"
     )
     asked = parser.parse_args().parts or [*PARTS, "report"]
-    if unknown := set(asked) - {*PARTS, "report"}:
+    if unknown := {part.partition(":")[0] for part in asked} - {*PARTS, "report"}:
         parser.error(f"{', '.join(sorted(unknown))}: allowed: {', '.join(PARTS)}, report")
     torch.set_num_threads(threads())
     os.environ |= {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"}  # for the processes that are started
     machine = described()
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
-    for part in asked:
+    for part, _, case in (name.partition(":") for name in asked):
         module = import_module(f"benchmarks.{part}")
         if part == "report":
             module.write()
             continue
         path = RESULTS / machine["kind"] / f"{part}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine, **module.run()}, indent=1) + "\n")
+        known = json.loads(path.read_text()) if case and path.exists() else {}
+        found = module.run(names=[case]) if case else module.run()
+        path.write_text(json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

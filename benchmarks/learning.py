@@ -25,15 +25,15 @@ from benchmarks.setting import Setting
 from grpo_lightning.reward.scoring import Scoring
 from grpo_lightning.reward.total import shaped, total
 
-GOAL, EVERY, STEPS = 0.9, 5, 120
+GOAL, EVERY, STEPS = 0.9, 1, 120
 STYLES: dict[str, dict[str, Any]] = {
     "same": {
         "ours": [],
         "theirs": {"learning_rate": 4e-4, "lr_scheduler_type": "linear", "beta": 0.04},
     },
     "best": {
-        "ours": ["loss.kl_coef=0", "optimizer.lr=1e-3"],
-        "theirs": {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "beta": 0.0},
+        "ours": ["loss.kl_coef=0"],
+        "theirs": {"learning_rate": 4e-4, "lr_scheduler_type": "linear", "beta": 0.0},
     },
 }
 

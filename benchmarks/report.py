@@ -9,6 +9,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks import compare as comparison
+
+CASES = [case.name for case in comparison.CASES]
 HERE = Path(__file__).parent
 NAMES = {"ours": "grpo-lightning", "theirs": "TRL 1.16.0"}
 
@@ -25,25 +28,23 @@ def spread(found: dict[str, Any]) -> str:
 
 def compare(found: dict[str, Any]) -> str:
     rows = []
-    for name, row in found.items():
-        s, phases = row["setting"], row["phases"]
-        lengths = f"R ≤ {s['cap']}, mean {row['length']:.0f}"
-        shape = f"P {s['prompt']}, {lengths}, K {s['group']} x {s['prompts']} prompts"
+    for name, row in sorted(found.items(), key=lambda item: CASES.index(item[0])):
+        s, phases = row["setting"], row.get("phases")
+        lengths = f"{'mean 64, at most' if s['mean'] else 'all'} {s['cap']}"
         rest = [f"V {s['vocabulary']}"] if s["vocabulary"] > 2048 else []
-        rest += [f"H {s['hidden']}, {s['layers']} layers"] if s["hidden"] != 256 else []
         rest += ["half the groups dead"] if s["dead"] else []
-        rest += ["KL 0.04"] if s["kl"] else []
+        parts = [f"{phases[f'time/{phase}']:.2f}" for phase in ("rollout", "update")] if phases else ["not stored"]
         rows.append(
             [
                 name,
-                ", ".join([shape, *rest]),
+                ", ".join([f"P {s['prompt']}, R {lengths}, K {s['group']} x {s['prompts']}", *rest]),
                 f"{row['theirs']:.2f}",
                 f"{row['ours']:.2f}",
                 spread(row),
-                " + ".join(f"{phases['time/' + p]:.2f}" for p in ("rollout", "score", "update")),
+                " + ".join(parts),
             ]
         )
-    return table("case | setting | TRL, s | ours, s | TRL / ours (quartiles) | rollout + reference + update", rows)
+    return table("case | setting | TRL, s | ours, s | TRL / ours (quartiles) | rollout + update, s", rows)
 
 
 def rollout(found: dict[str, Any]) -> str:

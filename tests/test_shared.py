@@ -124,6 +124,9 @@ def test_all_rows_may_be_empty(policy):
     logprobs, entropy = SharedPath.of(policy.model).score(empty, temperature=1.0, entropy=True, slope=None)
     assert logprobs.shape == entropy.shape == rows.mask.shape
     assert logprobs.count_nonzero() == entropy.count_nonzero() == 0
+    policy.zero_grad()
+    logprobs.sum().backward()  # as when all completions were cut and rollout.mask_truncated leaves them out
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["prompt once", "prompt copied later", "prompt copied"])

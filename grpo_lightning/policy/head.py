@@ -113,13 +113,14 @@ class Head:
         return logits
 
     def inner(self, slopes: Tensor, logits: Tensor | None, temperature: float) -> Tensor:
-        """The gradient with respect to weight h + bias from that with respect to the ``logits``; overwrites both."""
+        """The gradient with respect to scale (weight h + bias) from that with respect to the ``logits``.
+
+        Overwrites both.
+        """
         if self.softcap is not None and logits is not None:
             # z = c tanh(x / c): dz/dx = 1 - (z / c)^2
             capped = logits.mul_(temperature / self.softcap).square_().neg_().add_(1.0)
             slopes = slopes.mul_(capped)
-        if (factor := self.scale / temperature) != 1.0:
-            slopes = slopes.mul_(factor)
         return slopes
 
 
@@ -157,7 +158,8 @@ class _Logprobs(torch.autograd.Function):
                 entropies[part] = log_total.squeeze(-1) - _expected(logits, log_total)
             if slope is not None and slopes is not None and gradients is not None:
                 slopes[part] = slope(logprobs[part], part)
-                gradients.add(part, _slopes(head, logits, log_total, chosen, slopes[part], None, temperature))
+                gradients.add(part, *_slopes(head, logits, log_total, chosen, slopes[part], None, temperature))
+            del logits  # before the next ones are made
         ctx.head, ctx.temperature, ctx.size, ctx.entropy = head, temperature, size, entropy
         ctx.gradients, ctx.slopes = gradients, slopes
         ctx.save_for_backward(hidden, weight, bias, ids, entropies)
@@ -176,8 +178,8 @@ class _Logprobs(torch.autograd.Function):
                 log_total = logits.logsumexp(-1, keepdim=True)
                 also = (entropies[part], entropy_slopes[part]) if ctx.entropy else None
                 chosen = ids[part].unsqueeze(-1)
-                slope = _slopes(ctx.head, logits, log_total, chosen, slopes[part], also, ctx.temperature)
-                gradients.add(part, slope)
+                gradients.add(part, *_slopes(ctx.head, logits, log_total, chosen, slopes[part], also, ctx.temperature))
+                del logits  # before the next ones are made
         ctx.gradients = None  # another backward pass would find them changed
         return gradients.hidden, gradients.weight, gradients.bias, *[None] * 6
 
@@ -192,17 +194,19 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
 
-    def add(self, part: slice, slopes: Tensor) -> None:
+    def add(self, part: slice, slopes: Tensor, factors: Tensor) -> None:
+        """Of logits whose gradient is ``factors`` [n] times ``slopes`` [n, V]."""
         hidden, weight = self._inputs
         if self.bias is not None:
-            self.bias += slopes.sum(0)
-        slopes = slopes.to(weight.dtype)
+            self.bias.addmv_(slopes.T, factors)
+        slopes, factors = slopes.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)
         if self.hidden is not None:
             torch.mm(slopes, weight, out=self.hidden[part])
+            self.hidden[part] *= factors
         if self.weight is not None and weight.dtype == torch.float32:
-            self.weight.addmm_(slopes.T, hidden[part])
+            self.weight.addmm_(slopes.T, hidden[part] * factors)
         elif self.weight is not None:
-            self.weight += slopes.T @ hidden[part]
+            self.weight += slopes.T @ (hidden[part] * factors)
 
 
 def _slopes(
@@ -213,21 +217,26 @@ def _slopes(
     slopes: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
-) -> Tensor:
-    """Gradient before scale and soft-cap, from those of log-probability and entropy; overwrites ``logits``.
+) -> tuple[Tensor, Tensor]:
+    """Gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
+
+    Made from those of log-probability and entropy; overwrites ``logits``. A factor of a row costs nothing when it is
+    multiplied with its hidden state.
 
     d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
     """
     kept = logits.clone() if head.softcap is not None else None
+    factor = head.scale / temperature
     if entropy is None:
-        found = logits.sub_(log_total).exp_().mul_(-slopes.unsqueeze(-1))
-    else:
-        logp = logits.sub_(log_total).clamp_(min=_LEAST)
-        entropies, theirs = (value.unsqueeze(-1) for value in entropy)
-        factor = (logp + entropies).mul_(theirs).add_(slopes.unsqueeze(-1)).neg_()
-        found = factor.mul_(logp.exp_())
+        found = logits.sub_(log_total).exp_()
+        found.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
+        return head.inner(found, kept, temperature), slopes * -factor
+    logp = logits.sub_(log_total).clamp_(min=_LEAST)
+    entropies, theirs = (value.unsqueeze(-1) for value in entropy)
+    found = (logp + entropies).mul_(theirs).add_(slopes.unsqueeze(-1)).neg_()
+    found.mul_(logp.exp_())
     found.scatter_add_(-1, chosen, slopes.unsqueeze(-1))
-    return head.inner(found, kept, temperature)
+    return head.inner(found, kept, temperature), torch.full_like(slopes, factor)
 
 
 _LEAST = -1e4

@@ -63,8 +63,13 @@ def shared(
         order += members
     device = rows.ids.device
     zeros = torch.zeros(rows.mask.numel(), device=device)
-    if not groups:
-        return zeros.view_as(rows.mask), zeros.view_as(rows.mask) if entropy else None
+    if not groups:  # zeros that depend on all weights, for whoever asks for their gradient
+        prompt = ids[0, :start][real[0, :start]].to(device)
+        stream = Stream(((len(prompt), ()),), device)
+        hidden = forward(decoder, prompt[None], stream.positions, stream)[0]
+        logprobs, entropies = head(hidden[-1:], prompt[:1], temperature=temperature, entropy=entropy)
+        nothing = zeros.view_as(rows.mask)
+        return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
     stream = Stream(tuple(groups), device)
     hidden = forward(decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]
     places = torch.cat(stream.predictors).to(device)

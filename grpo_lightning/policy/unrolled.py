@@ -102,7 +102,7 @@ class Unrolled:
 
 def _normalized(x: Tensor, epsilon: float) -> Tensor:
     # torch's rms_norm is four times as slow on so few numbers
-    squares = torch.linalg.vecdot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
+    squares: Tensor = torch.linalg.vecdot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
     return x * squares.rsqrt_().unsqueeze(-1)
 
 
