@@ -97,6 +97,11 @@ def growth_picture(found: dict[str, Any], path: Path) -> None:
         for system in ("theirs", "ours"):
             axis.loglog(rows[system]["values"], rows[system]["seconds"], "o-", label=NAMES[system])
         axis.set_xlabel(labels[name])
+        axis.set_xticks(rows["values"], [f"{value}" for value in rows["values"]])
+        axis.minorticks_off()
+        axis.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+        times = rows["ours"]["seconds"] + rows["theirs"]["seconds"]
+        axis.set_ylim(min(times) / 1.3, max(times) * 1.3)
     axes[0].set_ylabel("seconds per step")
     axes[0].legend(frameon=False)
     figure.tight_layout()
