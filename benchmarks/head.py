@@ -82,13 +82,14 @@ def main(form: str, tokens: int) -> None:
     else:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # resets the peak, see proc(5)
-        before = _status("VmRSS")
+        before = status("VmRSS")
         gradients(form, *given)
-        most = _status("VmHWM")
+        most = status("VmHWM")
     print((most - before) / 2**20)
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
+    """Bytes that proc(5) tells of this process."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name + ":"))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.ranks import ALONE, Ranks
 from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
 
 
@@ -120,28 +121,60 @@ class Judge:
         first_prompt: int = 0,
         clock: Clock,
         poll: Poll | None = None,
+        ranks: Ranks = ALONE,
     ) -> tuple[Judged, dict[str, float]]:
         """Sample and score; arguments as in ``Policy.sample``.
 
-        Rewards with a timeout start on a completion as soon as it has ended.
+        Every process does so for its share of the prompts and gets to know all. Rewards with a timeout start on a
+        completion as soon as it has ended.
 
         Returns:
             ``group_size`` completions per prompt with their rewards; and for each reward with a timeout the share of
             completions on which it failed.
         """
-        texts = _per_row(prompts.texts, group_size)
-        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}
+        mine = ranks.share(len(prompts))
+        own = prompts[mine]
+        texts = _per_row(own.texts, group_size)
+        columns = {name: _per_row(values, group_size) for name, values in own.columns.items()}
         scoring = Scoring(self.rewards, texts, columns)
-        with clock("rollout"):
-            sampled = policy.sample(
-                prompts.texts,
-                group_size=group_size,
-                sampling=sampling,
-                seed=seed,
-                first_prompt=first_prompt,
-                poll=poll,
-                ended=scoring.begin if scoring.may_begin else None,
-            )
+
+        def sample() -> Sampled:
+            with clock("rollout"):
+                return policy.sample(
+                    own.texts,
+                    group_size=group_size,
+                    sampling=sampling,
+                    seed=seed,
+                    first_prompt=first_prompt + mine.start,
+                    poll=poll,
+                    ended=scoring.begin if scoring.may_begin else None,
+                )
+
+        if ranks.size == 1:
+            return self._scored(policy, own, sample(), scoring, clock)
+        if ranks.lockstep:  # forward calls are common ones: an error between them cannot be told to the others
+            sampled = sample()
+            outcome = ranks.attempt(lambda: self._scored(policy, own, sampled, scoring, clock))
+        else:
+            outcome = ranks.attempt(lambda: self._scored(policy, own, sample(), scoring, clock))
+        device = torch.device("cpu")
+        if outcome.value is not None:
+            judged, failed = outcome.value
+            device = judged.sampled.mask.device
+            outcome = replace(outcome, value=(judged.to(torch.device("cpu")), failed))
+        with clock("wait"):
+            parts = ranks.agree(outcome)
+        counts = [len(part.right) for part, _ in parts]
+        together = Judged.concatenate([part for part, _ in parts])
+        failures = {
+            name: sum(failed[name] * n for (_, failed), n in zip(parts, counts, strict=True)) / sum(counts)
+            for name in parts[0][1]
+        }
+        return together.to(device), failures
+
+    def _scored(
+        self, policy: Policy, prompts: Prompts, sampled: Sampled, scoring: Scoring, clock: Clock
+    ) -> tuple[Judged, dict[str, float]]:
         with clock("reward"):
             length = sampled.mask.shape[1]
             ids = [

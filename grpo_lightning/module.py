@@ -11,9 +11,10 @@ from grpo_lightning.batch import Prompts, Rollout
 from grpo_lightning.judge import Judged
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout import Collected, Collector, on_policy
+from grpo_lightning.rollout import Collected, Collector
 from grpo_lightning.selfcheck import check_rollout
-from grpo_lightning.step import OptimizerFactory, Schedule, StepModule, add_up, mean_of_updates
+from grpo_lightning.step import OptimizerFactory, Schedule, StepModule
+from grpo_lightning.update import accumulate, mean_of_updates
 from grpo_lightning.validation import Validation
 
 
@@ -71,25 +72,30 @@ class GRPOLightningModule(StepModule):
         """The frozen policy of the KL term, if there is one."""
         return self._reference[0]
 
+    def policies(self) -> list[Policy]:
+        # a reference without weights of its own is the policy
+        return [policy for policy in (self.policy, self.reference) if policy and any(True for _ in policy.parameters())]
+
     def on_fit_start(self) -> None:
-        if self.reference is not None:
+        if self.reference is not None and self.reference.home is None:
             self.reference.to(self.device)
 
     def training_step(self, prompts: Prompts) -> dict[str, Any]:
         self.clock.restart()
         numbers = varying.values(self.varied, self.completed_steps)
         collect, loss = varying.at(tuple(self.varied.values()), self.completed_steps)
-        collected = collect(
-            self.policy,
-            self.reference,
-            prompts,
-            microbatch_tokens=self.microbatch_tokens,
-            seed=self.seed_of("rollout", self.completed_steps),
-            rank=self.global_rank,
-            clock=self.clock,
-            poll=self.poll,
-            carried=self.surplus,
-        )
+        with self.sampling():
+            collected = collect(
+                self.policy,
+                self.reference,
+                prompts,
+                microbatch_tokens=self.microbatch_tokens,
+                seed=self.seed_of("rollout", self.completed_steps),
+                clock=self.clock,
+                poll=self.poll,
+                carried=self.surplus,
+                ranks=self.ranks,
+            )
         self.surplus = collected.surplus
         if self.self_check and self.completed_steps == 0:
             check_rollout(self.policy, self.reference, collected.rollout, collect.sampling, self.microbatch_tokens)
@@ -105,8 +111,8 @@ class GRPOLightningModule(StepModule):
     def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[dict[str, Tensor]]:
         """Every optimizer step on a rollout; returns the metrics of each, and the "ratio" of its tokens."""
         rollout = collected.rollout
-        size = len(rollout) if self.minibatch_size is None else self.minibatch_size // self.trainer.world_size
-        generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps, self.global_rank))
+        size = self.minibatch_size or len(rollout)
+        generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
         single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
         return [
             self._update(minibatch, loss, temperature, on_policy_step=single)
@@ -115,28 +121,18 @@ class GRPOLightningModule(StepModule):
 
     def _update(self, minibatch: Rollout, loss: PolicyLoss, temperature: float, *, on_policy_step: bool) -> Any:
         """One optimizer step; ``on_policy_step``: the only one, on rows that the policy as it is has sampled."""
-        tokens = self.trainer.strategy.reduce(minibatch.mask.sum().float(), reduce_op="mean")
-        weights = loss.weights(minibatch.mask, tokens)
-        teaching = loss.teaches(minibatch) if self.skip_dead else minibatch.mask.any(-1)
-        teaching[0] |= not teaching.any()  # a gradient of zero, but there
-        taught, weights = minibatch[teaching.nonzero().flatten()], weights[teaching]
-        parts: dict[str, Tensor] = {}
-        sums: dict[str, Tensor] = {}
-        ratio: list[Tensor] = []
-        for index in self.policy.split(taught, self.microbatch_tokens):
-            rows, share = taught[index], weights[index]
-            slope = loss.slope(rows, share, on_policy=on_policy_step)
-            bonus = loss.entropy_coef != 0
-            logprobs, entropy = self.policy.score(rows, temperature=temperature, entropy=bonus, slope=slope)
-            if on_policy_step:
-                rows = on_policy(rows, logprobs)
-            value, part = loss(logprobs, entropy, rows, share)
-            self.manual_backward(value)
-            add_up(parts, part)
-            add_up(sums, loss.statistics(logprobs, rows))
-            ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
-        values = loss.metrics(parts, sums) | {"optim/grad_norm": torch.tensor(self.apply_gradients())}
-        return values | {"ratio": torch.cat(ratio), "work": torch.tensor(self.policy.work(taught))}
+        values = accumulate(
+            self.policy,
+            loss,
+            minibatch,
+            temperature=temperature,
+            microbatch_tokens=self.microbatch_tokens,
+            skip_dead=self.skip_dead,
+            on_policy_step=on_policy_step,
+            ranks=self.ranks,
+            backward=self.backward_of_part,
+        )
+        return values | {"optim/grad_norm": torch.tensor(self.apply_gradients())}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

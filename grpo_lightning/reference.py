@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor
 
@@ -13,9 +14,19 @@ from grpo_lightning.policy import Policy, Slope
 from grpo_lightning.policy.hf import load
 
 
-def frozen_copy(policy: Policy) -> Policy:
-    """A second set of weights, as ``policy`` is at the moment of the call; costs its memory again."""
-    return copy.deepcopy(policy).requires_grad_(False).eval()
+def frozen_copy(policy: Policy, *, dtype: str | None = None, offload: bool = False) -> Policy:
+    """A second set of weights, as ``policy`` is at the moment of the call; costs its memory again.
+
+    Args:
+        policy: Copied.
+        dtype: Of the copy: float32 or bfloat16, which is half as large and rounds; null: as the policy's.
+        offload: Whether the copy lies in the computer's memory and is on the device only while it scores.
+    """
+    copied = copy.deepcopy(policy).requires_grad_(False).eval()
+    if dtype is not None:
+        copied = copied.to(getattr(torch, dtype))
+    copied.home = torch.device("cpu") if offload else None
+    return copied
 
 
 def none(policy: Policy) -> None:
@@ -65,12 +76,18 @@ class _AdapterOff(Policy):
     def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
         return self._shared[0].count_tokens(prompts)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, weights: Any = None) -> None:
         raise NotImplementedError("a reference is not exported")
 
 
 def another_model(
-    policy: Policy, *, path: str, dtype: str, attn_implementation: str, trust_remote_code: bool
+    policy: Policy,
+    *,
+    path: str,
+    dtype: str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    quantization: str | None = None,
 ) -> Policy:
     """Another model with the same vocabulary, such as distilgpt2 for gpt2.
 
@@ -80,11 +97,18 @@ def another_model(
         dtype: Of the reference's weights.
         attn_implementation: transformers' name.
         trust_remote_code: Whether code that comes with the weights may run.
+        quantization: 8bit or 4bit (bitsandbytes); null: as they are.
 
     Raises:
         ValueError: The two tokenizers differ, so that token ids would mean different things.
     """
-    other = load(path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+    other = load(
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
     mine = getattr(policy, "tokenizer", None)
     if mine is None or mine.get_vocab() != other.tokenizer.get_vocab():
         raise ValueError(f"reference.path={path!r}: its vocabulary differs from the policy's")

@@ -14,6 +14,7 @@ from grpo_lightning.group import top_entropy
 from grpo_lightning.judge import Judge, Judged, judge
 from grpo_lightning.loss import k1, k3
 from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.ranks import ALONE, Ranks
 from grpo_lightning.reward import Weighted
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,10 @@ class Collector:
         *,
         microbatch_tokens: int,
         seed: int,
-        rank: int = 0,
         clock: Clock,
         poll: Poll | None = None,
         carried: Judged | None = None,
+        ranks: Ranks = ALONE,
     ) -> Collected:
         """Sample, score, compare.
 
@@ -92,12 +93,12 @@ class Collector:
             reference: Scored once on the samples; None for no KL term.
             prompts: [P * max_tries] those of each try.
             microbatch_tokens: Most tokens in one forward pass of the reference.
-            seed: Of the samples, the same on all devices.
-            rank: This device's number.
+            seed: Of the samples.
             clock: Counts the phases rollout, reward and score.
             poll: As in ``Policy.sample``.
             carried: The last rollout's surplus, which comes first; its old log-probabilities are those of the policy
                 that sampled it.
+            ranks: The processes that share the work; all of them return the whole rollout.
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
@@ -114,9 +115,9 @@ class Collector:
                 group_size=self.group_size,
                 sampling=self.sampling,
                 seed=seed + len(fresh),
-                first_prompt=rank * len(chunk),
                 clock=clock,
                 poll=poll,
+                ranks=ranks,
             )
             fresh.append(judged)
             failed.append(failures)
@@ -127,7 +128,7 @@ class Collector:
             inside = self.downsample(rewards)
             chosen = chosen.rows((torch.arange(len(rewards)).unsqueeze(-1) * rewards.shape[-1] + inside).flatten())
         with clock("score"):
-            ref_logprobs = self._reference(reference, chosen.sampled, microbatch_tokens)
+            ref_logprobs = self._reference(reference, chosen.sampled, microbatch_tokens, ranks)
         rollout = self._rollout(chosen, ref_logprobs)
         advantages = rollout.advantages.sum(-1) / rollout.mask.sum(-1).clamp(min=1)
         everything = Judged.concatenate(fresh)
@@ -174,12 +175,20 @@ class Collector:
             return together, None
         return together.groups(range(wanted)), together.groups(range(wanted, len(together.prompts)))
 
-    def _reference(self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int) -> Tensor:
-        ref_logprobs = torch.zeros_like(sampled.logprobs)
-        if reference is not None:
-            for rows in reference.split(sampled, microbatch_tokens):
-                ref_logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.sampling.temperature)
-        return ref_logprobs
+    def _reference(self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, ranks: Ranks) -> Tensor:
+        found = torch.zeros_like(sampled.logprobs)
+        if reference is None:
+            return found
+        parts, _ = reference.shares(sampled, microbatch_tokens, ranks)
+        with reference.present(found.device):
+            for rows in parts:
+                found[rows] = reference.logprobs(sampled[rows], temperature=self.sampling.temperature)
+        if ranks.size == 1:
+            return found
+        mine = torch.cat(parts).unique()
+        for rows, logprobs in ranks.gather((mine.cpu(), found[mine].cpu())):
+            found[rows.to(found.device)] = logprobs.to(found.device)
+        return found
 
     def _rollout(self, judged: Judged, ref_logprobs: Tensor) -> Rollout:
         sampled, groups = judged.sampled, (len(judged.prompts), judged.group_size)

@@ -14,17 +14,22 @@ from typing import Any
 import lightning
 import torch
 from lightning import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.tree import Tree
 
 from grpo_lightning import config as settings
+from grpo_lightning import memory
 from grpo_lightning.callbacks import events
-from grpo_lightning.callbacks.checkpoint import read
+from grpo_lightning.callbacks.checkpoint import read, weights
 from grpo_lightning.callbacks.export import export
 from grpo_lightning.data import PromptData
+from grpo_lightning.ranks import Preempted, lost_contact
 from grpo_lightning.reward import check_columns
-from grpo_lightning.step import Preempted, StepModule
+from grpo_lightning.step import StepModule
+from grpo_lightning.strategy import check_processes, is_first
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +40,9 @@ PREEMPTED = 143
 """Exit status after SIGTERM: 128 + 15, as a shell reports it."""
 
 
-def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], directory_given: bool) -> float:
+def run(
+    config: dict[str, Any], build: Build, *, overrides: Sequence[str], directory_given: bool, multirun: bool = False
+) -> float:
     """Do what ``config`` says and leave ``summary.json``.
 
     Args:
@@ -43,6 +50,7 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
         build: Instantiates a part of them.
         overrides: What the user changed, for the summary.
         directory_given: Whether the user named the run directory, so that a run to continue can be in it.
+        multirun: Whether this is one job of a sweep.
 
     Returns:
         ``metrics[sweep_metric]`` for hyper-parameter searches, which maximize it: always finite.
@@ -52,6 +60,7 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
         SystemExit: With status 143, after SIGTERM.
     """
     settings.check(config)
+    check_processes(config, directory_given=directory_given, multirun=multirun)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
     directory = Path(config["run_dir"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +70,8 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
     checkpoint = _checkpoint(config, directory, directory_given)
     try:
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
-        announce(config)
+        if is_first():
+            announce(config)
         data: PromptData = build("data")
         data.load()
         check_columns(build("reward"), data.columns)
@@ -73,14 +83,17 @@ def run(config: dict[str, Any], build: Build, *, overrides: Sequence[str], direc
         status = "finished"
     except (Preempted, SIGTERMException):
         status = "preempted"
-    except BaseException:
+    except BaseException as error:
         status = "failed"
+        if lost := lost_contact(error):
+            raise lost from error
         raise
     finally:
         if module is not None:
             summary |= {"metrics": dict(sorted(module.metrics.items())), "steps": module.completed_steps}
         summary |= {"seconds": round(time.perf_counter() - started, 3), "status": status}
-        if module is not None or not (directory / "summary.json").exists():  # nothing is lost before the module stands
+        # nothing is lost before the module stands
+        if is_first() and (module is not None or not (directory / "summary.json").exists()):
             _write_summary(directory, config["mode"], summary)
         del module
         gc.collect()  # a trainer and its parts refer to one another: a sweep would hold the weights of two jobs
@@ -107,8 +120,10 @@ def fit(
             log.warning("%s=%s is ignored: a continued run keeps its optimizer, whose value is %s", key, now, then)
         else:
             log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
-    events.rewind(directory / "tensorboard", known["events"])
+    if is_first():
+        events.rewind(directory / "tensorboard", known["events"])
     trainer: Trainer = build("trainer")
+    announce_memory(config, module, data, trainer)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
 
@@ -133,10 +148,10 @@ def write_export(
     checkpoint: Path | None,
     directory: Path,
 ) -> None:
-    """Write the policy, or ``checkpoint``'s, in Hugging Face format."""
+    """Write the policy, or ``checkpoint``'s, in Hugging Face format; by one process."""
     if checkpoint:
         content = read(checkpoint)
-        module.load_state_dict(content["state_dict"])
+        module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
         module.on_load_checkpoint(content)
     export(module.policy, directory / "export", metrics=module.metrics, config=module.config)
     log.info("exported to %s", directory / "export")
@@ -168,6 +183,30 @@ def announce(config: Mapping[str, Any]) -> None:
         log.warning(
             "rollout.top_p=%s, top_k=%s, min_p=%s sample another distribution than the one that is scored and trained",
             *(rollout[name] for name in ("top_p", "top_k", "min_p")),
+        )
+
+
+def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: Trainer) -> None:
+    """Print what the run is going to need, and warn where a GPU has less."""
+    shape = module.policy.shape()
+    if shape is None or "rollout" not in config["module"] or not is_first():
+        return
+    on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
+    first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]
+    use = memory.use_of(
+        config,
+        processes=trainer.world_size,
+        is_sharded=isinstance(trainer.strategy, ModelParallelStrategy),
+        on_cpu=on_cpu,
+        prompt_tokens=max(module.policy.count_tokens(first)),
+    )
+    parts = memory.predicted(shape, use)
+    print(memory.table(parts), file=sys.stderr)
+    if not on_cpu and parts["peak"] > (there := torch.cuda.mem_get_info()[1]):
+        log.warning(
+            "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
+            "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
+            there / memory.GiB,
         )
 
 
@@ -203,7 +242,7 @@ def _checkpoint(config: Mapping[str, Any], directory: Path, directory_given: boo
     if given != "last":
         if "://" in given:
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
-        if not Path(given).is_file():
+        if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
         own = directory / "checkpoints"
         if config["mode"] == "fit" and (own / "last.ckpt").exists() and Path(given).resolve().parent != own.resolve():

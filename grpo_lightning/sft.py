@@ -28,12 +28,15 @@ class SFTLightningModule(StepModule):
             raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")
         with self.clock("update"):
             rows = self.policy.demonstrate(prompts.texts, prompts.columns["completion"])
-            tokens = self.trainer.strategy.reduce(rows.mask.sum().float(), reduce_op="mean")
+            tokens = rows.mask.sum()
             total = torch.zeros((), device=self.device)
-            for index in self.policy.split(rows, self.microbatch_tokens):
-                loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() / tokens
-                self.manual_backward(loss)
+            indices, idle = self.policy.shares(rows, self.microbatch_tokens, self.ranks)
+            for number, index in enumerate(indices):
+                counts = number < len(indices) - idle
+                loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() * counts / tokens
+                self.backward_of_part(loss, last=number == len(indices) - 1)
                 total += loss.detach()
+            total = self.ranks.add_up({"loss": total})["loss"]
             norm = self.apply_gradients()
         seconds = self.clock.read()
         self.complete_step(

@@ -7,26 +7,30 @@ the latter, so nothing here relies on it.
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from grpo_lightning import trained_part
 from grpo_lightning.batch import Prompts
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.policy import Policy
+from grpo_lightning.policy.sharding import gathered, is_sharded, shard
+from grpo_lightning.ranks import ALONE, Preempted, Ranks
 from grpo_lightning.validation import Validation
 
 log = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Schedule = Callable[..., float]
-
-
-class Preempted(Exception):
-    """The process was asked to end (SIGTERM) while it sampled; the weights are those of the last complete step."""
 
 
 class StepModule(LightningModule):
@@ -39,6 +43,8 @@ class StepModule(LightningModule):
         schedule: (steps completed, total_steps=) -> multiplier of the learning rate.
         steps: Batches of prompts to train on.
         seed: Of all sampling and shuffling.
+        gather_weights: Where weights are sharded, whether each process holds all of them while it samples; else all
+            make every forward pass together, layer by layer, until the last completion ends.
         max_grad_norm: Clip threshold of the gradient's L2 norm.
         max_skipped: Optimizer steps in a row that may be skipped because their gradient is not finite.
     """
@@ -54,6 +60,7 @@ class StepModule(LightningModule):
         seed: int,
         max_grad_norm: float,
         max_skipped: int,
+        gather_weights: bool = True,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -65,7 +72,13 @@ class StepModule(LightningModule):
         self.seed = seed
         self.max_grad_norm = max_grad_norm
         self.max_skipped = max_skipped
+        self.gather_weights = gather_weights
+        self.base = trained_part.fingerprint(policy)
+        """Of the weights that are not trained, as below an adapter; checkpoints hold the others only."""
+        self.strict_loading = self.base is None
         self.clock = Clock()
+        self.ranks = ALONE
+        self.asked_to_end = False
         self.peak = 0.0
         self.completed_steps = 0
         self.validated_at = -1
@@ -82,23 +95,68 @@ class StepModule(LightningModule):
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
-        if self.trainer.received_sigterm:
+        if self.asked_to_end or self.trainer.received_sigterm:
             raise Preempted(f"SIGTERM during step {self.completed_steps + 1}")
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        lockstep = sharded and not self.gather_weights
+        self.ranks = Ranks(self.global_rank, self.trainer.world_size, lockstep=lockstep)
+        self.policy.ranks = self.ranks
+
+    def configure_model(self) -> None:
+        """Shard the policy, where the strategy shards."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy) and not is_sharded(self.policy):
+            for policy in self.policies():
+                shard(policy, strategy.device_mesh["data_parallel"])
+
+    def policies(self) -> list[Policy]:
+        """All whose weights this module holds, trained or not."""
+        return [self.policy]
+
+    def _listen(self) -> None:
+        """Take SIGTERM over from Lightning, whose handler starts a broadcast wherever this process happens to be."""
+        if self.ranks.size > 1:
+            signal.signal(signal.SIGTERM, self._ask_to_end)
+
+    def on_validation_start(self) -> None:
+        self._listen()
+
+    def _ask_to_end(self, number: int, frame: Any) -> None:
+        launcher: Any = self.trainer.strategy.launcher
+        if launcher is not None and not self.asked_to_end:
+            launcher.kill(number)  # the processes that this one started
+        self.asked_to_end = True
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, the policy may be sampled from."""
+        if self.ranks.lockstep:
+            yield
+            return
+        with gathered(self.policy):
+            yield
+
+    def backward_of_part(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a micro-batch; processes exchange gradients after the ``last`` one."""
+        wrapped: Any = self.trainer.strategy.model
+        with nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync():
+            self.manual_backward(loss)
 
     def report(self, values: Mapping[str, float | Tensor]) -> None:
         """Write scalars to the loggers at the number of completed steps, averaged over ranks (``*_max``: the largest).
 
         They are also Lightning's ``callback_metrics``. What is not finite is left out, such as a mean over nothing.
         """
-        reduced = {
-            name: float(
-                self.trainer.strategy.reduce(
-                    torch.as_tensor(value, device=self.device, dtype=torch.float32),
-                    reduce_op="max" if name.endswith("_max") else "mean",
-                )
-            )
-            for name, value in sorted(values.items())
-        }
+        device = self.device if self.ranks.size > 1 else "cpu"  # in float64 the mean of equal values is that value
+        own = {name: torch.as_tensor(value, device=device, dtype=torch.float64) for name, value in values.items()}
+        largest = {name: own[name] for name in own if name.endswith("_max") or name == "perf/peak_memory_gb"}
+        sums = self.ranks.add_up({name: value for name, value in own.items() if name not in largest})
+        reduced = {name: float(value) / self.ranks.size for name, value in sums.items()}
+        tops = self.ranks.add_up({f"{name}_max": value for name, value in largest.items()})
+        reduced |= {name.removesuffix("_max"): float(value) for name, value in tops.items()}
         finite = {name: value for name, value in reduced.items() if math.isfinite(value)}
         self.metrics = {name: value for name, value in self.metrics.items() if name not in reduced} | finite
         self.log_dict(finite, logger=False, batch_size=1)
@@ -117,7 +175,8 @@ class StepModule(LightningModule):
         """
         optimizer: Any = self.optimizers()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = float(nn.utils.clip_grad_norm_(parameters, self.max_grad_norm))
+        total: Any = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if norm < float("inf"):
             optimizer.step()
             self.skipped_in_a_row = 0
@@ -148,23 +207,24 @@ class StepModule(LightningModule):
         """Seconds of the step's phases, its speed and memory.
 
         Args:
-            num_tokens: Sampled in it on this device.
+            num_tokens: Sampled in it.
             work: Least floating-point operations that it takes, as ``Policy.work`` counts them.
         """
         seconds = self.clock.read()
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
-        limit = {"perf/gemm_fraction": work / (seconds["step"] * self.peak)} if work and self.peak else {}
+        limit = work / self.ranks.size / (seconds["step"] * self.peak) if self.peak else 0.0
         return (
             {f"time/{phase}": value for phase, value in seconds.items()}
-            | limit
+            | ({"perf/gemm_fraction": limit} if limit else {})
             | {
-                "perf/tokens_per_second": num_tokens * self.trainer.world_size / seconds["step"],
+                "perf/tokens_per_second": num_tokens / seconds["step"],
                 "perf/peak_memory_gb": peak / 1e9,
             }
         )
 
     def on_train_start(self) -> None:
+        self._listen()
         self.peak = self.policy.peak()
 
     @property
@@ -178,14 +238,16 @@ class StepModule(LightningModule):
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
         if not self._validation_due:
             return None
-        judged = self.validation.step(
-            self.policy,
-            prompts,
-            completed_steps=self.completed_steps,
-            seed=self.seed_of("validation", batch_idx, self.global_rank),
-            clock=self.clock,
-            poll=self.poll,
-        )
+        with self.sampling():
+            judged = self.validation.step(
+                self.policy,
+                prompts,
+                completed_steps=self.completed_steps,
+                seed=self.seed_of("validation"),
+                clock=self.clock,
+                poll=self.poll,
+                ranks=self.ranks,
+            )
         return {"judged": judged}
 
     def on_validation_epoch_end(self) -> None:
@@ -204,6 +266,10 @@ class StepModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning's own progress would restore a position within an epoch of another length.
         checkpoint.pop("loops", None)
+        if self.base is not None:
+            checkpoint["base"] = self.base
+            trained = trained_part.names(self.policy)
+            checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
         checkpoint["step"] = {
             "completed": self.completed_steps,
             "validated_at": self.validated_at,
@@ -212,23 +278,13 @@ class StepModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over what a checkpoint says of the run.
+
+        Raises:
+            ValueError: It holds an adapter of another base, or of other shape than this policy's.
+        """
+        trained_part.check(self.policy, self.base, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.skipped, self.skipped_in_a_row = state["skipped"]
         self.metrics = dict(state["metrics"])
-
-
-def add_up(known: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    """Add ``more`` to the sums in ``known``, by name; of ``*_max`` keep the larger."""
-    for name, value in more.items():
-        before = known.get(name)
-        if before is None:
-            known[name] = value
-        else:
-            known[name] = torch.maximum(before, value) if name.endswith("_max") else before + value
-
-
-def mean_of_updates(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Every metric averaged over the optimizer steps of a rollout; of ``*_max`` the largest."""
-    stacked = {name: torch.stack([update[name].cpu() for update in updates]) for name in updates[0]}
-    return {name: values.max() if name.endswith("_max") else values.mean() for name, values in stacked.items()}

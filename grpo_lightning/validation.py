@@ -10,6 +10,7 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.judge import Judge, Judged, judge
 from grpo_lightning.metric import MajorityAtK, PassAtK
 from grpo_lightning.policy import Policy, Poll
+from grpo_lightning.ranks import ALONE, Ranks
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.varying import at
@@ -51,6 +52,7 @@ class Validation(nn.Module):
     ) -> None:
         super().__init__()
         self.judge = judge(reward, outcome, threshold)
+        self.seen = 0
         self.every = every
         self.samples_per_prompt = samples_per_prompt
         self.sampling = Sampling(temperature, top_p, top_k, min_p, max_new_tokens, tuple(stop))
@@ -69,8 +71,9 @@ class Validation(nn.Module):
         seed: int,
         clock: Clock,
         poll: Poll | None = None,
+        ranks: Ranks = ALONE,
     ) -> Judged:
-        """Sample and count some prompts; returns what was sampled. Varying weights are those of the next step."""
+        """Sample and count the next prompts; returns what was sampled. Varying weights are those of the next step."""
         judge: Judge = at(self.judge, completed_steps)
         judged, _ = judge(
             policy,
@@ -78,9 +81,12 @@ class Validation(nn.Module):
             group_size=self.samples_per_prompt,
             sampling=self.sampling,
             seed=seed,
+            first_prompt=self.seen,
             clock=clock,
             poll=poll,
+            ranks=ranks,
         )
+        self.seen += len(prompts)
         right = judged.right.view(len(prompts), self.samples_per_prompt)
         answers = [answer_text(text) for text in judged.sampled.texts]
         groups = [answers[i : i + self.samples_per_prompt] for i in range(0, len(answers), self.samples_per_prompt)]
@@ -94,6 +100,7 @@ class Validation(nn.Module):
 
     def compute(self) -> dict[str, Tensor]:
         """The metrics over everything counted since the last call, by name."""
+        self.seen = 0
         rewards = {f"val/reward/{name}": mean for name, mean in self.rewards.items()}
         values: dict[str, Tensor] = {}
         for name, metric in (self.passes | self.majorities | rewards).items():

@@ -1,5 +1,6 @@
 """The settings as train.py composes them, without a run."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ CONF = ROOT / "conf"
 
 def settings(*overrides: str) -> DictConfig:
     """conf/train.yaml with overrides; the run directory is one that nobody writes to unless named."""
+    return _compose(overrides)
+
+
+@lru_cache(8)
+def _compose(overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", ["run_dir=/nonexistent", *overrides])
 

@@ -1,5 +1,6 @@
 """Small tensors: threads cost more than they save."""
 
+import gc
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -8,3 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a run collects garbage at its end, and need not look at all that was imported

@@ -16,14 +16,18 @@ class Kill(Callback):
         moment: "rollout" (between two generated tokens), "update" (after the backward pass) or "validation" (of the
             step before).
         signal_number: 9 by default; 15 asks politely.
+        rank: The process that is killed, of several.
     """
 
-    def __init__(self, step: int, moment: str, signal_number: int = int(signal.SIGKILL)) -> None:
+    def __init__(self, step: int, moment: str, signal_number: int = int(signal.SIGKILL), rank: int = 0) -> None:
+        self.rank = rank
         self.step = step
         self.moment = moment
         self.signal_number = signal_number
 
     def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank != self.rank:
+            return
         polls = {"rollout": 4, "validation": 4}
         seen = {"rollout": 0, "validation": 0}
         poll, apply = pl_module.poll, pl_module.apply_gradients

@@ -1,5 +1,7 @@
 """Reward functions as a user would write them in a file of their own, right and wrong."""
 
+import os
+
 
 def vowels(completions, **kwargs):
     """TRL's signature: varies with any text."""
@@ -45,3 +47,9 @@ def second_half(completions):
 def every_other_prompt(completions, prompts):
     """Completions of prompts with an odd number of characters differ, those of the others do not."""
     return [float(i % 2) if len(prompt) % 2 else 0.0 for i, prompt in enumerate(prompts)]
+
+
+def fails_in_process_1(completions, **_):
+    if os.environ.get("RANK") == "1":
+        raise OSError("no disk in process 1")
+    return [0.0] * len(completions)

@@ -1,5 +1,7 @@
 """A LoRA adapter, whose base is the reference."""
 
+import shutil
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -64,3 +66,41 @@ def test_the_export_is_a_whole_model(base, tmp_path):
 def test_without_an_adapter_there_is_nothing_to_switch_off(base):
     with pytest.raises(ValueError, match=r"reference=adapter_off: allowed with an adapter only"):
         adapter_off(load(base, **SETTINGS))
+
+
+def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
+    adapter = "policy.adapter={r: 1, lora_alpha: 2, target_modules: [q_proj]}"
+    module = adapted(base, tmp_path / "run", adapter, "steps=2", "callbacks.checkpoint.every=1")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    assert content["state_dict"]
+    assert all("lora_" in name for name in content["state_dict"])
+    again = adapted(base, tmp_path / "run", adapter, "steps=3", "checkpoint=last")
+    assert again.completed_steps == 3
+    before, after = (dict(m.policy.named_parameters()) for m in (module, again))
+    assert any(not torch.equal(before[name], after[name]) for name in before if "lora_" in name)
+    assert all(torch.equal(before[name], after[name]) for name in before if "lora_" not in name)
+
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+    other.save_pretrained(tmp_path / "other")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{base}/{file}", tmp_path / "other" / file)
+    with pytest.raises(ValueError, match="the checkpoint's adapter was trained above other weights"):
+        adapted(str(tmp_path / "other"), tmp_path / "new", adapter, "steps=3", f"checkpoint={path}")
+    wider = adapter.replace("[q_proj]", "[q_proj, v_proj]")
+    with pytest.raises(ValueError, match="the checkpoint lacks weights that policy.adapter has, 4 such as"):
+        adapted(base, tmp_path / "wider", wider, "steps=3", f"checkpoint={path}")
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_an_adapter_trains_above_quantized_weights(base, tmp_path, quantization):
+    adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    before = load(base, **SETTINGS, adapter=adapter, quantization=quantization).state_dict()
+    module = adapted(base, tmp_path, "steps=3", f"policy.quantization={quantization}")
+    assert module.metrics["policy/kl_divergence"] > 1e-6
+    after = module.policy.state_dict()
+    frozen = [name for name in before if "lora_" not in name]
+    assert any(before[name].dtype in (torch.uint8, torch.int8) for name in frozen)
+    assert all(torch.equal(before[name], after[name]) for name in frozen)

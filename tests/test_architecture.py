@@ -10,8 +10,9 @@ from tests.composed import CONF, ROOT
 PACKAGE = ROOT / "grpo_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
-    *("clock", "schedule", "varying", "metric", "batch", "reward", "advantage", "loss", "policy", "reference", "data"),
-    *("group", "judge", "rollout", "selfcheck", "validation", "step", "module", "sft", "callbacks", "config", "run"),
+    *("clock", "schedule", "varying", "metric", "memory", "ranks", "batch", "reward", "advantage", "loss", "policy"),
+    *("reference", "data", "group", "judge", "rollout", "selfcheck", "validation", "trained_part", "step", "update"),
+    *("module", "sft", "strategy", "callbacks", "config", "run"),
     "report",
 ]
 ANY = {"torch"}
@@ -21,6 +22,8 @@ OUTSIDE = {
     "varying": set(),
     "config": set(),
     "metric": ANY | {"torchmetrics"},
+    "memory": set(),
+    "strategy": ANY | {"lightning"},
     "reward": {"reasoning_gym", "regex", "pebble", "math_verify", "jsonschema", "referencing"},
     "policy": ANY | {"transformers", "tokenizers", "peft", "numpy"},
     "reference": ANY | {"peft"},

@@ -35,7 +35,7 @@ def test_events_are_cut_back_to_the_recorded_length(tmp_path):
     later = SummaryWriter(str(tmp_path), filename_suffix=".later")
     later.add_scalar("x", 3.0, 3)
     later.close()
-    assert [step for step, _ in scalars(tmp_path)["x"]] == [1, 2, 3]
+    assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
     assert events.rewind(tmp_path, known) > 0
     assert scalars(tmp_path)["x"] == [(1, 1.0)]
     assert events.position(tmp_path) == known

@@ -171,6 +171,15 @@ def test_what_is_right_passes(override):
             "algorithm=cispo loss.surrogate.ratio_max=0.2",
             "ratio_max=0.2: allowed is a ratio > 1, not a distance from 1",
         ),
+        ("+trainer.strategy=fsdp", "trainer.strategy=fsdp: allowed is trainer=fsdp (FSDP2)"),
+        ("trainer=fsdp optimizer=adamw_8bit", "allowed with trainer=fsdp are torch's optimizers"),
+        ("trainer=fsdp policy.dtype=bfloat16 policy.adapter={r:4}", "allowed with trainer=fsdp is float32"),
+        ("trainer=fsdp policy.quantization=4bit policy.adapter={r:4}", "policy.quantization=4bit: allowed with tr"),
+        (
+            "trainer=fsdp trainer.strategy.sharded_checkpoints=true policy.adapter={r:4}",
+            "trainer.strategy.sharded_checkpoints=true: allowed with policy.adapter is false",
+        ),
+        ("policy.quantization=4bit", "policy.quantization=4bit: allowed is null without policy.adapter"),
     ],
 )
 def test_mistakes_between_parts(override, message):

@@ -55,10 +55,10 @@ def inline(count, **changed) -> PromptData:
     return PromptData(train=train, validation=functools.partial(Inline, held_out), **settings(**changed))
 
 
-def attach(data, completed_steps=0, rank=0, world_size=1) -> PromptData:
+def attach(data, completed_steps=0, world_size=1) -> PromptData:
     """The data module in the hands of a trainer."""
     module = SimpleNamespace(completed_steps=completed_steps)
-    data.trainer = SimpleNamespace(lightning_module=module, global_rank=rank, world_size=world_size)
+    data.trainer = SimpleNamespace(lightning_module=module, world_size=world_size)
     return data
 
 
@@ -90,40 +90,37 @@ def test_no_more_than_two_epochs_are_kept():
     assert permutation.cache_info().currsize == 2
 
 
-def test_steps_consume_the_run_in_order_whatever_the_start_the_split_and_the_devices():
+def test_steps_consume_the_run_in_order_whatever_the_start_and_the_split():
     run = [prompt_index(5, i, 10) for i in range(24)]  # crosses two epoch borders, one of them within a step
     whole = list(StepSampler(10, 4, 5, 0, 6))
     assert whole == [run[0:4], run[4:8], run[8:12], run[12:16], run[16:20], run[20:24]]
     assert list(StepSampler(10, 4, 5, 2, 3)) == whole[2:5]
     assert functools.reduce(operator.iadd, StepSampler(10, 6, 5, 0, 4), []) == run
-    ranks = [list(StepSampler(10, 4, 5, 0, 6, rank, 2)) for rank in range(2)]
-    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
     assert len(StepSampler(10, 4, 5, 2, 3)) == 3
 
 
-def test_prompts_that_devices_cannot_share_equally_are_refused():
-    with pytest.raises(ValueError, match=r"data.prompts_per_step=6: allowed: a multiple of the number of devices, 4"):
-        StepSampler(10, 6, 0, 0, 1, 0, 4)
+def test_fewer_prompts_than_processes_are_refused():
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=2: allowed: at least the number of processes, 3"):
+        attach(inline(5), world_size=3).train_dataloader()
 
 
 @pytest.mark.parametrize(
-    ("size", "batch_size", "world_size", "expected"),
+    ("size", "batch_size", "processes", "expected"),
     [
-        (5, 2, 1, [[[0], [1, 2], [3, 4]]]),  # ceil(5 / 2) = 3 batches
-        (4, 9, 1, [[[0, 1, 2, 3]]]),
-        (7, 2, 2, [[[0], [1, 2]], [[3, 4], [5, 6]]]),  # 3 and 4 prompts, both in ceil(4 / 2) = 2 batches
-        (5, 2, 2, [[[0], [1]], [[2], [3, 4]]]),  # 2 and 3 prompts, both in ceil(3 / 2) = 2 batches
-        (2, 4, 2, [[[0]], [[1]]]),
-        (3, 1, 2, [[[0]], [[1, 2]]]),  # two batches would leave one of rank 0 empty
+        (5, 2, 1, [[0], [1, 2], [3, 4]]),  # ceil(5 / 2) = 3 batches
+        (4, 9, 1, [[0, 1, 2, 3]]),
+        (7, 2, 2, [[0, 1, 2], [3, 4, 5, 6]]),  # ceil(7 / 4) = 2 batches
+        (5, 1, 2, [[0, 1], [2, 3, 4]]),  # three batches of at most 2 would leave a process with none
+        (2, 4, 2, [[0, 1]]),
     ],
 )
-def test_validation_batches_by_hand(size, batch_size, world_size, expected):
-    assert [even_batches(size, batch_size, rank, world_size) for rank in range(world_size)] == expected
+def test_validation_batches_by_hand(size, batch_size, processes, expected):
+    assert even_batches(size, batch_size, processes) == expected
 
 
-def test_more_devices_than_held_out_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"data.validation_size=3: allowed: at least the number of devices, 4"):
-        even_batches(3, 2, 0, 4)
+def test_more_processes_than_held_out_prompts_are_refused():
+    with pytest.raises(ValueError, match=r"data.validation_size=3: allowed: at least the number of processes, 4"):
+        even_batches(3, 2, 4)
 
 
 # JSON lines and parquet
@@ -517,17 +514,6 @@ def test_an_epoch_lasts_to_the_next_validation(every, completed, num_steps):
     assert texts(loader) == expected
 
 
-def test_stretches_of_two_devices_make_up_the_run():
-    data = inline(5)
-    whole = [batch for start in (0, 4, 8) for batch in texts(attach(data, start).train_dataloader())]
-    ranks = [
-        [batch for start in (0, 4, 8) for batch in texts(attach(data, start, rank, 2).train_dataloader())]
-        for rank in range(2)
-    ]
-    assert len(whole) == 10
-    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
-
-
 def test_a_batch_carries_the_columns_of_its_prompts():
     data = attach(inline(5, seed=3))
     batch = next(iter(data.train_dataloader()))
@@ -539,8 +525,7 @@ def test_a_batch_carries_the_columns_of_its_prompts():
 def test_held_out_prompts_come_in_their_own_order():
     data = inline(5)
     assert texts(attach(data).val_dataloader()) == [("v0",), ("v1", "v2")]  # 3 of the 4 there are
-    shares = [texts(attach(data, rank=rank, world_size=2).val_dataloader()) for rank in range(2)]
-    assert shares == [[("v0",)], [("v1", "v2")]]
+    assert texts(attach(data, world_size=2).val_dataloader()) == [("v0", "v1", "v2")]
 
 
 def test_long_prompts_are_dropped_with_a_count(caplog):

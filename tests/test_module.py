@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Rollout
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
-from grpo_lightning.step import StepModule, mean_of_updates
+from grpo_lightning.step import StepModule
+from grpo_lightning.update import mean_of_updates
 from tests.composed import CONF, build
 from tests.running import small_module, small_run
 

@@ -9,7 +9,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.policy.hf import HFPolicy, load, resolve
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.loading import resolve
 from tests.checkpoints import ARCHITECTURES, CHATML, write_checkpoint
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.batch import Prompts
 from grpo_lightning.clock import Clock
-from grpo_lightning.policy.hf import load, resolve
+from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import resolve
 from grpo_lightning.validation import Validation
 from tests.composed import ROOT, build, composed
 

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.callbacks import events
-from grpo_lightning.step import Preempted, StepModule
+from grpo_lightning.ranks import Preempted
+from grpo_lightning.step import StepModule
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +49,29 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def read(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
-    """A checkpoint's content; only tensors and plain values are accepted.
+    """A checkpoint's content, of a sharded one without the weights; only tensors and plain values are accepted.
 
     Raises:
         ValueError: It is none of this project's checkpoints.
     """
-    checkpoint: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+    file = path / "meta.pt" if path.is_dir() else path
+    checkpoint: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
     if "step" not in checkpoint:
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
     return checkpoint
+
+
+def weights(path: Path) -> dict[str, Any]:
+    """The weights in a checkpoint, whether it is one file or a directory of shards."""
+    if not path.is_dir():
+        found: dict[str, Any] = read(path)["state_dict"]
+        return found
+    with TemporaryDirectory() as directory:
+        whole = Path(directory) / "whole.pt"
+        dcp_to_torch_save(path, whole)
+        content: dict[str, Any] = torch.load(whole, weights_only=True)
+    joined: dict[str, Any] = content["state_dict"]
+    return joined
 
 
 class RunCheckpoint(Checkpoint):
@@ -133,6 +150,10 @@ def _link(source: Path, destination: Path) -> None:
     """``destination`` becomes the same file as ``source``, which is replaced, never written to; else a copy."""
     staged = destination.with_name(f".{destination.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
+    if source.is_symlink():  # to the directory of a sharded checkpoint
+        staged.symlink_to(source.readlink())
+        staged.replace(destination)
+        return
     try:
         os.link(source, staged)
     except OSError:

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from grpo_lightning import __version__
 from grpo_lightning.policy import Policy
+from grpo_lightning.policy.sharding import is_sharded, whole_weights
 
 
-def export(policy: Policy, directory: Path, *, metrics: Mapping[str, float], config: Mapping[str, Any]) -> None:
+def export(
+    policy: Policy,
+    directory: Path,
+    *,
+    metrics: Mapping[str, float],
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write weights, tokenizer and README.md to ``directory``: all of it or, when interrupted, none.
 
     Args:
@@ -20,10 +29,11 @@ def export(policy: Policy, directory: Path, *, metrics: Mapping[str, float], con
         directory: Replaced if it exists.
         metrics: Final values, for the card.
         config: The run's settings, for the card.
+        weights: As in ``Policy.export``.
     """
     staged = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    policy.export(staged)
+    policy.export(staged, weights)
     (staged / "README.md").write_text(card(metrics, config), encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     staged.replace(directory)
@@ -58,5 +68,8 @@ class Export(Callback):
         self.directory = Path(directory)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        policy: Any = module.policy
+        weights = whole_weights(policy) if is_sharded(policy) else None
         if trainer.is_global_zero:
-            export(module.policy, self.directory, metrics=module.metrics, config=module.config)  # type: ignore[arg-type]
+            told: dict[str, Any] = {"metrics": module.metrics, "config": module.config}
+            export(policy, self.directory, weights=weights, **told)

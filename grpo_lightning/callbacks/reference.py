@@ -8,6 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.policy.sharding import load_whole_weights, whole_weights
 
 
 class ReferenceRefresh(Callback):
@@ -48,7 +49,7 @@ class ReferenceRefresh(Callback):
             other = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
             raise ValueError(f"callbacks.reference: the reference is another model than the policy, see {other}")
         if self._loaded is not None:
-            module.reference.load_state_dict(self._loaded)
+            load_whole_weights(module.reference, self._loaded)
             self._loaded = None
 
     @torch.no_grad()
@@ -64,7 +65,7 @@ class ReferenceRefresh(Callback):
     def state_dict(self) -> dict[str, Any]:
         if not self._moved or self._module is None or self._module.reference is None:
             return {}
-        return {"reference": dict(self._module.reference.state_dict())}
+        return {"reference": whole_weights(self._module.reference)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict.get("reference")

@@ -70,11 +70,11 @@ def _enough_prompts(get: Reader) -> list[str]:
 
 
 def _master_weights(get: Reader) -> list[str]:
-    if get("mode") != "fit" or (dtype := get("policy.dtype")) == "float32":
+    if get("mode") != "fit" or (dtype := get("policy.dtype")) == "float32" or get("policy.adapter") is not None:
         return []
     return [
-        f"policy.dtype={dtype}: allowed is float32 for training, with trainer.precision=bf16-mixed for speed: small "
-        "updates vanish in 16-bit weights"
+        f"policy.dtype={dtype}: allowed is float32 for training without policy.adapter, with trainer.precision="
+        "bf16-mixed for speed: small updates vanish in 16-bit weights"
     ]
 
 
@@ -138,6 +138,56 @@ def _gates(get: Reader) -> list[str]:
     ]
 
 
+def _quantized(get: Reader) -> list[str]:
+    if get("policy.quantization") is None or get("policy.adapter") is not None:
+        return []
+    return [
+        f"policy.quantization={get('policy.quantization')}: allowed is null without policy.adapter, such as "
+        "{r: 16, lora_alpha: 32}: quantized weights cannot be trained"
+    ]
+
+
+def _old_sharding(get: Reader) -> list[str]:
+    strategy = get("trainer.strategy")
+    if not isinstance(strategy, str) or "fsdp" not in strategy:
+        return []
+    return [
+        f"trainer.strategy={strategy}: allowed is trainer=fsdp (FSDP2): the older FSDP runs on no CPU and does not "
+        "support several backward passes in a step"
+    ]
+
+
+def _is_sharded(get: Reader) -> bool:
+    strategy = get("trainer.strategy")
+    return isinstance(strategy, Mapping) and "FullySharded" in str(strategy.get("_target_"))
+
+
+def _sharded_optimizer(get: Reader) -> list[str]:
+    optimizer = str(get("optimizer._target_"))
+    if not _is_sharded(get) or not optimizer.startswith("bitsandbytes."):
+        return []
+    return [
+        f"optimizer._target_={optimizer}: allowed with trainer=fsdp are torch's optimizers: bitsandbytes' do not know "
+        "sharded weights"
+    ]
+
+
+def _sharded_weights(get: Reader) -> list[str]:
+    if not _is_sharded(get):
+        return []
+    problems = []
+    if (dtype := get("policy.dtype")) != "float32":
+        problems.append(f"policy.dtype={dtype}: allowed with trainer=fsdp is float32, one type for all weights")
+    if (bits := get("policy.quantization")) is not None:
+        problems.append(f"policy.quantization={bits}: allowed with trainer=fsdp is null; trainer=ddp has it")
+    if get("trainer.strategy.sharded_checkpoints") and get("policy.adapter") is not None:
+        problems.append(
+            "trainer.strategy.sharded_checkpoints=true: allowed with policy.adapter is false, whose checkpoints hold "
+            "the adapter only"
+        )
+    return problems
+
+
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _ks,
     _outcome,
@@ -151,5 +201,9 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _kept_of_a_group,
     _delta_above_the_clip,
     _gates,
+    _quantized,
+    _old_sharding,
+    _sharded_optimizer,
+    _sharded_weights,
 )
 """Each says what is wrong between settings that are right by themselves."""

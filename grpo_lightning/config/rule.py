@@ -67,6 +67,7 @@ RULES: dict[str, Rule] = {
     "data.validation_size": integer(1),
     "data.validation_batch_size": integer(1),
     "data.num_workers": integer(0),
+    "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
     "rollout.group_size": integer(2),
     "rollout.temperature": _POSITIVE,
     **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},

@@ -240,12 +240,17 @@ class PromptData(LightningDataModule):
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
         _ = self.train[0]  # here, so that workers inherit what a source computes once
         prompts = self.prompts_per_step * self.tries
-        sampler = StepSampler(len(self.train), prompts, self.seed, start, num_steps, *self._rank_and_world_size())
+        if self.prompts_per_step < self._processes():
+            raise ValueError(
+                f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
+                f"{self._processes()}"
+            )
+        sampler = StepSampler(len(self.train), prompts, self.seed, start, num_steps)
         return self._loader(self.train, sampler)
 
     def val_dataloader(self) -> DataLoader[Row]:
         """The held-out prompts, always in the same order."""
-        batches = even_batches(len(self.validation), self.validation_batch_size, *self._rank_and_world_size())
+        batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
         return self._loader(self.validation, batches)
 
     def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
@@ -264,9 +269,8 @@ class PromptData(LightningDataModule):
     def _completed_steps(self) -> int:
         return int(self.trainer.lightning_module.completed_steps) if self.trainer else 0  # type: ignore[arg-type]
 
-    def _rank_and_world_size(self) -> tuple[int, int]:
-        trainer = self.trainer
-        return (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+    def _processes(self) -> int:
+        return self.trainer.world_size if self.trainer else 1
 
     def _loader(self, source: Source, batches: StepSampler | list[list[int]]) -> DataLoader[Row]:
         return DataLoader(

@@ -42,42 +42,21 @@ def prompt_index(seed: int, i: int, size: int) -> int:
 
 
 class StepSampler(Sampler[list[int]]):
-    """Indices of this device's prompts, one list per step.
+    """Indices of the prompts of every step, one list per step; the same in all processes, which share them out.
 
-    Step s consumes prompts s·P to (s + 1)·P - 1 of the run; each device takes an equal contiguous slice of them.
+    Step s consumes prompts s·P to (s + 1)·P - 1 of the run.
 
     Args:
         size: Prompts in the data.
-        prompts_per_step: P, over all devices.
+        prompts_per_step: P
         seed: Of the run.
         start_step: First step.
         num_steps: How many steps.
-        rank: This device's number.
-        world_size: How many devices share a step.
-
-    Raises:
-        ValueError: If P is not a multiple of ``world_size``.
     """
 
-    def __init__(
-        self,
-        size: int,
-        prompts_per_step: int,
-        seed: int,
-        start_step: int,
-        num_steps: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        if prompts_per_step % world_size:
-            raise ValueError(
-                f"data.prompts_per_step={prompts_per_step}: allowed: a multiple of the number of devices, {world_size}"
-            )
-        self._size, self._seed = size, seed
+    def __init__(self, size: int, prompts_per_step: int, seed: int, start_step: int, num_steps: int) -> None:
+        self._size, self._seed, self._prompts_per_step = size, seed, prompts_per_step
         self._steps = range(start_step, start_step + num_steps)
-        self._prompts_per_step = prompts_per_step
-        share = prompts_per_step // world_size
-        self._slice = range(rank * share, (rank + 1) * share)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -85,31 +64,25 @@ class StepSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._steps:
             first = step * self._prompts_per_step
-            yield [prompt_index(self._seed, first + position, self._size) for position in self._slice]
+            yield [prompt_index(self._seed, i, self._size) for i in range(first, first + self._prompts_per_step)]
 
 
-def even_batches(size: int, batch_size: int, rank: int, world_size: int) -> list[list[int]]:
-    """``range(size)`` in order: a contiguous slice per device, in as many batches on each device.
-
-    Devices that share a model must call it equally often, so batches are evened out: none is larger than
-    ``batch_size`` (unless a device would be left with an empty batch) and sizes differ by at most one.
+def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
+    """``range(size)`` in order, in batches of which each process takes about ``batch_size``, and at least one.
 
     Args:
         size: Prompts in all.
-        batch_size: Most prompts in a batch.
-        rank: This device's number.
-        world_size: How many devices share the prompts.
+        batch_size: Most prompts of a batch for one process, unless another would be left with none.
+        processes: How many share a batch.
 
     Returns:
-        This device's batches of indices.
+        Batches of indices, whose sizes differ by at most one.
 
     Raises:
-        ValueError: If there are fewer prompts than devices.
+        ValueError: If there are fewer prompts than processes.
     """
-    if size < world_size:
-        raise ValueError(f"data.validation_size={size}: allowed: at least the number of devices, {world_size}")
-    largest_share = -(-size // world_size)
-    num_batches = min(-(-largest_share // batch_size), size // world_size)
-    start, stop = (size * r // world_size for r in (rank, rank + 1))
-    borders = [start + (stop - start) * b // num_batches for b in range(num_batches + 1)]
+    if size < processes:
+        raise ValueError(f"data.validation_size={size}: allowed: at least the number of processes, {processes}")
+    num_batches = min(-(-size // (batch_size * processes)), size // processes)
+    borders = [size * b // num_batches for b in range(num_batches + 1)]
     return [list(range(first, last)) for first, last in itertools.pairwise(borders)]

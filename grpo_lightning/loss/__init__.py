@@ -43,7 +43,7 @@ Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, log_ratio), all [B, T] -> per-token KL(policy || reference) in nats, [B, T]."""
 Weights = Callable[[Tensor, Tensor], Tensor]
-"""(mask [B, T] of this rank's share of an optimizer step, tokens [] sampled in it, averaged over ranks) -> [B, T]."""
+"""(mask [B, T] of all rows of an optimizer step, whatever process they fall to, tokens [] in it) -> [B, T]."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """How much each token counts: (mask, tokens) of a whole optimizer step -> weights [B, T], whose sum scales the loss.
 
-``mask`` [B, T] is this rank's share of the step, ``tokens`` [] what counts in it, averaged over ranks. Ranks are
-averaged by the strategy, so a weighting that counts tokens divides by that average, not by its own count.
+``mask`` [B, T] has all rows of the step, whatever process they fall to, ``tokens`` [] is how many count in it.
 """
 
 from torch import Tensor
@@ -11,8 +10,8 @@ def completion_mean(mask: Tensor, tokens: Tensor) -> Tensor:
     """Completions count equally, tokens equally within one: GRPO's 1/B sum 1/|o_i| (arXiv:2402.03300, Eq. 3).
 
     Args:
-        mask: [B, T] True on the tokens that count, of all this rank's completions in one optimizer step.
-        tokens: [] tokens that count in the step, averaged over ranks.
+        mask: [B, T] True on the tokens that count, of all completions in one optimizer step.
+        tokens: [] tokens that count in the step.
 
     Returns:
         [B, T] 1 / (B * tokens of the row); 0 where masked.
@@ -21,7 +20,7 @@ def completion_mean(mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_mean(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Every token of the optimizer step counts equally, on whatever rank: DAPO's remedy for long answers.
+    """Every token of the optimizer step counts equally: DAPO's remedy for long answers.
 
     arXiv:2503.14476, Eq. 8. Args and returns as in ``completion_mean``; 1 / tokens.
     """

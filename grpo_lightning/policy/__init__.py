@@ -1,12 +1,16 @@
 """What the trainer asks of a language model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches, same_prompts
+from grpo_lightning.memory import Shape
+from grpo_lightning.ranks import ALONE, Ranks
 
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
@@ -21,6 +25,23 @@ class Policy(nn.Module, ABC):
 
     B = P * G rows, a prompt's own rows adjacent; T completion tokens.
     """
+
+    ranks: Ranks = ALONE
+    """The processes that hold parts of its weights."""
+    home: torch.device | None = None
+    """Where the weights lie while they are not used; None: where they are used."""
+
+    @contextmanager
+    def present(self, device: torch.device) -> Iterator[None]:
+        """Inside, the weights are on ``device``."""
+        if self.home is None:
+            yield
+            return
+        self.to(device)
+        try:
+            yield
+        finally:
+            self.to(self.home)
 
     @abstractmethod
     def sample(
@@ -78,6 +99,32 @@ class Policy(nn.Module, ABC):
         """Micro-batches of ``rows`` for ``score`` within a budget of tokens, as index tensors."""
         return microbatches(rows, tokens, shared=False)
 
+    def shares(self, rows: Sampled | Rollout, tokens: int, ranks: Ranks) -> tuple[list[Tensor], int]:
+        """The micro-batches of ``rows`` that fall to this process, as many as to every other one.
+
+        Args:
+            rows: The same in all processes.
+            tokens: Most tokens in one forward pass.
+            ranks: The processes; groups stay together where there are enough of them.
+
+        Returns:
+            Index tensors, and how many at the end are idle: there only to make as many forward passes as the others.
+        """
+        if ranks.size == 1:
+            return self.split(rows, tokens), 0
+        lengths = rows.mask.sum(-1)
+        prompts = rows.attention_mask.sum(-1) - lengths
+        groups = same_prompts(rows)
+        sizes = lengths.tolist()
+        for group in groups:
+            sizes[group[0]] += int(prompts[group[0]])
+        device = rows.mask.device
+        chosen = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.spread(groups, sizes)]
+        splits = [[part[index] for index in self.split(rows[part], tokens)] if len(part) else [] for part in chosen]
+        mine = splits[ranks.rank]
+        idle = max(map(len, splits)) - len(mine)
+        return [*mine, *[torch.zeros(1, dtype=torch.long, device=device)] * idle], idle
+
     def work(self, rows: Sampled | Rollout) -> float:
         """Least floating-point operations of ``score`` without gradient; 0 where that is not known."""
         return 0.0
@@ -85,6 +132,10 @@ class Policy(nn.Module, ABC):
     def peak(self) -> float:
         """The most of them that the machine does in a second, as measured now; 0 where that is not known."""
         return 0.0
+
+    def shape(self) -> Shape | None:
+        """Of the model, for a prediction of memory; None where that is not known."""
+        return None
 
     @abstractmethod
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
@@ -99,5 +150,10 @@ class Policy(nn.Module, ABC):
         """Length of each prompt in tokens, chat template included."""
 
     @abstractmethod
-    def export(self, directory: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format."""
+    def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format.
+
+        Args:
+            directory: Where to.
+            weights: Named as in ``state_dict``, where the policy holds a part of them only.
+        """

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from grpo_lightning.policy.prefix import Stream, forward
 from grpo_lightning.policy.unrolled import Unrolled
+from grpo_lightning.ranks import ALONE, Ranks
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens that go through the model together."""
@@ -98,10 +99,11 @@ class SharedMemory:
         group_size: int,
         *,
         unrolled: Unrolled | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         device = decoder.device
         self._decoder, self._head, self._prompts, self._device = decoder, head, prompts, device
-        self._unrolled = unrolled
+        self._unrolled, self._ranks = unrolled, ranks
         self._group_of = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
         self._positions = torch.tensor([len(prompt) for prompt in prompts], device=device)[self._group_of]
         self._length = 0
@@ -113,10 +115,14 @@ class SharedMemory:
     def start(self) -> Tensor:
         longest = max(map(len, self._prompts))
         last, kept = [], []
-        for chunk in _chunks(self._prompts, PREFILL_TOKENS):
+        chunks = _chunks(self._prompts, PREFILL_TOKENS)
+        idle = self._ranks.most(len(chunks)) - len(chunks)
+        for number, chunk in enumerate([chunks[0]] * idle + chunks):
             reading = _Reading(Stream(tuple((len(prompt), ()) for prompt in chunk), self._device))
             ids = torch.tensor([token for prompt in chunk for token in prompt], device=self._device)
             hidden = forward(self._decoder, ids[None], reading.stream.positions, reading)[0]
+            if number < idle:
+                continue  # only made because another process makes as many
             starts = torch.tensor([[start] for start, _, _ in reading.stream.spans], device=self._device)
             ends = torch.tensor([end - 1 for _, _, end in reading.stream.spans], device=self._device)
             places = (starts + torch.arange(longest, device=self._device)).clamp(max=len(ids) - 1)

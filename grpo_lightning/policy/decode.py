@@ -9,6 +9,7 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.policy import Poll
 from grpo_lightning.policy.cache import Memory
 from grpo_lightning.policy.sampler import draw
+from grpo_lightning.ranks import ALONE, Ranks
 
 StopTest = Callable[[Tensor], Tensor]
 """(completion ids so far [b, t]) -> which rows end with a stop string [b] (bool)."""
@@ -30,6 +31,7 @@ def decode(
     stops: StopTest | None,
     poll: Poll | None = None,
     ended: Ended | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A completion for every row of ``memory``.
 
@@ -42,6 +44,7 @@ def decode(
         stops: Further reasons to end, or None.
         poll: Called before every token.
         ended: Called after every token with the completions that ended.
+        ranks: Processes that may have to make every forward pass together.
 
     Returns:
         Completion ids [B, T], mask [B, T], log-probabilities and entropies [B, T] (0 where masked) and finished [B]
@@ -57,7 +60,9 @@ def decode(
     finished = torch.zeros_like(running)
     length = 0
     for step in range(sampling.max_new_tokens):
-        if poll:
+        if poll and ranks.lockstep:
+            ranks.agree(ranks.attempt(poll))
+        elif poll:
             poll()
         logits = memory.start() if step == 0 else memory.step(ids[rows, step - 1])
         token, logprob, entropy = draw(logits, sampling, uniforms[rows, step])
@@ -76,11 +81,14 @@ def decode(
             if ended:
                 ended(done.tolist(), ids[done, :length], mask[done, :length])
             running &= ~last
-            left = int(running.sum())
-            if left == 0:
-                break
-            if left <= COMPACT * len(rows) and step + 1 < sampling.max_new_tokens:
-                still = running.nonzero().flatten()
-                memory.keep(still)
-                rows, running = rows[still], running[still]
+        elif not ranks.lockstep:
+            continue
+        left = int(running.sum())
+        if not ranks.anyone(left > 0):
+            break
+        if left <= COMPACT * len(rows) and len(rows) > 1 and step + 1 < sampling.max_new_tokens:
+            # with none left, one takes part in the forward passes of the others
+            still = running.nonzero().flatten() if left else torch.zeros_like(rows[:1])
+            memory.keep(still)
+            rows, running = rows[still], running[still]
     return ids[:, :length], mask[:, :length], logprobs[:, :length], entropies[:, :length], finished

@@ -4,29 +4,28 @@ import bisect
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches
+from grpo_lightning.memory import Shape
 from grpo_lightning.policy import Ended, Policy, Poll, Slope, score
 from grpo_lightning.policy.cache import Memory, PlainMemory
 from grpo_lightning.policy.decode import decode
+from grpo_lightning.policy.loading import evaluation, pretrained
 from grpo_lightning.policy.prefix import grouped
 from grpo_lightning.policy.sampler import uniforms
 from grpo_lightning.policy.shared import CannotShare, SharedPath, check, window
 from grpo_lightning.policy.text import decoded, end_ids, reporter, stop_test
-from grpo_lightning.policy.work import forward_flops, gemm_peak
+from grpo_lightning.policy.work import forward_flops, gemm_peak, shape_of
 
 log = logging.getLogger(__name__)
-
-_SHIPPED = "pkg://"
 
 
 class HFPolicy(Policy):
@@ -115,21 +114,23 @@ class HFPolicy(Policy):
         self._check_context(longest, "rollout.max_new_tokens")
         path = self._shared_path(longest)
         memory: Memory = (
-            path.memory(tokens, group_size, unroll=self._unroll)
+            path.memory(tokens, group_size, unroll=self._unroll, ranks=self.ranks)
             if path
             else PlainMemory(self.model, ids, attention_mask, group_size)
         )
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-        completions, mask, logprobs, entropy, finished = decode(
-            memory,
-            uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
-            sampling=sampling,
-            end_ids=self.end_ids,
-            pad_id=self.pad_id,
-            stops=stop_test(self.tokenizer, sampling.stop),
-            poll=poll,
-            ended=reporter(self.tokenizer, ended),
-        )
+        with evaluation(self.model):
+            completions, mask, logprobs, entropy, finished = decode(
+                memory,
+                uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
+                sampling=sampling,
+                end_ids=self.end_ids,
+                pad_id=self.pad_id,
+                stops=stop_test(self.tokenizer, sampling.stop),
+                poll=poll,
+                ended=reporter(self.tokenizer, ended),
+                ranks=self.ranks,
+            )
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),
             attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
@@ -148,7 +149,7 @@ class HFPolicy(Policy):
         return score.plain(self.model, rows, temperature=temperature, entropy=entropy)
 
     def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-        return microbatches(rows, tokens, shared=self._shared_path(rows.ids.shape[1]) is not None)
+        return microbatches(rows, tokens, shared=self.share_prompts and self._reaches(rows.ids.shape[1]))
 
     def work(self, rows: Sampled | Rollout) -> float:
         return forward_flops(self._base.get_decoder(), self._base.config.get_text_config().vocab_size, rows)
@@ -157,6 +158,9 @@ class HFPolicy(Policy):
         kind = self.model.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
         return gemm_peak(self._base.config.get_text_config().hidden_size, device=self.model.device, dtype=dtype)
+
+    def shape(self) -> Shape:
+        return shape_of(self.model)
 
     @property
     def _base(self) -> Any:
@@ -190,10 +194,17 @@ class HFPolicy(Policy):
 
         return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
+        if weights is not None:
+            model = AutoModelForCausalLM.from_config(self._base.config)
+            if isinstance(self.model, PeftModel):
+                model = get_peft_model(model, self.model.peft_config["default"])
+            model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+        elif isinstance(model, PeftModel):
+            model = copy.deepcopy(model)
         if isinstance(model, PeftModel):
-            model = copy.deepcopy(model).merge_and_unload()
+            model = model.merge_and_unload()
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
@@ -206,9 +217,11 @@ class HFPolicy(Policy):
             except CannotShare as error:
                 log.warning("policy.share_prompts is off: %s has another forward pass (%s)", type(self.model), error)
                 self.share_prompts = False
-        if not self.share_prompts or longest > (window(self.model) or longest):
-            return None
-        return SharedPath.of(self.model)
+        return SharedPath.of(self.model) if self.share_prompts and self._reaches(longest) else None
+
+    def _reaches(self, longest: int) -> bool:
+        """Whether the model's attention sees all of rows of this length."""
+        return longest <= (window(self.model) or longest)
 
     def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         width = max(map(len, rows))
@@ -237,6 +250,8 @@ def load(
     plain_text: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     share_prompts: bool = True,
+    quantization: str | None = None,
+    gradient_checkpointing: bool = False,
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -251,32 +266,27 @@ def load(
         plain_text: As in ``HFPolicy``.
         template_kwargs: As in ``HFPolicy``.
         share_prompts: As in ``HFPolicy``.
+        quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
+            adapter. null: as they are.
+        gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
 
     Raises:
-        ValueError: There is no such model.
+        ValueError: There is no such model, or ``quantization`` is unknown.
     """
-    where = resolve(path)
     disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        for name, value in config.to_dict().items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-                setattr(config, name, 0.0)  # what is sampled without dropout is scored without it
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
-    except OSError as error:
-        raise ValueError(
-            f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
-            f"can be asked for from here: {error}"
-        ) from error
+    model, tokenizer = pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
     if adapter is not None:
+        if quantization:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return HFPolicy(
         model,
         tokenizer,
@@ -285,11 +295,3 @@ def load(
         template_kwargs=template_kwargs,
         share_prompts=share_prompts,
     )
-
-
-def resolve(path: str) -> str:
-    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package."""
-    if not path.startswith(_SHIPPED):
-        return path
-    package, _, folder = path.removeprefix(_SHIPPED).partition("/")
-    return str(files(package).joinpath(folder))

@@ -16,6 +16,7 @@ from grpo_lightning.policy.decode import decode
 from grpo_lightning.policy.head import Head
 from grpo_lightning.policy.sampler import uniforms
 from grpo_lightning.policy.unrolled import Packed, Unrolled
+from grpo_lightning.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +57,27 @@ class SharedPath:
         return score.shared(self.decoder, self.head, rows, temperature=temperature, entropy=entropy, slope=slope)
 
     @torch.no_grad()
-    def memory(self, prompts: Sequence[Sequence[int]], group_size: int, *, unroll: bool) -> SharedMemory:
+    def memory(
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, unroll: bool, ranks: Ranks = ALONE
+    ) -> SharedMemory:
         """For `decode`.
 
         Args:
             prompts: Token ids.
             group_size: Completions of each.
             unroll: Whether single tokens go through an `Unrolled` copy of the decoder, where there can be one.
+            ranks: Processes that may have to make every forward pass together; then nothing is unrolled.
         """
         head = self.head
-        unrolled = unrolled_decoder(self.decoder) if unroll else None
+        unrolled = unrolled_decoder(self.decoder) if unroll and not ranks.lockstep else None
         if unrolled is None:
             return SharedMemory(
-                self.decoder, lambda h: head.logits(h, head.weight, head.bias, 1.0), prompts, group_size, unrolled=None
+                self.decoder,
+                lambda h: head.logits(h, head.weight, head.bias, 1.0),
+                prompts,
+                group_size,
+                unrolled=None,
+                ranks=ranks,
             )
         packed = Packed(head.weight, head.bias)
         return SharedMemory(self.decoder, lambda h: head.scaled(packed(h), 1.0), prompts, group_size, unrolled=unrolled)

@@ -1,12 +1,15 @@
 """How much arithmetic there is to do, and how fast the machine could do it."""
 
+import math
 import time
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from grpo_lightning.batch import Rollout, Sampled, same_prompts
+from grpo_lightning.memory import Shape
 
 
 def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> float:
@@ -21,8 +24,7 @@ def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> flo
         rows: Prompts and completions.
     """
     config = decoder.config.get_text_config()
-    matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, nn.Linear))
-    matrices += sum(module.weight.numel() for module in decoder.modules() if type(module).__name__ == "Conv1D")  # GPT-2
+    matrices = matrix_weights(decoder)
     lengths = rows.mask.sum(-1).tolist()
     widths = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
     tokens = prompts = pairs = 0.0
@@ -38,8 +40,44 @@ def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> flo
     return float(2.0 * matrices * (prompts + tokens) + head + attention)
 
 
+def matrix_weights(decoder: Any) -> int:
+    """Parameters of the decoder's linear layers, an adapter's included."""
+    total = 0
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear):
+            total += module.in_features * module.out_features
+        elif type(module).__name__ == "Conv1D":  # GPT-2's
+            total += module.weight.numel()
+    return total
+
+
+def shape_of(model: Any) -> Shape:
+    """Of a transformers causal language model, with or without an adapter; on the meta device, too."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    sizes = [(weight.requires_grad, _elements(weight)) for weight in model.parameters()]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(
+        trained=sum(size for is_trained, size in sizes if is_trained),
+        frozen=sum(size for is_trained, size in sizes if not is_trained),
+        body=matrix_weights(base.get_decoder()),
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+        keys=width * (getattr(config, "num_key_value_heads", None) or heads),
+    )
+
+
+def _elements(weight: Any) -> int:
+    state = getattr(weight, "quant_state", None)  # bitsandbytes packs two 4-bit numbers into one
+    return int(weight.numel() if state is None else math.prod(state.shape))
+
+
+@cache
 def gemm_peak(hidden: int, *, device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second.
+    """Best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second; measured once.
 
     Args:
         hidden: H

@@ -1,0 +1,211 @@
+"""Predicted and measured memory of a run, each in a process of its own; and of PPO with a critic beside GRPO.
+
+A random Llama of 60 M parameters, two steps. On a CPU the resident memory above that before the model is loaded.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning import Trainer
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.head import status
+from benchmarks.setting import Setting
+from grpo_lightning import memory
+from grpo_lightning.policy.work import shape_of
+
+MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
+NO_REFERENCE = ["loss.kl_coef=0"]
+LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
+CASES = {
+    "float32": [],
+    "float32, no reference": NO_REFERENCE,
+    "bf16-mixed": ["trainer.precision=bf16-mixed"],
+    "bf16-mixed, no reference": ["trainer.precision=bf16-mixed", *NO_REFERENCE],
+    "8-bit Adam": ["optimizer=adamw_8bit"],
+    "8-bit Adam, no reference": ["optimizer=adamw_8bit", *NO_REFERENCE],
+    "LoRA": LORA,
+    "LoRA, no reference": [*LORA, *NO_REFERENCE],
+    "gradient checkpointing": ["policy.gradient_checkpointing=true"],
+}
+
+
+def reward(completions, **_):
+    return [float(len(text) % 7) for text in completions]
+
+
+def measured(overrides: list[str]) -> dict[str, float]:
+    """Bytes predicted and measured, of this process."""
+    with tempfile.TemporaryDirectory() as directory:
+        MODEL.write(Path(directory))
+        rows = [json.dumps({"prompt": text, "answer": ""}) for text, _ in MODEL.texts(16)]
+        (Path(directory) / "prompts.jsonl").write_text("\n".join(rows))
+        settings = [
+            f"run_dir={directory}",
+            "policy=hf",
+            f"policy.path={directory}",
+            "policy.plain_text=true",
+            "data=jsonl",
+            f"data.path={directory}/prompts.jsonl",
+            "data.validate_every=null",
+            f"data.prompts_per_step={MODEL.prompts}",
+            f"rollout.group_size={MODEL.group}",
+            f"rollout.max_new_tokens={MODEL.cap}",
+            "reward=[custom]",
+            "reward.custom.function._target_=benchmarks.memory.reward",
+            "steps=2",
+            *overrides,
+        ]
+        with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
+            cfg = compose("train", settings)
+        config = OmegaConf.to_container(cfg, resolve=True)
+        data = instantiate(cfg.data, _convert_="all")
+        data.load()
+        before = _start()
+        module = instantiate(cfg.module, _convert_="all")
+        trainer = Trainer(
+            accelerator="auto",
+            devices=1,
+            precision=config["trainer"]["precision"],
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(module, datamodule=data)
+        found = _peak() - before
+    use = memory.use_of(
+        config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=MODEL.prompt
+    )
+    return {"measured": found, **memory.predicted(module.policy.shape(), use)}
+
+
+def _start() -> int:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak, see proc(5)
+    return status("VmRSS")
+
+
+def _peak() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else status("VmHWM")
+
+
+def states(system: str) -> float:
+    """Bytes of all weights, gradients and optimizer states: GRPO's policy and reference, or PPO's four models."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    with tempfile.TemporaryDirectory() as directory:
+        MODEL.write(Path(directory))
+        before = _start()
+        trained = [AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)]
+        frozen = [AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)]
+        if system == "ppo":
+            sizes = {"num_labels": 1, "ignore_mismatched_sizes": True}
+            trained.append(AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, **sizes))
+            frozen.append(AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.bfloat16, **sizes))
+        for model in trained:
+            for weight in model.parameters():
+                weight.grad = torch.full_like(weight, 1e-3)
+        for model in frozen:
+            for weight in model.parameters():
+                weight.data = weight.data + 0  # no longer the file's pages
+        kept = [torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True) for model in trained]
+        for optimizer in kept:
+            optimizer.step()
+        return float((torch.cuda.memory_allocated() if torch.cuda.is_available() else status("VmRSS")) - before)
+
+
+QWEN = {  # https://huggingface.co/Qwen, config.json of Qwen2.5
+    "0.5 B": (896, 24, 4864, 14, 2, 151_936, True),
+    "1.5 B": (1536, 28, 8960, 12, 2, 151_936, True),
+    "3 B": (2048, 36, 11_008, 16, 2, 151_936, True),
+    "7 B": (3584, 28, 18_944, 28, 4, 152_064, False),
+}
+
+
+def sizes() -> str:
+    """Predicted GiB per GPU: 8 prompts x 8 completions on each, 512 + 512 tokens, bf16-mixed, checkpointing."""
+    rows = []
+    for name, (hidden, layers, intermediate, heads, keys, vocabulary, tied) in QWEN.items():
+        config = Qwen2Config(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=intermediate,
+            num_attention_heads=heads,
+            num_key_value_heads=keys,
+            vocab_size=vocabulary,
+            tie_word_embeddings=tied,
+        )
+        with torch.device("meta"):
+            full = shape_of(Qwen2ForCausalLM(config))
+            lora = shape_of(get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, target_modules="all-linear")))
+        common = memory.Use(8, 8, 512, 512, 16_384, is_half=True, checkpointing=True)
+        settings = [
+            (full, {}),
+            (full, {"reference_bytes": 2.0}),
+            (full, {"state_bytes": 2.03}),
+            (full, {"shards": 2}),
+            (full, {"shards": 4}),
+            (full, {"shards": 8}),
+            (lora, {"frozen_bytes": 2.0}),
+            (lora, {"frozen_bytes": 0.53}),
+        ]
+        peaks = [
+            memory.predicted(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings
+        ]
+        rows.append(f"| {name} | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
+    names = (
+        "one GPU",
+        "bf16 reference",
+        "8-bit Adam",
+        "fsdp, 2 GPUs",
+        "fsdp, 4",
+        "fsdp, 8",
+        "LoRA, bf16",
+        "QLoRA, 4 bit",
+    )
+    head = f"| parameters | {' | '.join(names)} |"
+    return "\n".join([head, "|---|" + "---|" * 8, *rows])
+
+
+def run() -> dict:
+    found: dict = {}
+    print(f"{'memory':26} {'predicted GiB':>13} {'measured':>9}  measured / predicted", flush=True)
+    for name, overrides in CASES.items():
+        row = found[name] = _apart("run", *overrides)
+        ratio = row["measured"] / row["peak"]
+        print(f"{name:26} {row['peak'] / 2**30:13.2f} {row['measured'] / 2**30:9.2f}  {ratio:.2f}", flush=True)
+    several = {system: [_apart("states", system) for _ in range(3)] for system in ("grpo", "ppo")}
+    found["states"] = {system: median(values) for system, values in several.items()}
+    print(f"states of GRPO / PPO with a critic: {found['states']['grpo'] / found['states']['ppo']:.2f}", flush=True)
+    return found
+
+
+def _apart(*arguments: str):
+    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "sizes":
+        print(sizes())
+    else:
+        print(json.dumps(measured(sys.argv[2:]) if sys.argv[1] == "run" else states(sys.argv[2])))

@@ -1,0 +1,140 @@
+"""What a run will need of memory, predicted from its settings and the shape of its model.
+
+Bytes by part, of one process. On a GPU they are what is allocated, on a CPU what comes on top of the resident memory
+that the process has before it loads a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GiB = float(2**30)
+CHUNK_BYTES = 64 * 2**20
+"""Of the logits that exist at a time, see `policy.head`."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a policy's model, with its adapter."""
+
+    trained: int
+    """Parameters that are trained."""
+    frozen: int
+    """Parameters that are not."""
+    body: int
+    """Parameters in the matrices of the decoder layers, without an adapter."""
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    keys: int
+    """Width of the keys of a layer: key heads times their size."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done with it."""
+
+    prompts: int
+    """In one process."""
+    group_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    microbatch_tokens: int
+    is_half: bool = False
+    """bf16-mixed."""
+    state_bytes: float = 8.0
+    """Of the optimizer, for one trained parameter: 8 for AdamW, about 2 with 8-bit states."""
+    frozen_bytes: float = 4.0
+    """Of a parameter that is not trained: 4, 2, about 1 (8bit) or 0.5 (4bit)."""
+    reference_bytes: float = 0.0
+    """Of a parameter of the reference; 0 without, or where it is the policy with its adapter switched off."""
+    shards: int = 1
+    """Processes that share the states."""
+    checkpointing: bool = False
+    shares_prompts: bool = True
+    packs: bool = False
+    """Whether the sampler makes a packed copy of the weights (float32 on a CPU, without adapter)."""
+
+
+def predicted(shape: Shape, use: Use) -> dict[str, float]:
+    """Bytes by part; "sampling" and "update" are not needed at the same time, "peak" is the sum with the larger one."""
+    everything = shape.trained + shape.frozen
+    states = {
+        "weights": (4.0 * shape.trained + use.frozen_bytes * shape.frozen) / use.shards,
+        "optimizer": use.state_bytes * shape.trained / use.shards,
+        "reference": use.reference_bytes * everything / use.shards,
+    }
+    number = 2.0 if use.is_half else 4.0
+    rows = use.prompts * use.group_size
+    held = use.prompts if use.shares_prompts else rows
+    cached = held * use.prompt_tokens + rows * use.completion_tokens
+    keys = 2.0 * number * shape.keys * shape.layers * cached
+    packed = 4.0 * (shape.body + shape.vocabulary * shape.hidden) if use.packs else 0.0
+    gathered = 4.0 * everything * (1 - 1 / use.shards)
+    sampling = keys + packed + gathered + 3 * 4.0 * rows * shape.vocabulary
+    tokens = held * use.prompt_tokens + rows * use.completion_tokens
+    tokens = min(tokens, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
+    layer = activations(shape, is_half=use.is_half)
+    kept = 4.0 * shape.hidden * shape.layers + layer if use.checkpointing else layer * shape.layers
+    head = 2.0 * CHUNK_BYTES + 4.0 * shape.vocabulary * shape.hidden
+    cast = 2.0 * everything if use.is_half else 0.0
+    update = 4.0 * shape.trained / use.shards + kept * tokens + head + cast
+    return states | {"sampling": sampling, "update": update, "peak": sum(states.values()) + max(sampling, update)}
+
+
+def activations(shape: Shape, *, is_half: bool) -> float:
+    """Bytes that the backward pass of one Llama-type layer keeps of every token.
+
+    Two norms keep their input and what they normalize, and the layers after them their input; attention its queries,
+    keys, values and output; the feed-forward layer its two inputs, the activation and the product.
+    """
+    number = 2.0 if is_half else 4.0
+    norms = 4.0 * 6 * shape.hidden
+    attention = number * (2 * shape.hidden + 2 * shape.keys)
+    feed_forward = number * 4 * shape.intermediate
+    return norms + attention + feed_forward
+
+
+def table(parts: Mapping[str, float]) -> str:
+    """One line for people."""
+    names = [name for name in parts if name != "peak"]
+    told = ", ".join(f"{name} {parts[name] / GiB:.2f}" for name in names)
+    return f"memory of a process, predicted: {parts['peak'] / GiB:.2f} GiB at most ({told})"
+
+
+def _largest(number: Any) -> int:
+    """Of the values of a number that may vary with the step."""
+    if isinstance(number, Mapping):
+        return max(
+            [_largest(number[name]) for name in ("start", "end") if name in number] + [*number.get("values", ())]
+        )
+    return int(number)
+
+
+def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cpu: bool, prompt_tokens: int) -> Use:
+    """What the settings of a GRPO run amount to."""
+    policy, rollout = config["policy"], config["rollout"]
+    needs_reference = bool(config["loss"]["kl_coef"] or rollout["kl_penalty"])
+    reference = config["reference"]
+    kind = str(reference["_target_"]).rpartition(".")[2]
+    sizes = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+    quantized = {"8bit": 1.03, "4bit": 0.53}
+    own = sizes.get(policy.get("dtype", "float32"), 4.0)
+    reference_bytes = {"adapter_off": 0.0, "none": 0.0}.get(kind, sizes.get(str(reference.get("dtype")), own))
+    reference_bytes = quantized.get(str(reference.get("quantization")), reference_bytes)
+    return Use(
+        prompts=-(-config["data"]["prompts_per_step"] // processes),
+        group_size=rollout["group_size"],
+        prompt_tokens=prompt_tokens,
+        completion_tokens=_largest(rollout["max_new_tokens"]),
+        microbatch_tokens=config["module"]["microbatch_tokens"],
+        is_half=config["trainer"]["precision"] == "bf16-mixed",
+        state_bytes=2.03 if str(config["optimizer"]["_target_"]).endswith("8bit") else 8.0,
+        frozen_bytes=quantized.get(str(policy.get("quantization")), own),
+        reference_bytes=0.0 if not needs_reference or reference.get("offload") else reference_bytes,
+        shards=processes if is_sharded else 1,
+        checkpointing=bool(policy.get("gradient_checkpointing")),
+        shares_prompts=bool(policy.get("share_prompts", True)),
+        packs=on_cpu and policy.get("adapter") is None and config["trainer"]["precision"] != "bf16-mixed",
+    )

@@ -1,0 +1,128 @@
+"""The same run in one process and in several, replicated (DDP) and sharded (FSDP2)."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from tests.processes import finish, start
+
+RUNS = {
+    "grpo": ["algorithm=grpo", "module.ppo_epochs=2", "module.minibatch_size=12"],
+    "dapo": ["algorithm=dapo", "rollout.max_tries=2", "rollout.max_new_tokens=24"],
+    "dr_grpo": ["algorithm=dr_grpo"],
+}
+SMALL = [
+    "steps=5",
+    "data.prompts_per_step=6",
+    "rollout.group_size=4",
+    "module.microbatch_tokens=300",
+    "data.validation_size=7",
+    "validation.every=5",
+    "validation.samples_per_prompt=2",
+    "validation.ks=[1]",
+    "callbacks.checkpoint.every=5",
+]
+
+
+def outcome(directory, name):
+    lines = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+    checkpoint = torch.load(directory / name / "checkpoints" / "last.ckpt", weights_only=True)
+    summary = json.loads((directory / name / "summary.json").read_text())
+    return lines, checkpoint, summary
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("alone")
+    finish(start(1, directory, "cpu", {name: [*run, *SMALL] for name, run in RUNS.items()}))
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "processes", "more"),
+    [
+        ("ddp", 2, []),
+        ("fsdp", 2, []),
+        ("ddp", 3, []),
+        ("fsdp", 2, ["module.gather_weights=false"]),
+    ],
+)
+def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, processes, more):
+    finish(start(processes, tmp_path, trainer, {name: [*run, *SMALL, *more] for name, run in RUNS.items()}))
+    dead = 0
+    for name in RUNS:
+        lines, checkpoint, summary = outcome(tmp_path, name)
+        expected, whole, told = outcome(alone, name)
+        assert [line["texts"] for line in lines] == [line["texts"] for line in expected]
+        for step, (line, other) in enumerate(zip(lines, expected, strict=True)):
+            dead += line["dead"]
+            assert len({len(text) for text in line["texts"]}) > 1
+            for metric, value in other["metrics"].items():
+                if not metric.startswith(("time/", "perf/")):
+                    assert line["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, step, metric)
+        assert summary["metrics"]["val/pass@1"] == told["metrics"]["val/pass@1"]
+        gaps = {n: (checkpoint["state_dict"][n] - value).norm() for n, value in whole["state_dict"].items()}
+        sizes = {n: value.norm() for n, value in whole["state_dict"].items()}
+        assert torch.stack(list(gaps.values())).norm() < 1e-6 * torch.stack(list(sizes.values())).norm(), name
+        if not more:  # of single weights, too; in lockstep the sampler's own log-probabilities round otherwise
+            assert {n: float(gap / sizes[n]) for n, gap in gaps.items() if gap > 1e-6 * sizes[n]} == {}, name
+    assert dead > 0
+
+
+KILL = ["+callbacks.kill._target_=tests.killing.Kill", "+callbacks.kill.step=3", "+callbacks.kill.rank=1"]
+SHORT = ["steps=4", "callbacks.checkpoint.every=1", "validation.every=4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "moment"), [("ddp", "update"), ("fsdp", "rollout")])
+def test_the_death_of_one_process_ends_all_and_the_run_continues_exactly(tmp_path, trainer, moment):
+    settings = [*RUNS["grpo"], *SMALL, *SHORT]
+    began = time.monotonic()
+    killed = start(2, tmp_path, trainer, {"broken": [*settings, *KILL, f"+callbacks.kill.moment={moment}"]})
+    printed = [process.communicate(timeout=120)[0] for process in killed]
+    assert time.monotonic() - began < 90
+    assert killed[1].returncode == -9
+    assert killed[0].returncode not in (0, -9), printed[0][-2000:]
+    assert "lost contact with another process of the run" in printed[0]
+    assert json.loads((tmp_path / "broken" / "summary.json").read_text())["status"] == "failed"
+    finish(start(2, tmp_path, trainer, {"broken": [*settings, "checkpoint=last"], "whole": settings}))
+    expected, found = (outcome(tmp_path, part) for part in ("whole", "broken"))
+    assert [line["texts"] for line in found[0][-2:]] == [line["texts"] for line in expected[0][-2:]]
+    for name, value in expected[1]["state_dict"].items():
+        assert torch.equal(found[1]["state_dict"][name], value), name
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_ends_all_after_the_last_complete_step(tmp_path):
+    settings = [
+        *RUNS["grpo"],
+        *SMALL,
+        *SHORT,
+        *KILL,
+        "+callbacks.kill.moment=rollout",
+        "+callbacks.kill.signal_number=15",
+    ]
+    asked = start(2, tmp_path, "ddp", {"run": settings})
+    printed = [process.communicate(timeout=120)[0] for process in asked]
+    assert [process.returncode for process in asked] == [143, 143], printed
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["step"]["completed"] == 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "preempted"
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_is_told_by_all(tmp_path):
+    settings = [
+        *RUNS["grpo"],
+        *SMALL,
+        "reward=[custom]",
+        "reward.custom.function._target_=tests.rewards.fails_in_process_1",
+    ]
+    failed = start(2, tmp_path, "ddp", {"run": settings})
+    printed = [process.communicate(timeout=120)[0] for process in failed]
+    assert all(process.returncode == 1 for process in failed)
+    assert "process 1 of 2: RewardError" in printed[0]
+    assert "no disk in process 1" in printed[0]
