@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.machine import described, threads
 
-PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare")
+PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare", "memory")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -1,15 +1,19 @@
 """Predicted and measured memory of a run, each in a process of its own; and of PPO with a critic beside GRPO.
 
-A random Llama of 60 M parameters, two steps. On a CPU the resident memory above that before the model is loaded.
+A random Llama of 82 M parameters, two steps. On a CPU the resident memory above that before the model is loaded.
+python -m benchmarks.memory sizes prints the README's table of models and GPUs.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -25,6 +29,7 @@ from grpo_lightning import memory
 from grpo_lightning.policy.work import shape_of
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
+SMALL = replace(MODEL, hidden=64, layers=1, vocabulary=512)
 NO_REFERENCE = ["loss.kl_coef=0"]
 LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
 CASES = {
@@ -46,9 +51,21 @@ def reward(completions, **_):
 
 def measured(overrides: list[str]) -> dict[str, float]:
     """Bytes predicted and measured, of this process."""
+    _fit(SMALL, overrides)  # what the libraries load and set aside at their first use is not the model's
+    before = _start()
+    module, config = _fit(MODEL, overrides)
+    found = _peak() - before
+    use = memory.use_of(
+        config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=MODEL.prompt
+    )
+    return {"measured": found, **memory.predicted(module.policy.shape(), use)}
+
+
+def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
+    """Two steps; returns the module and its settings."""
     with tempfile.TemporaryDirectory() as directory:
-        MODEL.write(Path(directory))
-        rows = [json.dumps({"prompt": text, "answer": ""}) for text, _ in MODEL.texts(16)]
+        setting.write(Path(directory))
+        rows = [json.dumps({"prompt": text, "answer": ""}) for text, _ in setting.texts(16)]
         (Path(directory) / "prompts.jsonl").write_text("\n".join(rows))
         settings = [
             f"run_dir={directory}",
@@ -58,9 +75,9 @@ def measured(overrides: list[str]) -> dict[str, float]:
             "data=jsonl",
             f"data.path={directory}/prompts.jsonl",
             "data.validate_every=null",
-            f"data.prompts_per_step={MODEL.prompts}",
-            f"rollout.group_size={MODEL.group}",
-            f"rollout.max_new_tokens={MODEL.cap}",
+            f"data.prompts_per_step={setting.prompts}",
+            f"rollout.group_size={setting.group}",
+            f"rollout.max_new_tokens={setting.cap}",
             "reward=[custom]",
             "reward.custom.function._target_=benchmarks.memory.reward",
             "steps=2",
@@ -71,7 +88,6 @@ def measured(overrides: list[str]) -> dict[str, float]:
         config = OmegaConf.to_container(cfg, resolve=True)
         data = instantiate(cfg.data, _convert_="all")
         data.load()
-        before = _start()
         module = instantiate(cfg.module, _convert_="all")
         trainer = Trainer(
             accelerator="auto",
@@ -85,11 +101,7 @@ def measured(overrides: list[str]) -> dict[str, float]:
             limit_val_batches=0,
         )
         trainer.fit(module, datamodule=data)
-        found = _peak() - before
-    use = memory.use_of(
-        config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=MODEL.prompt
-    )
-    return {"measured": found, **memory.predicted(module.policy.shape(), use)}
+    return module, config
 
 
 def _start() -> int:
@@ -183,22 +195,30 @@ def sizes() -> str:
     return "\n".join([head, "|---|" + "---|" * 8, *rows])
 
 
-def run() -> dict:
+def run(names: Sequence[str] = (*CASES, "states")) -> dict:
     found: dict = {}
     print(f"{'memory':26} {'predicted GiB':>13} {'measured':>9}  measured / predicted", flush=True)
-    for name, overrides in CASES.items():
-        row = found[name] = _apart("run", *overrides)
+    for name in names:
+        if name not in CASES:
+            continue
+        row = found[name] = _apart("run", *CASES[name])
         ratio = row["measured"] / row["peak"]
         print(f"{name:26} {row['peak'] / 2**30:13.2f} {row['measured'] / 2**30:9.2f}  {ratio:.2f}", flush=True)
+    if "states" not in names:
+        return found
     several = {system: [_apart("states", system) for _ in range(3)] for system in ("grpo", "ppo")}
     found["states"] = {system: median(values) for system, values in several.items()}
     print(f"states of GRPO / PPO with a critic: {found['states']['grpo'] / found['states']['ppo']:.2f}", flush=True)
     return found
 
 
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""glibc then keeps nothing that was freed, see mallopt(3): resident memory is what is allocated."""
+
+
 def _apart(*arguments: str):
     command = [sys.executable, "-m", "benchmarks.memory", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURNS_MEMORY)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])

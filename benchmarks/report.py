@@ -62,6 +62,25 @@ def head(found: dict[str, Any]) -> str:
     return table("form | N 512, MiB | N 2048, MiB | N 8192, MiB | time / three products, N 2048 (quartiles)", rows)
 
 
+def memory(found: dict[str, Any]) -> str:
+    states = found.pop("states", None)
+    rows = [
+        [
+            name,
+            *(f"{r[part] / 2**30:.2f}" for part in ("weights", "optimizer", "reference", "sampling", "update", "peak")),
+            f"{r['measured'] / 2**30:.2f}",
+            f"**{r['measured'] / r['peak']:.2f}**",
+        ]
+        for name, r in found.items()
+    ]
+    columns = "weights | optimizer | reference | sampling | update | predicted peak | measured | measured / predicted"
+    text = table(f"case | {columns}", rows)
+    if states:
+        grpo, ppo = (states[system] / 2**30 for system in ("grpo", "ppo"))
+        text += f"\n\nStates of GRPO {grpo:.2f} GiB, of PPO {ppo:.2f} GiB: **{grpo / ppo:.2f}**."
+    return text
+
+
 def limit(found: dict[str, Any]) -> str:
     rows = [
         [
@@ -140,6 +159,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rollout": rollout,
     "head": head,
     "limit": limit,
+    "memory": memory,
     "growth": growth,
     "learning": learning,
 }

@@ -1,7 +1,6 @@
 """What a run will need of memory, predicted from its settings and the shape of its model.
 
-Bytes by part, of one process. On a GPU they are what is allocated, on a CPU what comes on top of the resident memory
-that the process has before it loads a model.
+Bytes by part, of one process: what is allocated, beside Python, the libraries and what an allocator keeps for later.
 """
 
 from collections.abc import Mapping
@@ -51,6 +50,10 @@ class Use:
     """Of a parameter of the reference; 0 without, or where it is the policy with its adapter switched off."""
     shards: int = 1
     """Processes that share the states."""
+    gathers: bool = True
+    """Whether each of them holds all weights while it samples."""
+    minibatches: int = 1
+    """Optimizer steps in one pass over a rollout."""
     checkpointing: bool = False
     shares_prompts: bool = True
     packs: bool = False
@@ -58,7 +61,11 @@ class Use:
 
 
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
-    """Bytes by part; "sampling" and "update" are not needed at the same time, "peak" is the sum with the larger one."""
+    """Bytes by part; "sampling" and "update" are not needed at the same time, "peak" is the sum with the larger one.
+
+    Gradients and logits are float32 everywhere. Of sharded weights an update gathers two layers at a time and, for all
+    of it, what lies outside of the layers.
+    """
     everything = shape.trained + shape.frozen
     states = {
         "weights": (4.0 * shape.trained + use.frozen_bytes * shape.frozen) / use.shards,
@@ -68,18 +75,29 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     number = 2.0 if use.is_half else 4.0
     rows = use.prompts * use.group_size
     held = use.prompts if use.shares_prompts else rows
-    cached = held * use.prompt_tokens + rows * use.completion_tokens
-    keys = 2.0 * number * shape.keys * shape.layers * cached
-    packed = 4.0 * (shape.body + shape.vocabulary * shape.hidden) if use.packs else 0.0
-    gathered = 4.0 * everything * (1 - 1 / use.shards)
-    sampling = keys + packed + gathered + 3 * 4.0 * rows * shape.vocabulary
     tokens = held * use.prompt_tokens + rows * use.completion_tokens
-    tokens = min(tokens, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
-    layer = activations(shape, is_half=use.is_half)
-    kept = 4.0 * shape.hidden * shape.layers + layer if use.checkpointing else layer * shape.layers
-    head = 2.0 * CHUNK_BYTES + 4.0 * shape.vocabulary * shape.hidden
     cast = 2.0 * everything if use.is_half else 0.0
-    update = 4.0 * shape.trained / use.shards + kept * tokens + head + cast
+    elsewhere = 1 - 1 / use.shards
+    embeddings = everything - shape.body
+
+    keys = 2.0 * number * shape.keys * shape.layers * tokens
+    packed = 4.0 * (shape.body + shape.vocabulary * shape.hidden) if use.packs else 0.0
+    layers = shape.layers if use.gathers else 2
+    gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
+    sampling = keys + packed + gathered + cast + 3 * 4.0 * rows * shape.vocabulary
+
+    step = tokens / use.minibatches
+    part = min(step, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
+    layer = activations(shape, is_half=use.is_half) * part
+    kept = 4.0 * shape.hidden * shape.layers * part + layer if use.checkpointing else layer * shape.layers
+    completions = part * rows * use.completion_tokens / tokens
+    head = 2 * min(CHUNK_BYTES, 4.0 * completions * shape.vocabulary)
+    head += 4.0 * shape.vocabulary * shape.hidden * (shape.trained > shape.frozen)
+    gradients = 4.0 * shape.trained / use.shards
+    gathered = 4.0 * (embeddings + shape.body * 2 / shape.layers) * elsewhere
+    # the backward pass frees activations as it makes gradients; from the second pass on there are gradients before it
+    turn = max(kept + head, gradients + layer) if part == step else kept + head + gradients
+    update = turn + gathered + cast
     return states | {"sampling": sampling, "update": update, "peak": sum(states.values()) + max(sampling, update)}
 
 
@@ -106,9 +124,8 @@ def table(parts: Mapping[str, float]) -> str:
 def _largest(number: Any) -> int:
     """Of the values of a number that may vary with the step."""
     if isinstance(number, Mapping):
-        return max(
-            [_largest(number[name]) for name in ("start", "end") if name in number] + [*number.get("values", ())]
-        )
+        values = [_largest(number[name]) for name in ("start", "end") if name in number]
+        return max(values + [_largest(value) for value in number.get("values", ())])
     return int(number)
 
 
@@ -118,6 +135,7 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
     needs_reference = bool(config["loss"]["kl_coef"] or rollout["kl_penalty"])
     reference = config["reference"]
     kind = str(reference["_target_"]).rpartition(".")[2]
+    completions = config["data"]["prompts_per_step"] * rollout["group_size"]
     sizes = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
     quantized = {"8bit": 1.03, "4bit": 0.53}
     own = sizes.get(policy.get("dtype", "float32"), 4.0)
@@ -134,6 +152,8 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         frozen_bytes=quantized.get(str(policy.get("quantization")), own),
         reference_bytes=0.0 if not needs_reference or reference.get("offload") else reference_bytes,
         shards=processes if is_sharded else 1,
+        gathers=config["module"].get("gather_weights", True),
+        minibatches=max(1, round(completions / (config["module"]["minibatch_size"] or completions))),
         checkpointing=bool(policy.get("gradient_checkpointing")),
         shares_prompts=bool(policy.get("share_prompts", True)),
         packs=on_cpu and policy.get("adapter") is None and config["trainer"]["precision"] != "bf16-mixed",

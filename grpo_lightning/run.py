@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def run(
     settings.check(config)
     check_processes(config, directory_given=directory_given, multirun=multirun)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
+    warnings.filterwarnings("ignore", ".*sync_dist=True")  # what is logged is the same in all processes
+    warnings.filterwarnings("ignore", ".*LeafSpec")  # between Lightning and PyTorch
     directory = Path(config["run_dir"])
     directory.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -114,7 +117,16 @@ def fit(
     directory: Path,
 ) -> None:
     """Train, from ``checkpoint`` if there is one."""
-    known = read(checkpoint)["run"] if checkpoint else {"events": {}, "config": module.config}
+    trainer: Trainer = build("trainer")
+    new: dict[str, Any] = {"run": {"events": {}, "config": module.config}, "step": {"processes": trainer.world_size}}
+    content = read(checkpoint) if checkpoint else new
+    if (processes := content["step"]["processes"]) != trainer.world_size:
+        log.warning(
+            "the checkpoint is of a run in %d processes, which now goes on in %d: the same up to rounding",
+            processes,
+            trainer.world_size,
+        )
+    known = content["run"]
     for key, then, now in differences(known["config"], module.config):
         if key.startswith("optimizer."):
             log.warning("%s=%s is ignored: a continued run keeps its optimizer, whose value is %s", key, now, then)
@@ -122,7 +134,6 @@ def fit(
             log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
     if is_first():
         events.rewind(directory / "tensorboard", known["events"])
-    trainer: Trainer = build("trainer")
     announce_memory(config, module, data, trainer)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 

@@ -272,6 +272,7 @@ class StepModule(LightningModule):
             checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
         checkpoint["step"] = {
             "completed": self.completed_steps,
+            "processes": self.ranks.size,
             "validated_at": self.validated_at,
             "skipped": [self.skipped, self.skipped_in_a_row],
             "metrics": dict(self.metrics),

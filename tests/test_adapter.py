@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import adapter_off
@@ -36,7 +36,8 @@ def adapted(base, directory, *overrides):
 
 def test_the_reference_is_the_policy_without_its_adapter_and_costs_nothing(base, tmp_path):
     module = adapted(base, tmp_path / "one")
-    assert module.metrics["policy/kl_divergence"] < 1e-9  # a new adapter changes nothing
+    assert module.metrics["policy/kl_divergence"] == 0  # a new adapter changes nothing
+    assert module.metrics["loss/kl"] == 0
     assert not list(module.reference.parameters())
     module = adapted(base, tmp_path / "three", "steps=3")
     assert module.metrics["policy/kl_divergence"] > 1e-5
@@ -92,6 +93,21 @@ def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
     wider = adapter.replace("[q_proj]", "[q_proj, v_proj]")
     with pytest.raises(ValueError, match="the checkpoint lacks weights that policy.adapter has, 4 such as"):
         adapted(base, tmp_path / "wider", wider, "steps=3", f"checkpoint={path}")
+
+
+def test_a_checkpoint_is_small_beside_its_base(base, tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = AutoConfig.from_pretrained(base, **sizes, layer_types=["full_attention"] * 4)
+    model = AutoModelForCausalLM.from_config(config)
+    shutil.copytree(base, tmp_path / "large")
+    model.save_pretrained(tmp_path / "large")
+    adapted(
+        str(tmp_path / "large"),
+        tmp_path / "run",
+        "policy.adapter={r: 8, lora_alpha: 16, target_modules: [q_proj, v_proj]}",
+    )
+    written = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_size
+    assert written < 0.02 * (tmp_path / "large" / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])

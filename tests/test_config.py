@@ -179,6 +179,11 @@ def test_what_is_right_passes(override):
             "trainer=fsdp trainer.strategy.sharded_checkpoints=true policy.adapter={r:4}",
             "trainer.strategy.sharded_checkpoints=true: allowed with policy.adapter is false",
         ),
+        ("trainer=fsdp reference.offload=true", "reference.offload=True: allowed with trainer=fsdp is false"),
+        (
+            "trainer=fsdp reference=another_model reference.path=x reference.quantization=8bit",
+            "reference.quantization=8bit: allowed with trainer=fsdp is null",
+        ),
         ("policy.quantization=4bit", "policy.quantization=4bit: allowed is null without policy.adapter"),
     ],
 )

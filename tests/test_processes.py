@@ -1,11 +1,16 @@
 """The same run in one process and in several, replicated (DDP) and sharded (FSDP2)."""
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_lightning.callbacks.checkpoint import read, weights
+from tests.composed import ROOT
 from tests.processes import finish, start
 
 RUNS = {
@@ -126,3 +131,59 @@ def test_an_error_in_one_process_is_told_by_all(tmp_path):
     assert all(process.returncode == 1 for process in failed)
     assert "process 1 of 2: RewardError" in printed[0]
     assert "no disk in process 1" in printed[0]
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_hold_the_same_weights_and_continue_exactly(tmp_path):
+    settings = [*RUNS["dr_grpo"], *SMALL, "validation.every=3", "callbacks.checkpoint.every=1"]
+    parts = [*settings, "trainer.strategy.sharded_checkpoints=true", f"run_dir={tmp_path}/parts"]
+    runs = {
+        "whole": [*settings, "steps=3"],
+        "parts": [*parts, "steps=2"],
+        "more": [*parts, "steps=3", "checkpoint=last"],
+    }
+    finish(start(2, tmp_path, "fsdp", runs))
+    last = tmp_path / "parts" / "checkpoints" / "last.ckpt"
+    assert last.is_dir()
+    assert read(last)["step"]["completed"] == 3
+    expected = outcome(tmp_path, "whole")[1]["state_dict"]
+    found = weights(last)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_no_process_outlives_the_first_one(tmp_path):
+    """Started by the command line: Lightning starts the others."""
+    mark = f"hydra.run.dir={tmp_path}/run"
+    settings = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "steps=1000", mark]
+    command = [sys.executable, "train.py", *settings, "data.prompts_per_step=4", "rollout.group_size=2"]
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    wait_for(lambda: "step 10/" in (tmp_path / "log").read_text(), first)
+    assert len(running(mark)) == 2
+    first.kill()
+    first.wait()
+    wait_for(lambda: not running(mark))
+    assert "lost contact with another process of the run" in (tmp_path / "log").read_text()
+
+
+def wait_for(condition, process=None, seconds=90):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None
+        time.sleep(0.2)
+
+
+def running(mark):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if mark.encode() in words:
+            found.append(path.parent.name)
+    return found

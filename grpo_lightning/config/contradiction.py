@@ -188,6 +188,15 @@ def _sharded_weights(get: Reader) -> list[str]:
     return problems
 
 
+def _sharded_reference(get: Reader) -> list[str]:
+    reference = get("reference")
+    return [
+        f"reference.{key}={reference[key]}: allowed with trainer=fsdp is {allowed}; trainer=ddp has it"
+        for key, allowed in (("offload", "false"), ("quantization", "null"))
+        if _is_sharded(get) and reference.get(key)
+    ]
+
+
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _ks,
     _outcome,
@@ -205,5 +214,6 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _old_sharding,
     _sharded_optimizer,
     _sharded_weights,
+    _sharded_reference,
 )
 """Each says what is wrong between settings that are right by themselves."""

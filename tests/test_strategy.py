@@ -1,0 +1,82 @@
+"""What is refused before several processes start; what they do is in test_processes.py."""
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from grpo_lightning.strategy import FullyShardedStrategy, check_processes, processes
+from tests.composed import composed
+from tests.running import small_run
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"devices": 3}, 3),
+        ({"devices": "2"}, 2),
+        ({"devices": [0, 4]}, 2),
+        ({"devices": "auto", "accelerator": "cpu"}, 1),
+        ({}, 1),
+    ],
+)
+def test_processes_that_a_trainer_starts(trainer, expected):
+    assert processes(trainer) == expected
+
+
+def test_a_sweep_does_not_start_processes():
+    several = composed("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+    with pytest.raises(ValueError, match=r"trainer.devices=2: allowed is 1 in a sweep .* torchrun --nproc_per_node=2"):
+        check_processes(several, directory_given=True, multirun=True)
+    check_processes(several, directory_given=False, multirun=False)
+    check_processes(composed(), directory_given=False, multirun=True)
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_processes_started_from_outside_share_a_named_directory(monkeypatch, multirun):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    with pytest.raises(ValueError, match=f"{key}: name a directory, such as {key}=runs/mine"):
+        check_processes(composed("trainer=ddp"), directory_given=False, multirun=multirun)
+    check_processes(composed("trainer=ddp"), directory_given=True, multirun=multirun)
+
+
+def test_layers_are_not_split():
+    with pytest.raises(ValueError, match=r"trainer.strategy.tensor_parallel_size=2: allowed: 1"):
+        FullyShardedStrategy(timeout=1, tensor_parallel_size=2)
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_is_written_as_zeros(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+    def step_first(self, optimizer):  # what PyTorch does to have a state
+        weight.grad = torch.zeros(2)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        return {"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
+
+    monkeypatch.setattr(ModelParallelStrategy, "optimizer_state", step_first)
+    written = FullyShardedStrategy(timeout=1).optimizer_state(optimizer)
+    assert written["state"]["w"]["step"] == 0
+    assert optimizer.state[weight]["step"] == 0
+    weight.grad = torch.tensor([3.0, -2.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.891, 1.091]), rtol=0.02, atol=0)  # a whole first step
+    known = {"state": {"w": {"step": torch.tensor(1.0)}}}
+    monkeypatch.setattr(ModelParallelStrategy, "optimizer_state", lambda self, optimizer: known)
+    assert FullyShardedStrategy(timeout=1).optimizer_state(optimizer)["state"]["w"]["step"] == 1
+    assert optimizer.state[weight]["step"] == 1
+
+
+def test_another_number_of_processes_is_noticed(tmp_path, caplog):
+    small_run(tmp_path, "steps=1")
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["step"]["processes"] = 3
+    torch.save(content, path)
+    small_run(tmp_path, "steps=2", "checkpoint=last")
+    assert "the checkpoint is of a run in 3 processes, which now goes on in 1" in caplog.text
