@@ -1,6 +1,6 @@
 """Measure this project beside TRL and transformers' ``generate``.
 
-python -m benchmarks                everything, about an hour on two cores
+python -m benchmarks                everything, about an hour and a half on two cores
 python -m benchmarks compare head   some of it
 python -m benchmarks compare:base   one case of the comparison, beside those that are stored
 python -m benchmarks report         the tables and pictures again, from the stored figures

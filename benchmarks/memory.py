@@ -201,12 +201,12 @@ def run(names: Sequence[str] = (*CASES, "states")) -> dict:
     for name in names:
         if name not in CASES:
             continue
-        row = found[name] = _apart("run", *CASES[name])
+        row = found[name] = apart("run", *CASES[name])
         ratio = row["measured"] / row["peak"]
         print(f"{name:26} {row['peak'] / 2**30:13.2f} {row['measured'] / 2**30:9.2f}  {ratio:.2f}", flush=True)
     if "states" not in names:
         return found
-    several = {system: [_apart("states", system) for _ in range(3)] for system in ("grpo", "ppo")}
+    several = {system: [apart("states", system) for _ in range(3)] for system in ("grpo", "ppo")}
     found["states"] = {system: median(values) for system, values in several.items()}
     print(f"states of GRPO / PPO with a critic: {found['states']['grpo'] / found['states']['ppo']:.2f}", flush=True)
     return found
@@ -216,7 +216,7 @@ RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "
 """glibc then keeps nothing that was freed, see mallopt(3): resident memory is what is allocated."""
 
 
-def _apart(*arguments: str):
+def apart(*arguments: str):
     command = [sys.executable, "-m", "benchmarks.memory", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURNS_MEMORY)
     if done.returncode:

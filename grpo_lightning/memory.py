@@ -76,7 +76,10 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     rows = use.prompts * use.group_size
     held = use.prompts if use.shares_prompts else rows
     tokens = held * use.prompt_tokens + rows * use.completion_tokens
-    cast = 2.0 * everything if use.is_half else 0.0
+    # autocast makes a bfloat16 copy of each float32 weight, which the backward pass needs again
+    wide = everything if use.frozen_bytes == 4 else shape.trained
+    copied = wide - shape.body * (1 - 1 / shape.layers) if use.checkpointing else wide
+    cast = 2.0 * max(copied, 0.0) if use.is_half else 0.0
     elsewhere = 1 - 1 / use.shards
     embeddings = everything - shape.body
 
@@ -84,7 +87,7 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     packed = 4.0 * (shape.body + shape.vocabulary * shape.hidden) if use.packs else 0.0
     layers = shape.layers if use.gathers else 2
     gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
-    sampling = keys + packed + gathered + cast + 3 * 4.0 * rows * shape.vocabulary
+    sampling = keys + packed + gathered + 3 * 4.0 * rows * shape.vocabulary
 
     step = tokens / use.minibatches
     part = min(step, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))

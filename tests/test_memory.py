@@ -1,13 +1,10 @@
 """The prediction of memory: by hand, and beside a real run."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
+from benchmarks.memory import CASES, apart
 from grpo_lightning.memory import Shape, Use, activations, predicted, table, use_of
-from tests.composed import ROOT, composed
+from tests.composed import composed
 
 SHAPE = Shape(trained=1000, frozen=0, body=800, hidden=10, layers=2, intermediate=40, vocabulary=20, keys=5)
 USE = Use(prompts=2, group_size=3, prompt_tokens=7, completion_tokens=11, microbatch_tokens=10**6)
@@ -50,9 +47,7 @@ def test_a_number_that_varies_counts_with_its_largest_value():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [[], ["trainer.precision=bf16-mixed", "loss.kl_coef=0"]], ids=str)
-def test_a_real_run_needs_what_was_predicted(overrides):
-    command = [sys.executable, "-m", "benchmarks.memory", "run", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else pytest.fail(done.stderr[-2000:])
+@pytest.mark.parametrize("case", ["8-bit Adam", "LoRA"])
+def test_a_real_run_needs_what_was_predicted(case):
+    found = apart("run", *CASES[case])
     assert found["measured"] == pytest.approx(found["peak"], rel=0.15)
