@@ -29,6 +29,7 @@ from grpo_lightning import memory
 from grpo_lightning.policy.work import shape_of
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
+MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)
 SMALL = replace(MODEL, hidden=64, layers=1, vocabulary=512)
 NO_REFERENCE = ["loss.kl_coef=0"]
 LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
@@ -49,14 +50,14 @@ def reward(completions, **_):
     return [float(len(text) % 7) for text in completions]
 
 
-def measured(overrides: list[str]) -> dict[str, float]:
+def measured(overrides: list[str], setting: Setting = MODEL) -> dict[str, float]:
     """Bytes predicted and measured, of this process."""
     _fit(SMALL, overrides)  # what the libraries load and set aside at their first use is not the model's
     before = _start()
-    module, config = _fit(MODEL, overrides)
+    module, config = _fit(setting, overrides)
     found = _peak() - before
     use = memory.use_of(
-        config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=MODEL.prompt
+        config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=setting.prompt
     )
     return {"measured": found, **memory.predicted(module.policy.shape(), use)}
 
@@ -227,5 +228,7 @@ def apart(*arguments: str):
 if __name__ == "__main__":
     if sys.argv[1] == "sizes":
         print(sizes())
+    elif sys.argv[1] == "states":
+        print(json.dumps(states(sys.argv[2])))
     else:
-        print(json.dumps(measured(sys.argv[2:]) if sys.argv[1] == "run" else states(sys.argv[2])))
+        print(json.dumps(measured(sys.argv[2:], {"run": MODEL, "medium": MEDIUM}[sys.argv[1]])))

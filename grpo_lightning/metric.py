@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from torchmetrics import Metric
 
 
 class _PromptMean(Metric):
-    """The mean of one value per prompt."""
+    """The mean of one value per prompt.
+
+    Args:
+        k: Samples of a prompt.
+        options: Of every torchmetrics ``Metric``.
+    """
 
     full_state_update = False
     total: Tensor
     prompts: Tensor
 
-    def __init__(self, k: int) -> None:
-        super().__init__()
+    def __init__(self, k: int, **options: Any) -> None:
+        super().__init__(**options)
         self.k = k
         self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("prompts", torch.tensor(0), dist_reduce_fx="sum")

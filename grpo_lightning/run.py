@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from grpo_lightning import config as settings
-from grpo_lightning import memory
+from grpo_lightning import memory, resume
 from grpo_lightning.callbacks import events
 from grpo_lightning.callbacks.checkpoint import read, weights
 from grpo_lightning.callbacks.export import export
@@ -30,7 +30,7 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.ranks import Preempted, lost_contact
 from grpo_lightning.reward import check_columns
 from grpo_lightning.step import StepModule
-from grpo_lightning.strategy import check_processes, is_first
+from grpo_lightning.strategy import check_processes, is_first, started_from_outside
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def run(
     started = time.perf_counter()
     summary: dict[str, Any] = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": list(overrides)}
     module: StepModule | None = None
-    checkpoint = _checkpoint(config, directory, directory_given)
+    checkpoint = resume.chosen(config, directory, directory_given=directory_given)
     try:
         lightning.seed_everything(config["seed"], workers=True, verbose=False)
         if is_first():
@@ -104,7 +104,8 @@ def run(
             torch.cuda.empty_cache()
     if status == "preempted":
         log.warning("asked to end: the last complete step is saved; checkpoint=last continues from it")
-        sys.exit(PREEMPTED)
+        # the first process is killed by Lightning when one that it has started ends otherwise than well
+        sys.exit(PREEMPTED if is_first() or started_from_outside() else 0)
     return sweep_value(summary["metrics"], config)
 
 
@@ -118,16 +119,8 @@ def fit(
 ) -> None:
     """Train, from ``checkpoint`` if there is one."""
     trainer: Trainer = build("trainer")
-    new: dict[str, Any] = {"run": {"events": {}, "config": module.config}, "step": {"processes": trainer.world_size}}
-    content = read(checkpoint) if checkpoint else new
-    if (processes := content["step"]["processes"]) != trainer.world_size:
-        log.warning(
-            "the checkpoint is of a run in %d processes, which now goes on in %d: the same up to rounding",
-            processes,
-            trainer.world_size,
-        )
-    known = content["run"]
-    for key, then, now in differences(known["config"], module.config):
+    known = resume.known(checkpoint, module, trainer) if checkpoint else {"events": {}, "config": module.config}
+    for key, then, now in resume.differences(known["config"], module.config):
         if key.startswith("optimizer."):
             log.warning("%s=%s is ignored: a continued run keeps its optimizer, whose value is %s", key, now, then)
         else:
@@ -160,6 +153,8 @@ def write_export(
     directory: Path,
 ) -> None:
     """Write the policy, or ``checkpoint``'s, in Hugging Face format; by one process."""
+    if not is_first():
+        return
     if checkpoint:
         content = read(checkpoint)
         module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
@@ -221,55 +216,12 @@ def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptD
         )
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Settings of a checkpoint that the resumed run changed: (key, then, now). Those that may change are left out."""
-    found: list[tuple[str, Any, Any]] = []
-    for key in sorted({*then, *now} - {"run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode"}):
-        one, other = then.get(key), now.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += differences(one, other, f"{prefix}{key}.")
-        elif one != other:
-            found.append((f"{prefix}{key}", one, other))
-    return found
-
-
 def _grow(tree: Tree, node: Mapping[str, Any]) -> None:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             _grow(tree.add(str(key)), value)
         else:
             tree.add(f"{key}: {value}")
-
-
-def _checkpoint(config: Mapping[str, Any], directory: Path, directory_given: bool) -> Path | None:
-    """The file that ``checkpoint=`` names, or None to start anew."""
-    given = config["checkpoint"]
-    if given is None:
-        if config["mode"] == "fit" and (directory / "checkpoints" / "last.ckpt").exists():
-            raise ValueError(
-                f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
-            )
-        return None
-    if given != "last":
-        if "://" in given:
-            raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
-        if not Path(given).exists():
-            raise ValueError(f"checkpoint={given}: no such file")
-        own = directory / "checkpoints"
-        if config["mode"] == "fit" and (own / "last.ckpt").exists() and Path(given).resolve().parent != own.resolve():
-            raise ValueError(
-                f"{directory} already holds another run than checkpoint={given}: name another hydra.run.dir="
-            )
-        return Path(given)
-    if not directory_given:
-        raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
-    path = directory / "checkpoints" / "last.ckpt"
-    if path.exists():
-        return path
-    if config["mode"] != "fit":
-        raise ValueError(f"checkpoint=last: there is no {path}")
-    log.warning("checkpoint=last: there is no %s yet, starting from the beginning", path)
-    return None
 
 
 def _write_summary(directory: Path, mode: str, summary: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ class SFTLightningModule(StepModule):
         self.microbatch_tokens = microbatch_tokens
 
     def training_step(self, prompts: Prompts) -> None:
+        self.ranks.agree(self.ranks.attempt(self.poll))
         self.clock.restart()
         if "completion" not in prompts.columns:
             raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")

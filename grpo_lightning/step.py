@@ -273,6 +273,7 @@ class StepModule(LightningModule):
         checkpoint["step"] = {
             "completed": self.completed_steps,
             "processes": self.ranks.size,
+            "sharded": is_sharded(self.policy),
             "validated_at": self.validated_at,
             "skipped": [self.skipped, self.skipped_in_a_row],
             "metrics": dict(self.metrics),

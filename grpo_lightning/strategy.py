@@ -1,5 +1,6 @@
 """Lightning's strategies for several processes, as this project uses them."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -81,14 +82,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As Lightning's; a directory is written beside its place, which becomes a link to it: old or new, whole."""
         if not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)  # also where a link is to be replaced
             return
-        path = Path(self.broadcast(str(filepath)))
         step = checkpoint.get("step", {}).get("completed", 0)
-        target = path.with_name(f"{path.stem}_{step}{path.suffix}")
-        if self.is_global_zero and target.exists():
-            shutil.rmtree(target)
-        self.barrier()
+        path = Path(filepath)
+        names = (path.with_name(f"{path.stem}_{step}_{number}{path.suffix}") for number in itertools.count())
+        target = Path(self.broadcast(str(next(name for name in names if not name.exists()))))
+        path = target.with_name(path.name)
         super().save_checkpoint(checkpoint, target, storage_options)
         self.barrier()
         if self.is_global_zero:
@@ -124,6 +124,11 @@ def is_first() -> bool:
     return getattr(rank_zero_only, "rank", 0) in (0, None)
 
 
+def started_from_outside() -> bool:
+    """Whether torchrun or SLURM has started the processes, rather than Lightning in the first one."""
+    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+
+
 def check_processes(config: Mapping[str, Any], *, directory_given: bool, multirun: bool) -> None:
     """Refuse what several processes would do differently from one another.
 
@@ -133,7 +138,7 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
     """
     where = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+    if started_from_outside():
         if number > 1 and not directory_given:
             raise ValueError(
                 f"{where}: name a directory, such as {where}=runs/mine; each of the {number} processes would make one "

@@ -1,6 +1,7 @@
 """Validation on held-out prompts, with its own sampling: pass@1, pass@k, maj@k and the rewards."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -56,9 +57,10 @@ class Validation(nn.Module):
         self.every = every
         self.samples_per_prompt = samples_per_prompt
         self.sampling = Sampling(temperature, top_p, top_k, min_p, max_new_tokens, tuple(stop))
-        self.passes = {f"val/pass@{k}": PassAtK(k) for k in sorted({1, *ks})}
-        self.majorities = {f"val/maj@{k}": MajorityAtK(k) for k in sorted(set(ks)) if k > 1}
-        self.rewards = {name: MeanMetric(nan_strategy="ignore") for name in (*reward, "total")}
+        own: dict[str, Any] = {"sync_on_compute": False}  # every process counts everything
+        self.passes = {f"val/pass@{k}": PassAtK(k, **own) for k in sorted({1, *ks})}
+        self.majorities = {f"val/maj@{k}": MajorityAtK(k, **own) for k in sorted(set(ks)) if k > 1}
+        self.rewards = {name: MeanMetric(nan_strategy="ignore", **own) for name in (*reward, "total")}
         # Registered, so that they move to the device with the module.
         self._metrics = nn.ModuleList([*self.passes.values(), *self.majorities.values(), *self.rewards.values()])
 

@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     *("clock", "schedule", "varying", "metric", "memory", "ranks", "batch", "reward", "advantage", "loss", "policy"),
     *("reference", "data", "group", "judge", "rollout", "selfcheck", "validation", "trained_part", "step", "update"),
-    *("module", "sft", "strategy", "callbacks", "config", "run"),
+    *("module", "sft", "strategy", "callbacks", "config", "resume", "run"),
     "report",
 ]
 ANY = {"torch"}
@@ -31,6 +31,7 @@ OUTSIDE = {
     "validation": ANY | {"torchmetrics"},
     "step": ANY | {"lightning"},
     "callbacks": ANY | {"lightning", "rich"},
+    "resume": {"lightning"},
     "run": ANY | {"lightning", "rich"},
     "report": {"rich", "tensorboard", "matplotlib"},
 }

@@ -101,7 +101,7 @@ def test_steps_consume_the_run_in_order_whatever_the_start_and_the_split():
 
 def test_fewer_prompts_than_processes_are_refused():
     with pytest.raises(ValueError, match=r"data.prompts_per_step=2: allowed: at least the number of processes, 3"):
-        attach(inline(5), world_size=3).train_dataloader()
+        attach(inline(5), world_size=3).setup("fit")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def test_a_number_that_varies_counts_with_its_largest_value():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["8-bit Adam", "LoRA"])
-def test_a_real_run_needs_what_was_predicted(case):
-    found = apart("run", *CASES[case])
+@pytest.mark.parametrize("case", ["float32", "LoRA"])
+def test_a_real_run_needs_what_was_predicted(case, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = apart("medium", *CASES[case])
     assert found["measured"] == pytest.approx(found["peak"], rel=0.15)

@@ -1,6 +1,7 @@
 """The same run in one process and in several, replicated (DDP) and sharded (FSDP2)."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ RUNS = {
     "grpo": ["algorithm=grpo", "module.ppo_epochs=2", "module.minibatch_size=12"],
     "dapo": ["algorithm=dapo", "rollout.max_tries=2", "rollout.max_new_tokens=24"],
     "dr_grpo": ["algorithm=dr_grpo"],
+    "moved": ["callbacks=reference_refresh", "callbacks.reference.every=2", "callbacks.reference.alpha=0.5"],
 }
 SMALL = [
     "steps=5",
@@ -119,6 +121,22 @@ def test_sigterm_to_one_process_ends_all_after_the_last_complete_step(tmp_path):
 
 
 @pytest.mark.slow
+def test_sigterm_ends_supervised_training_too(tmp_path):
+    settings = ["experiment=sft_tiny", "steps=1000", "validation.every=1000", f"hydra.run.dir={tmp_path}/run"]
+    command = [sys.executable, "train.py", *settings, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: "step 10/" in (tmp_path / "log").read_text(), first)
+    first.terminate()
+    assert first.wait(timeout=60) == 143
+    wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "preempted"
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["step"]["completed"] == summary["steps"] >= 10
+
+
+@pytest.mark.slow
 def test_an_error_in_one_process_is_told_by_all(tmp_path):
     settings = [
         *RUNS["grpo"],
@@ -146,6 +164,7 @@ def test_sharded_checkpoints_hold_the_same_weights_and_continue_exactly(tmp_path
     last = tmp_path / "parts" / "checkpoints" / "last.ckpt"
     assert last.is_dir()
     assert read(last)["step"]["completed"] == 3
+    assert {path.resolve().name for path in last.parent.iterdir()} == {path.name for path in last.parent.glob("*_*")}
     expected = outcome(tmp_path, "whole")[1]["state_dict"]
     found = weights(last)
     assert found.keys() == expected.keys()
@@ -160,7 +179,7 @@ def test_no_process_outlives_the_first_one(tmp_path):
     settings = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "steps=1000", mark]
     command = [sys.executable, "train.py", *settings, "data.prompts_per_step=4", "rollout.group_size=2"]
     with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for(lambda: "step 10/" in (tmp_path / "log").read_text(), first)
     assert len(running(mark)) == 2
     first.kill()

@@ -6,36 +6,37 @@ import sys
 import pytest
 import torch
 
-from grpo_lightning.run import _checkpoint, differences, sweep_value
+from grpo_lightning.resume import chosen, differences
+from grpo_lightning.run import sweep_value
 from tests.composed import composed
 from tests.running import small_run
 
 
 def config(**changed):
-    return {"checkpoint": None, "mode": "fit", "sweep_metric": "val/pass@1"} | changed
+    return {"checkpoint": None, "mode": "fit", "sweep_metric": "val/pass@1", "trainer": {}} | changed
 
 
 def test_no_checkpoint_starts_anew_but_not_over_an_old_run(tmp_path):
-    assert _checkpoint(config(), tmp_path, True) is None
+    assert chosen(config(), tmp_path, directory_given=True) is None
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.touch()
     with pytest.raises(ValueError, match=r"already holds a run: checkpoint=last continues it"):
-        _checkpoint(config(), tmp_path, True)
-    assert _checkpoint(config(mode="validate"), tmp_path, True) is None
+        chosen(config(), tmp_path, directory_given=True)
+    assert chosen(config(mode="validate"), tmp_path, directory_given=True) is None
 
 
 def test_last_is_the_run_directorys_own(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"name the run to continue with hydra.run.dir="):
-        _checkpoint(config(checkpoint="last"), tmp_path, False)
-    assert _checkpoint(config(checkpoint="last"), tmp_path, True) is None
+        chosen(config(checkpoint="last"), tmp_path, directory_given=False)
+    assert chosen(config(checkpoint="last"), tmp_path, directory_given=True) is None
     assert "starting from the beginning" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint=last: there is no .*last.ckpt"):
-        _checkpoint(config(checkpoint="last", mode="export"), tmp_path, True)
+        chosen(config(checkpoint="last", mode="export"), tmp_path, directory_given=True)
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.touch()
-    assert _checkpoint(config(checkpoint="last"), tmp_path, True) == last
+    assert chosen(config(checkpoint="last"), tmp_path, directory_given=True) == last
 
 
 def test_a_refused_start_loses_nothing_of_the_run_that_is_there(tmp_path):
@@ -50,11 +51,13 @@ def test_a_refused_start_loses_nothing_of_the_run_that_is_there(tmp_path):
 
 def test_a_named_checkpoint_is_a_local_file(tmp_path):
     (tmp_path / "some.ckpt").touch()
-    assert _checkpoint(config(checkpoint=str(tmp_path / "some.ckpt")), tmp_path, True) == tmp_path / "some.ckpt"
+    assert (
+        chosen(config(checkpoint=str(tmp_path / "some.ckpt")), tmp_path, directory_given=True) == tmp_path / "some.ckpt"
+    )
     with pytest.raises(ValueError, match=r"checkpoint=absent.ckpt: no such file"):
-        _checkpoint(config(checkpoint="absent.ckpt"), tmp_path, True)
+        chosen(config(checkpoint="absent.ckpt"), tmp_path, directory_given=True)
     with pytest.raises(ValueError, match=r"checkpoint=https://x/y.ckpt: allowed is a local file"):
-        _checkpoint(config(checkpoint="https://x/y.ckpt"), tmp_path, True)
+        chosen(config(checkpoint="https://x/y.ckpt"), tmp_path, directory_given=True)
 
 
 @pytest.mark.parametrize(

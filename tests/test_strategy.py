@@ -1,9 +1,12 @@
 """What is refused before several processes start; what they do is in test_processes.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from grpo_lightning.resume import chosen, known
 from grpo_lightning.strategy import FullyShardedStrategy, check_processes, processes
 from tests.composed import composed
 from tests.running import small_run
@@ -80,3 +83,28 @@ def test_another_number_of_processes_is_noticed(tmp_path, caplog):
     torch.save(content, path)
     small_run(tmp_path, "steps=2", "checkpoint=last")
     assert "the checkpoint is of a run in 3 processes, which now goes on in 1" in caplog.text
+
+
+def test_a_checkpoint_in_parts_is_for_the_trainer_that_wrote_it(tmp_path):
+    (tmp_path / "checkpoints" / "last_3_0.ckpt").mkdir(parents=True)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    last.symlink_to("last_3_0.ckpt")
+    config = composed("checkpoint=last")
+    with pytest.raises(ValueError, match=r"last.ckpt: a directory of parts; allowed with trainer=fsdp and with mode="):
+        chosen(config, tmp_path, directory_given=True)
+    assert chosen({**config, "mode": "export"}, tmp_path, directory_given=True) == last
+    assert chosen(composed("checkpoint=last", "trainer=fsdp"), tmp_path, directory_given=True) == last
+    (tmp_path / "checkpoints" / "last_3_0.ckpt").rmdir()
+    with pytest.raises(ValueError, match=r"last.ckpt leads to last_3_0.ckpt, which is gone"):
+        chosen(config, tmp_path, directory_given=True)
+
+
+def test_an_adapter_of_another_trainer_is_refused_where_its_optimizer_would_be_mixed_up(tmp_path):
+    module = SimpleNamespace(base="abc")
+    path = tmp_path / "last.ckpt"
+    torch.save({"run": {"events": {}}, "step": {"processes": 2, "sharded": False}}, path)
+    sharded = SimpleNamespace(world_size=2, strategy=FullyShardedStrategy(timeout=1))
+    with pytest.raises(ValueError, match=r"last.ckpt: an adapter that another trainer has trained"):
+        known(path, module, sharded)
+    assert known(path, module, SimpleNamespace(world_size=2, strategy=None)) == {"events": {}}
+    assert known(path, SimpleNamespace(base=None), sharded) == {"events": {}}

@@ -233,6 +233,14 @@ class PromptData(LightningDataModule):
             "columns": list(self.columns),
         }
 
+    def setup(self, stage: str) -> None:
+        """Refuse steps that would leave a process without a prompt, before the first validation."""
+        if stage == "fit" and self.prompts_per_step < self._processes():
+            raise ValueError(
+                f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
+                f"{self._processes()}"
+            )
+
     def train_dataloader(self) -> DataLoader[Row]:
         """The steps from the last completed one to the next validation, or to the end of the run."""
         start = self._completed_steps()
@@ -240,11 +248,6 @@ class PromptData(LightningDataModule):
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
         _ = self.train[0]  # here, so that workers inherit what a source computes once
         prompts = self.prompts_per_step * self.tries
-        if self.prompts_per_step < self._processes():
-            raise ValueError(
-                f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
-                f"{self._processes()}"
-            )
         sampler = StepSampler(len(self.train), prompts, self.seed, start, num_steps)
         return self._loader(self.train, sampler)
 

@@ -110,7 +110,7 @@ class HFPolicy(Policy):
     ) -> Sampled:
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
-        longest = ids.shape[1] + sampling.max_new_tokens
+        longest = self.ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
         self._check_context(longest, "rollout.max_new_tokens")
         path = self._shared_path(longest)
         memory: Memory = (

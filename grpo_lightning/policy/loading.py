@@ -57,7 +57,8 @@ def pretrained(
 
 def _own_device() -> str:
     """This process's GPU; the CPU where there is none."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return f"cuda:{number}" if torch.cuda.is_available() else "cpu"
 
 
 def resolve(path: str) -> str:

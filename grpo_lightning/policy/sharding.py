@@ -28,7 +28,7 @@ def shard(policy: Policy, mesh: Any) -> None:
         mesh: One-dimensional device mesh.
     """
     for part in (*layers(policy), policy):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)  # also the last: a pass may have no backward pass
         one: Any = part
         one.set_gradient_divide_factor(1.0)
         one.set_force_sum_reduction_for_comms(True)
@@ -57,7 +57,7 @@ def gathered(policy: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not policy, recurse=False)
+            part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
 
 
