@@ -63,8 +63,8 @@ class Use:
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
     """Bytes by part; "sampling" and "update" are not needed at the same time, "peak" is the sum with the larger one.
 
-    Gradients and logits are float32 everywhere. Of sharded weights an update gathers two layers at a time and, for all
-    of it, what lies outside of the layers.
+    Gradients and logits are float32 everywhere. Of sharded weights an update gathers two layers at a time, and what
+    lies outside of them.
     """
     everything = shape.trained + shape.frozen
     states = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Slope = Callable[[Tensor, slice], Tensor]
+ChunkSlope = Callable[[Tensor, slice], Tensor]
 """(log-probabilities [n] of the tokens in a slice of all N, the slice) -> the loss's gradient there, [n]."""
 
 CHUNK = 1 << 24
@@ -76,7 +76,7 @@ class Head:
         *,
         temperature: float,
         entropy: bool,
-        slope: Slope | None = None,
+        slope: ChunkSlope | None = None,
         chunk: int = CHUNK,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies as `token_logprobs` gives them.
@@ -137,7 +137,7 @@ class _Logprobs(torch.autograd.Function):
         head: Head,
         temperature: float,
         entropy: bool,
-        slope: Slope | None,
+        slope: ChunkSlope | None,
         size: int,
     ) -> tuple[Tensor, Tensor]:
         if torch.is_autocast_enabled(hidden.device.type):
