@@ -16,6 +16,7 @@ from tests.composed import CONF, build
 from tests.running import small_module, small_run
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+SOME_FAST = [name if name in ("grpo", "dapo") else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def gradients(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SOME_FAST)
 def test_gradients_do_not_depend_on_the_microbatch_budget(algorithm, gradients, tmp_path):
     metrics = [
         small_run(tmp_path / str(tokens), f"algorithm={algorithm}", f"module.microbatch_tokens={tokens}").metrics
@@ -106,7 +107,7 @@ def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
         assert_close(gradient(*ragged[:1], loss, ragged[1], **changed), whole, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SOME_FAST)
 def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradients, tmp_path, monkeypatch):
     scored = []
     plain = HFPolicy.score
