@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from lightning import Trainer
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.head import status
+from benchmarks.ours import bare_trainer
 from benchmarks.setting import Setting
 from grpo_lightning import memory
 from grpo_lightning.policy.work import shape_of
@@ -90,18 +90,7 @@ def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
         data = instantiate(cfg.data, _convert_="all")
         data.load()
         module = instantiate(cfg.module, _convert_="all")
-        trainer = Trainer(
-            accelerator="auto",
-            devices=1,
-            precision=config["trainer"]["precision"],
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-        )
-        trainer.fit(module, datamodule=data)
+        bare_trainer(precision=config["trainer"]["precision"]).fit(module, datamodule=data)
     return module, config
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from lightning import Callback, Trainer
@@ -94,7 +95,16 @@ def main() -> None:
         )
         for start in range(0, len(rows), setting.prompts)
     ]
-    trainer = Trainer(
+    bare_trainer(callbacks=[Lockstep()]).fit(module, DataLoader(batches, batch_size=None))
+
+
+if __name__ == "__main__":
+    main()
+
+
+def bare_trainer(**more: Any) -> Trainer:
+    """One device, and nothing written or printed."""
+    return Trainer(
         accelerator="auto",
         devices=1,
         max_epochs=-1,
@@ -103,10 +113,5 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
-        callbacks=[Lockstep()],
+        **more,
     )
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-
-
-if __name__ == "__main__":
-    main()

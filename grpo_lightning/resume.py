@@ -9,6 +9,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from grpo_lightning.callbacks.checkpoint import read
+from grpo_lightning.config.contradiction import shards_weights
 from grpo_lightning.step import StepModule
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,7 @@ def chosen(config: Mapping[str, Any], directory: Path, *, directory_given: bool)
         ValueError: It is missing or cannot be used so, or a run would be overwritten.
     """
     path = _named(config, directory, directory_given)
-    parts = "FullySharded" in str(config["trainer"].get("strategy"))
-    if path is not None and path.is_dir() and config["mode"] != "export" and not parts:
+    if path is not None and path.is_dir() and config["mode"] != "export" and not shards_weights(config["trainer"]):
         raise ValueError(
             f"checkpoint={path}: a directory of parts; allowed with trainer=fsdp and with mode=export, which joins them"
         )

@@ -157,14 +157,15 @@ def _old_sharding(get: Reader) -> list[str]:
     ]
 
 
-def _is_sharded(get: Reader) -> bool:
-    strategy = get("trainer.strategy")
+def shards_weights(trainer: Mapping[str, Any]) -> bool:
+    """Whether the settings of a trainer are those of ``trainer=fsdp``."""
+    strategy = trainer.get("strategy")
     return isinstance(strategy, Mapping) and "FullySharded" in str(strategy.get("_target_"))
 
 
 def _sharded_optimizer(get: Reader) -> list[str]:
     optimizer = str(get("optimizer._target_"))
-    if not _is_sharded(get) or not optimizer.startswith("bitsandbytes."):
+    if not shards_weights(get("trainer")) or not optimizer.startswith("bitsandbytes."):
         return []
     return [
         f"optimizer._target_={optimizer}: allowed with trainer=fsdp are torch's optimizers: bitsandbytes' do not know "
@@ -173,7 +174,7 @@ def _sharded_optimizer(get: Reader) -> list[str]:
 
 
 def _sharded_weights(get: Reader) -> list[str]:
-    if not _is_sharded(get):
+    if not shards_weights(get("trainer")):
         return []
     problems = []
     if (dtype := get("policy.dtype")) != "float32":
@@ -193,7 +194,7 @@ def _sharded_reference(get: Reader) -> list[str]:
     return [
         f"reference.{key}={reference[key]}: allowed with trainer=fsdp is {allowed}; trainer=ddp has it"
         for key, allowed in (("offload", "false"), ("quantization", "null"))
-        if _is_sharded(get) and reference.get(key)
+        if shards_weights(get("trainer")) and reference.get(key)
     ]
 
 
