@@ -64,8 +64,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
     """(r - mean of the group) / (std of all P * G rewards + eps).
 
-    arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is what one device sampled. Args,
-    returns and errors as in ``standardized``.
+    arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is the whole rollout, over all
+    processes. Args, returns and errors as in ``standardized``.
     """
     applies = ~rewards.isnan()
     mean = rewards.nanmean()
@@ -79,8 +79,8 @@ def batch_whitened(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -
     """REINFORCE++ with a baseline: (r - mean of the group) / (std of that over all P * G completions + eps).
 
     arXiv:2501.03262. The deviation leaves out how prompts differ from one another; each completion counts once in it,
-    where some systems count each of its tokens. The batch is what one device sampled. Args, returns and errors as in
-    ``standardized``.
+    where some systems count each of its tokens. The batch is the whole rollout, over all processes. Args, returns and
+    errors as in ``standardized``.
     """
     distance = centered(rewards)
     deviation = _deviation(distance.flatten(), ~rewards.isnan().flatten(), correction)

@@ -77,6 +77,7 @@ class GRPOLightningModule(StepModule):
         return [policy for policy in (self.policy, self.reference) if policy and any(True for _ in policy.parameters())]
 
     def on_fit_start(self) -> None:
+        super().on_fit_start()
         if self.reference is not None and self.reference.home is None:
             self.reference.to(self.device)
 

@@ -25,6 +25,7 @@ from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.sharding import gathered, is_sharded, shard
 from grpo_lightning.ranks import ALONE, Preempted, Ranks
+from grpo_lightning.strategy import add_up_gradients
 from grpo_lightning.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,9 @@ class StepModule(LightningModule):
                 "perf/peak_memory_gb": peak / 1e9,
             }
         )
+
+    def on_fit_start(self) -> None:
+        add_up_gradients(self.trainer.strategy)
 
     def on_train_start(self) -> None:
         self._listen()

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
 class ReplicatedStrategy(DDPStrategy):
-    """DDP: every process holds all weights and the optimizer's state. Gradients are added up, not averaged.
+    """DDP: every process holds all weights and the optimizer's state.
 
     Args:
         timeout: Minutes that a process waits for the others before the run ends.
@@ -28,11 +26,6 @@ class ReplicatedStrategy(DDPStrategy):
 
     def __init__(self, *, timeout: float) -> None:
         super().__init__(timeout=timedelta(minutes=timeout), gradient_as_bucket_view=True)
-
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
-        wrapped.register_comm_hook(None, _add_up)
-        return wrapped
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -100,6 +93,28 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 if other.resolve() not in used:
                     shutil.rmtree(other)
         self.barrier()
+
+
+def add_up_gradients(strategy: Strategy) -> None:
+    """Make a strategy add gradients up over its processes instead of averaging them.
+
+    The token weights of the loss are those of the whole optimizer step, so the gradients of all processes are the
+    parts of one sum. Called once the strategy has wrapped the module.
+
+    Raises:
+        ValueError: The strategy exchanges gradients in a way that cannot be changed to a sum.
+    """
+    if isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy):
+        return
+    if not isinstance(strategy, DDPStrategy) or strategy._ddp_comm_hook is not None:
+        hook = " with a ddp_comm_hook" if isinstance(strategy, DDPStrategy) else ""
+        raise ValueError(
+            f"trainer.strategy={type(strategy).__name__}{hook}: allowed are a single device, DDP without a "
+            "ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own) and "
+            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp), whose gradients can be added up"
+        )
+    wrapped: Any = strategy.model
+    wrapped.register_comm_hook(None, _add_up)
 
 
 def _add_up(

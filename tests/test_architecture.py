@@ -11,8 +11,20 @@ PACKAGE = ROOT / "grpo_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     *("clock", "schedule", "varying", "metric", "memory", "ranks", "batch", "reward", "advantage", "loss", "policy"),
-    *("reference", "data", "group", "judge", "rollout", "selfcheck", "validation", "trained_part", "step", "update"),
-    *("module", "sft", "strategy", "callbacks", "config", "resume", "run"),
+    *(
+        "reference",
+        "data",
+        "group",
+        "judge",
+        "rollout",
+        "selfcheck",
+        "validation",
+        "trained_part",
+        "strategy",
+        "step",
+        "update",
+    ),
+    *("module", "sft", "callbacks", "config", "resume", "run"),
     "report",
 ]
 ANY = {"torch"}

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 from grpo_lightning.resume import chosen, known
-from grpo_lightning.strategy import FullyShardedStrategy, check_processes, processes
+from grpo_lightning.strategy import FullyShardedStrategy, add_up_gradients, check_processes, processes
 from tests.composed import composed
 from tests.running import small_run
 
@@ -44,6 +44,19 @@ def test_processes_started_from_outside_share_a_named_directory(monkeypatch, mul
     with pytest.raises(ValueError, match=f"{key}: name a directory, such as {key}=runs/mine"):
         check_processes(composed("trainer=ddp"), directory_given=False, multirun=multirun)
     check_processes(composed("trainer=ddp"), directory_given=True, multirun=multirun)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        (ModelParallelStrategy(), "ModelParallelStrategy"),
+        (FSDPStrategy(), "FSDPStrategy"),
+        (DDPStrategy(ddp_comm_hook=lambda state, bucket: None), "DDPStrategy with a ddp_comm_hook"),
+    ],
+)
+def test_a_strategy_whose_gradients_cannot_be_added_up_is_refused_by_name(strategy, named):
+    with pytest.raises(ValueError, match=f"trainer.strategy={named}: allowed are a single device, DDP without"):
+        add_up_gradients(strategy)
 
 
 def test_layers_are_not_split():

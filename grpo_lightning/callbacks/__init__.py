@@ -1,1 +1,5 @@
-"""Whatever a run can do without: each callback reads what the steps return and changes no result."""
+"""Whatever a run can do without: callbacks that read what the steps return.
+
+Two of them change results, and are off unless chosen: `reference` moves the reference of the KL term, `reward_model`
+trains the reward model that scores the completions.
+"""
