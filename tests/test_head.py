@@ -140,6 +140,18 @@ def test_half_precision_sums_in_float32():
     assert_close(head.weight.grad.float(), exact[0].weight.grad, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("chunk", [VOCABULARY, 10_000])  # one token, all
+def test_under_autocast_products_alone_are_rounded(chunk):
+    head, hidden, ids = made(bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, entropy = head(hidden, ids, temperature=0.7, entropy=True, chunk=chunk)
+        logits = head.logits(hidden, head.weight, head.bias, 0.7)
+    assert logprobs.dtype == entropy.dtype == logits.dtype == torch.float32
+    exact = torch.distributions.Categorical(logits=logits.double())
+    assert_close(entropy.double(), exact.entropy(), rtol=0, atol=1e-5)
+    assert_close(logprobs.double(), exact.log_prob(ids), rtol=0, atol=1e-5)
+
+
 SMALL = {
     **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"num_key_value_heads": 1, "head_dim": 8, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},

@@ -103,6 +103,25 @@ def test_tokens_that_the_model_rules_out():
     assert_close(entropy, torch.tensor([2.0]).log())
 
 
+@pytest.mark.parametrize("ruled_out", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_autocast_changes_no_draw(temperature, ruled_out):
+    torch.manual_seed(0)
+    logits, uniform = torch.randn(20, 300) * 3, torch.rand(20)
+    if ruled_out:
+        logits[3:9, 5:200] = -torch.inf
+    sampling = Sampling(temperature, 0.9, 50, 0.01, 1)
+    expected = draw(logits.clone(), sampling, uniform)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = draw(logits.clone(), sampling, uniform)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+    tokens, logprobs, entropy = found
+    exact = torch.distributions.Categorical(logits=logits.double() / (temperature or 1.0))
+    assert_close(logprobs.double(), exact.log_prob(tokens), rtol=0, atol=1e-5)
+    assert_close(entropy.double(), exact.entropy(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_not_finite_are_an_error(bad):
     logits = torch.zeros(2, 3)

@@ -19,6 +19,16 @@ CHUNK = 1 << 24
 """Most logits that exist at a time: 64 MiB in float32. Larger chunks read the weights less often."""
 
 
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, [..., V] and [..., V] -> [...], in their dtype under autocast, too."""
+    kind = one.device.type
+    if not torch.is_autocast_enabled(kind):
+        found: Tensor = torch.linalg.vecdot(one, other)
+        return found
+    with torch.autocast(kind, enabled=False):  # which would round both, and the sums, to 16 bits
+        return dot(one, other)
+
+
 def token_logprobs(
     logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -246,5 +256,4 @@ _LEAST = -1e4
 def _expected(logits: Tensor, log_total: Tensor) -> Tensor:
     """Mean of the logits under their own softmax, [n]."""
     logp = (logits - log_total).clamp_(min=_LEAST)
-    mean: Tensor = torch.linalg.vecdot(logp.exp(), logp)
-    return mean + log_total.squeeze(-1)
+    return dot(logp.exp(), logp) + log_total.squeeze(-1)

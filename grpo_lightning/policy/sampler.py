@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.policy.head import dot
 
 PREFIX = 1024
 """How many of the likeliest tokens are sorted to find those of ``top_p``, before all of them are."""
@@ -60,9 +61,9 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     if not total.isfinite().all():
         raise FloatingPointError("the policy's logits are not finite: its weights are damaged")
     log_total = total.log()
-    mean = torch.linalg.vecdot(weights, shifted)
+    mean = dot(weights, shifted)
     if mean.isnan().any():  # 0 * -inf, where the model rules tokens out
-        mean = torch.linalg.vecdot(weights, shifted.masked_fill(weights == 0, 0.0))
+        mean = dot(weights, shifted.masked_fill(weights == 0, 0.0))
     entropy = log_total - mean / total
     if sampling.temperature == 0:
         tokens = shifted.argmax(-1)
