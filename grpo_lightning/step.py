@@ -229,7 +229,8 @@ class StepModule(LightningModule):
 
     def on_train_start(self) -> None:
         self._listen()
-        self.peak = self.policy.peak()
+        with self.trainer.precision_plugin.train_step_context():  # as training steps are run
+            self.peak = self.policy.peak()
 
     @property
     def _validation_due(self) -> bool:

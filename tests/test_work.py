@@ -1,9 +1,12 @@
 """Counting operations, by hand."""
 
+import pytest
 import torch
 
 from grpo_lightning.batch import Sampled
+from grpo_lightning.policy import hf
 from grpo_lightning.policy.scratch import character_llama
+from tests.running import small_run
 
 
 def rows(prompts, lengths) -> Sampled:
@@ -37,3 +40,18 @@ def test_operations_of_a_forward_pass_by_hand():
 def test_the_machine_has_a_limit():
     policy = character_llama(hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, context=32, seed=0)
     assert 1e6 < policy.peak() < 1e16
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
+def test_the_limit_is_that_of_the_precision_that_steps_compute_in(precision, dtype, tmp_path, monkeypatch):
+    asked = []
+
+    def recording(hidden, *, device, dtype):
+        asked.append(dtype)
+        return 1e9
+
+    monkeypatch.setattr(hf, "gemm_peak", recording)
+    module = small_run(tmp_path, f"trainer.precision={precision}")
+    assert asked == [dtype]
+    assert module.peak == 1e9
+    assert module.metrics["perf/gemm_fraction"] > 0
