@@ -1,10 +1,12 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -283,6 +285,47 @@ def test_export_gives_the_same_logits(policy, tmp_path):
     ids = torch.tensor(policy.tokenize(PROMPTS[:1]))
     assert torch.equal(again(ids).logits, policy.model(ids).logits)
     assert again.generation_config.top_k == 2  # what the model came with is exported with it
+
+
+def changed(directory, target, change):
+    """A copy of a checkpoint after ``change`` was called with its weights by name."""
+    shutil.copytree(directory, target)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("quantization", [None, "8bit", "4bit"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_weights_that_are_missing_or_of_another_shape_are_refused(architecture, quantization, checkpoints, tmp_path):
+    path = checkpoints[architecture]
+    opened(path, quantization=quantization)  # tied weights and buffers are not missed
+
+    def without_a_layer(weights):
+        for name in [name for name in weights if ".1." in name]:
+            del weights[name]
+
+    count = {"gpt2": 12, "qwen2": 12, "qwen3": 11}.get(architecture, 9)
+    layer = r"transformer\.h" if architecture == "gpt2" else r"model\.layers"
+    message = rf"policy.path='.*less': {count} of the model's weights are missing there, such as {layer}\.1\."
+    with pytest.raises(ValueError, match=message):
+        opened(changed(path, tmp_path / "less", without_a_layer), quantization=quantization)
+
+    def narrower(weights):
+        name = next(name for name in weights if "0.mlp.down_proj.weight" in name or "0.mlp.c_proj.weight" in name)
+        weights[name] = weights[name][:-2].contiguous()
+
+    message = r"policy.path='.*other': 1 of the model's weights has another shape there, such as \S*_proj\.weight \("
+    with pytest.raises(ValueError, match=message):
+        opened(changed(path, tmp_path / "other", narrower), quantization=quantization)
+
+
+def test_weights_that_the_model_has_no_place_for_are_no_error(checkpoints, tmp_path):
+    policy = opened(
+        changed(checkpoints["llama"], tmp_path / "more", lambda w: w.update({"score.weight": torch.ones(1, 32)}))
+    )
+    assert not any("score" in name for name, _ in policy.named_parameters())
 
 
 def test_user_errors(checkpoints, tmp_path):

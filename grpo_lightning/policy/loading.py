@@ -1,7 +1,7 @@
 """Weights and tokenizer from the hub, a directory, or a Python package."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 _SHIPPED = "pkg://"
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""(in the files, in the model)"""
 
 
 def pretrained(
@@ -18,7 +20,8 @@ def pretrained(
     """A causal language model without dropout, and its tokenizer; arguments as in ``hf.load``.
 
     Raises:
-        ValueError: There is no such model, or ``quantization`` is unknown.
+        ValueError: There is no such model, its files lack weights or hold some of another shape, or ``quantization`` is
+            unknown.
     """
     if quantization not in (None, "8bit", "4bit"):
         raise ValueError(f"policy.quantization={quantization}: allowed: 8bit, 4bit or null")
@@ -39,12 +42,14 @@ def pretrained(
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # what is sampled without dropout is scored without it
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
             **quantized,
         )
     except OSError as error:
@@ -52,7 +57,56 @@ def pretrained(
             f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
             f"can be asked for from here: {error}"
         ) from error
+    model, found = loaded
+    with named(path):
+        _check_whole(model, found)
     return model, tokenizer
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Inside, what a ValueError says of a model is said of that of ``policy.path``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"policy.path={path!r}: {error}") from error
+
+
+def _check_whole(model: Any, found: Mapping[str, Any]) -> None:
+    """That all weights were read.
+
+    Args:
+        model: As loaded.
+        found: What transformers says of the loading; without tied weights and buffers that are not saved.
+
+    Raises:
+        ValueError: Some are not in the files, or of another shape there; they would be random.
+    """
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{len(missing)} of the model's weights are missing there, such as {', '.join(missing[:3])}: allowed are "
+            "files with all weights of the model that their config.json describes"
+        )
+    others = {name: (tuple(theirs), tuple(own)) for name, theirs, own in found["mismatched_keys"]}
+    if others := dict(sorted((others | _packed_otherwise(model)).items())):
+        shapes = [f"{name} {theirs} instead of {own}" for name, (theirs, own) in others.items()]
+        raise ValueError(
+            f"{len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, such "
+            f"as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
+        )
+
+
+def _packed_otherwise(model: Any) -> dict[str, _Shapes]:
+    """Shape in the files and in the model of quantized weights whose shapes differ: transformers compares none."""
+    found: dict[str, _Shapes] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):  # bitsandbytes'
+            state = getattr(module.weight, "quant_state", None)  # two 4-bit numbers are packed into one
+            theirs = tuple(module.weight.shape if state is None else state.shape)
+            own = module.out_features, module.in_features
+            if theirs != own:
+                found[f"{name}.weight"] = theirs, own
+    return found
 
 
 def _own_device() -> str:
