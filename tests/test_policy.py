@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.loading import resolve
-from tests.checkpoints import ARCHITECTURES, CHATML, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
@@ -326,6 +326,54 @@ def test_weights_that_the_model_has_no_place_for_are_no_error(checkpoints, tmp_p
         changed(checkpoints["llama"], tmp_path / "more", lambda w: w.update({"score.weight": torch.ones(1, 32)}))
     )
     assert not any("score" in name for name, _ in policy.named_parameters())
+
+
+def test_a_model_without_embeddings_for_all_tokens_is_refused(checkpoints, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
+    words = tokenizer(chat=False)
+    largest = max(words.get_vocab().values())
+    model.resize_token_embeddings(largest + 9)  # padded, as Qwen's
+    HFPolicy(model, words)
+    model.resize_token_embeddings(largest + 1)
+    HFPolicy(model, words)
+    model.resize_token_embeddings(largest)
+    message = f"the model has {largest} embeddings, the tokenizer's largest id is {largest}: the tokenizer belongs to"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        HFPolicy(model, words)
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    for adapter in (None, {"r": 2, "target_modules": "all-linear"}):
+        with pytest.raises(ValueError, match=f"^policy.path='.*model': {message}"):
+            opened(tmp_path / "model", adapter=adapter)
+    words.add_tokens(["<new>"])
+    model.resize_token_embeddings(largest + 1)
+    with pytest.raises(ValueError, match=f"has {largest + 1} embeddings, the tokenizer's largest id is {largest + 1}"):
+        HFPolicy(model, words)
+
+
+def test_a_special_token_that_no_text_holds_needs_no_embedding(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
+
+    def words(**settings):
+        made = tokenizer(chat=True)
+        made.add_special_tokens({"additional_special_tokens": ["<image>"], **settings})
+        return made
+
+    policy = HFPolicy(model, words())  # as Gemma 3's text models
+    count = len(model.get_input_embeddings().weight)
+    assert len(policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)) == 6
+    for call in (
+        lambda: policy.sample(["an <image> here"], group_size=2, sampling=FREE, seed=1),
+        lambda: policy.demonstrate(["a"], ["an <image> here"]),
+    ):
+        with pytest.raises(ValueError, match=f"has {count} embeddings, a text has the token {count}: '.*<image> here"):
+            call()
+    with pytest.raises(ValueError, match="the tokenizer's largest id"):
+        HFPolicy(model, words(pad_token="<image>"))
+    templated = words()
+    templated.chat_template = CHATML.replace("<|im_start|>", "<image>")
+    with pytest.raises(ValueError, match="the tokenizer's largest id"):
+        HFPolicy(model, templated)
 
 
 def test_user_errors(checkpoints, tmp_path):

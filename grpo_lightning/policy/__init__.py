@@ -70,7 +70,8 @@ class Policy(nn.Module, ABC):
             ended: Called with every completion that ends before the length limit, as soon as it does.
 
         Raises:
-            ValueError: A prompt has no tokens, or prompt and completion do not fit into the model's context.
+            ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do
+                not fit into the model's context.
             FloatingPointError: The logits are not finite.
         """
 

@@ -18,7 +18,7 @@ from grpo_lightning.memory import Shape
 from grpo_lightning.policy import Ended, Policy, Poll, Slope, score
 from grpo_lightning.policy.cache import Memory, PlainMemory
 from grpo_lightning.policy.decode import decode
-from grpo_lightning.policy.loading import evaluation, pretrained
+from grpo_lightning.policy.loading import check_embeddings, check_ids, evaluation, named, pretrained
 from grpo_lightning.policy.prefix import grouped
 from grpo_lightning.policy.sampler import uniforms
 from grpo_lightning.policy.shared import CannotShare, SharedPath, check, window
@@ -54,6 +54,7 @@ class HFPolicy(Policy):
         share_prompts: bool = True,
     ) -> None:
         super().__init__()
+        self._embeddings = check_embeddings(model, tokenizer)
         disable_progress_bar()  # one more beside the run's own says nothing
         self.model = model
         self.tokenizer = tokenizer
@@ -89,9 +90,7 @@ class HFPolicy(Policy):
         """Token ids of every prompt; a chat template brings its own special tokens, plain text gets the tokenizer's."""
         texts = [self.render(prompt) for prompt in prompts]
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.templated)["input_ids"]
-        for text, ids in zip(texts, encoded, strict=True):
-            if not ids:
-                raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
+        check_ids(texts, encoded, self._embeddings, least=1)
         return encoded
 
     def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
@@ -169,6 +168,7 @@ class HFPolicy(Policy):
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
         ids, attention_mask = self._pad_left(self.tokenize(prompts))
         encoded = self.tokenizer(list(completions), add_special_tokens=False)["input_ids"]
+        check_ids(completions, encoded, self._embeddings)
         answers = [[*tokens, self.tokenizer.eos_token_id] for tokens in encoded]
         length = max(map(len, answers))
         self._check_context(ids.shape[1] + length, "the demonstrations")
@@ -271,7 +271,7 @@ def load(
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
 
     Raises:
-        ValueError: There is no such model, or ``quantization`` is unknown.
+        ValueError: There is no such model, it lacks weights or tokens, or ``quantization`` is unknown.
     """
     disable_progress_bar()
     model, tokenizer = pretrained(
@@ -287,11 +287,12 @@ def load(
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return HFPolicy(
-        model,
-        tokenizer,
-        system_prompt=system_prompt,
-        plain_text=plain_text,
-        template_kwargs=template_kwargs,
-        share_prompts=share_prompts,
-    )
+    with named(path):
+        return HFPolicy(
+            model,
+            tokenizer,
+            system_prompt=system_prompt,
+            plain_text=plain_text,
+            template_kwargs=template_kwargs,
+            share_prompts=share_prompts,
+        )

@@ -1,13 +1,16 @@
 """Weights and tokenizer from the hub, a directory, or a Python package."""
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+log = logging.getLogger(__name__)
 
 _SHIPPED = "pkg://"
 _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -70,6 +73,55 @@ def named(path: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"policy.path={path!r}: {error}") from error
+
+
+def check_embeddings(model: Any, tokenizer: Any) -> int:
+    """That the model can read the tokenizer's tokens; it may have more embeddings, as where their number is rounded up.
+
+    Special tokens that neither the chat template nor the tokenizer itself puts into a text may lack one, such as the
+    placeholder of images in the tokenizer of Gemma 3's text models; `check_ids` looks for them.
+
+    Returns:
+        The number of embeddings.
+
+    Raises:
+        ValueError: The tokenizer has ids that the model has no embedding for.
+    """
+    count = len(model.get_input_embeddings().weight)
+    ids = tokenizer.get_vocab()
+    added = tokenizer.added_tokens_decoder
+    own = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    template = str(tokenizer.chat_template or "")
+    without = {token: number for token, number in ids.items() if number >= count}
+    for token, number in without.items():
+        if number in added and added[number].special and number not in own and token not in template:
+            continue
+        raise ValueError(
+            f"the model has {count} embeddings, the tokenizer's largest id is {max(ids.values())}: the tokenizer "
+            "belongs to another model, or the model's embeddings must be resized first"
+        )
+    if without:
+        log.warning("the model has no embeddings for the special tokens %s: no text may hold them", sorted(without))
+    return count
+
+
+def check_ids(texts: Sequence[str], encoded: Sequence[Sequence[int]], embeddings: int, *, least: int = 0) -> None:
+    """That the model can read encoded texts.
+
+    Args:
+        texts: For the message.
+        encoded: Token ids of each.
+        embeddings: The model's number of them.
+        least: Tokens that each must have.
+
+    Raises:
+        ValueError: One has a token that the model has no embedding for, or no tokens where some are needed.
+    """
+    for text, ids in zip(texts, encoded, strict=True):
+        if len(ids) < least:
+            raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
+        if max(ids, default=0) >= embeddings:
+            raise ValueError(f"the model has {embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}")
 
 
 def _check_whole(model: Any, found: Mapping[str, Any]) -> None:
