@@ -8,6 +8,27 @@ def vowels(completions, **kwargs):
     return [sum(c in "aeiou" for c in text) / (len(text) + 1) for text in completions]
 
 
+def letters(completions, **kwargs):
+    """As TRL's functions for conversational data are written."""
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def of_messages(prompts, completions, **kwargs):
+    """As many as there are messages in prompt and completion, if it knows all of them; else it says what it got."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if [message["role"] for message in completion] != ["assistant"] or prompt[-1]["role"] != "user":
+            raise TypeError(f"{prompt!r} {completion!r}")
+    return [float(len(prompt + completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def of_one_answer(completion, prompt, answer):
+    return 10.0 * len(prompt) + float(completion[0]["content"] == answer)
+
+
+async def later(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
 def sometimes(completions, answer):
     return [None if len(text) % 2 else len(text) / 10 for text in completions]
 

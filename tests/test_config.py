@@ -85,6 +85,9 @@ def test_the_defaults_are_right():
         ("reward.format.clip=[1,0]", "reward.format.clip=[1, 0]: allowed is [lowest, highest] or null"),
         ("reward.format.timeout=0", "reward.format.timeout=0: allowed is seconds > 0 or null"),
         ("reward.format.max_failed=2", "reward.format.max_failed=2: allowed is a share from 0 to 1"),
+        ("reward.format.messages=maybe", "reward.format.messages=maybe: allowed is true or false"),
+        ("reward.format.messages=null", "reward.format.messages=None: allowed is true or false"),
+        ("reward.format.messages=1", "reward.format.messages=1: allowed is true or false"),
         (
             "reward.format.only_if=accuracy",
             'reward.format.only_if=accuracy: allowed is a condition on another reward, such as "format > 0" or null',

@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from grpo_lightning.reward import pool
 from grpo_lightning.reward.gate import Gate
 from grpo_lightning.reward.total import scalar
-from grpo_lightning.reward.weighted import ARGUMENTS, Reward, RewardError, Score, Weighted, arguments
+from grpo_lightning.reward.weighted import ARGUMENTS, RewardError, Score, Weighted, arguments, is_coroutine
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
     from grpo_lightning.batch import Prompt
 
 _SHOWN_CHARACTERS = 80
+_ROLES = {"prompts": "user", "completions": "assistant"}
 
 
 def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]) -> None:
     """Nothing, if every reward can be called with these columns; needs no data, so a run can check it first.
 
     Raises:
-        RewardError: No rewards, a column named like an argument, a function whose signature cannot be read, or required
-            parameters that are no column: all of the problems, with the rewards and the columns there are.
+        RewardError: No rewards, a column named like an argument, a coroutine function, a signature that cannot be
+            read, or required parameters that are no column: all of the problems, with the rewards and the columns
+            there are.
     """
     problems = [] if rewards else ["reward: expected at least one, got none"]
     for name, weighted in rewards.items():
@@ -33,6 +35,11 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
     problems += [f"column {name!r} has the name of a reward's argument" for name in ARGUMENTS if name in column_names]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, weighted in rewards.items():
+        if is_coroutine(weighted.function):
+            problems.append(
+                f"reward {name!r}: {weighted.function!r:.80} is a coroutine function (async def), and those are not "
+                "supported yet; allowed is a plain function (def), which may call asyncio.run"
+            )
         try:
             missing = arguments(weighted.function, known)[0]
         except (TypeError, ValueError) as error:
@@ -51,7 +58,9 @@ class Scoring:
 
     Rewards with a ``timeout`` work on it in worker processes meanwhile; the others are called once, with all rows. A
     function receives by name what its signature names of ``prompts``, ``completions``, ``completion_ids`` and the
-    columns; all of it if it has ``**kwargs``. What `functools.partial` bound is never replaced by a column.
+    columns; all of it if it has ``**kwargs``. What `functools.partial` bound is never replaced by a column. Where a
+    reward has ``messages``, each prompt and each completion is a list of chat messages; what is returned, and errors,
+    are about the texts all the same.
 
     Args:
         rewards: Name -> function and weight.
@@ -114,7 +123,7 @@ class Scoring:
         failed: dict[str, float] = {}
         for name, weighted in self._rewards.items():
             if name not in self._begun:
-                scores[name] = _checked(name, _call(name, weighted.function, inputs), completions)
+                scores[name] = _checked(name, _call(name, weighted, inputs), completions)
                 continue
             known = {row: pending.result()[0] for row, pending in self._begun[name].items()}
             if name in rest:
@@ -138,7 +147,7 @@ class Scoring:
     def _submit(self, name: str, rows: Sequence[int], sampled: Mapping[str, Sequence[Any]]) -> pool.Pending:
         weighted = self._rewards[name]
         known = {key: [values[row] for row in rows] for key, values in self._inputs.items()} | dict(sampled)
-        passed = arguments(weighted.function, known)[1]
+        passed = _passed(weighted, known)
         calls = [{key: [values[index]] for key, values in passed.items()} for index in range(len(rows))]
         return pool.submit(weighted.function, calls, seconds=weighted.timeout or 0.0)
 
@@ -169,29 +178,43 @@ def score(
     return {name: [scalar(value) for value in values] for name, values in found.values.items()}
 
 
-def _call(name: str, function: Reward, inputs: Mapping[str, Sequence[Any]]) -> Any:
-    """What ``function`` returns; an exception becomes one that names the first row that raises by itself."""
+def _call(name: str, weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
+    """What the function returns; an exception becomes one that names the first row that raises by itself."""
     try:
-        return _invoke(function, inputs)
+        return _invoke(weighted, inputs)
     except Exception as error:
         raise RewardError(
-            f"reward {name!r} raised {_described(error)}; {_culprit(function, inputs)}. (reward.{name}.timeout=SECONDS "
+            f"reward {name!r} raised {_described(error)}; {_culprit(weighted, inputs)}. (reward.{name}.timeout=SECONDS "
             "scores completions in worker processes, where up to reward.NAME.max_failed of them may fail)"
         ) from error
 
 
-def _invoke(function: Reward, inputs: Mapping[str, Sequence[Any]]) -> Any:
-    """``function`` of copies, so that one reward cannot reorder what the next one sees."""
-    passed = {name: list(values) for name, values in arguments(function, inputs)[1].items()}
-    parameters = inspect.signature(function).parameters.values()
-    first = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in passed]
-    return function(*(passed.pop(name) for name in first), **passed)
+def _invoke(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
+    passed = _passed(weighted, inputs)
+    parameters = inspect.signature(weighted.function).parameters.values()
+    first = [passed.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in passed]
+    return weighted.function(*first, **passed)
 
 
-def _culprit(function: Reward, inputs: Mapping[str, Sequence[Any]]) -> str:
+def _passed(weighted: Weighted, known: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """What the function takes of ``known``, copied, so that one reward cannot reorder what the next one sees."""
+    passed = {name: list(values) for name, values in arguments(weighted.function, known)[1].items()}
+    if weighted.messages:
+        passed |= {
+            name: [_messages(value, _ROLES[name]) for value in passed[name]] for name in _ROLES if name in passed
+        }
+    return passed
+
+
+def _messages(said: "Prompt", role: str) -> list[dict[str, str]]:
+    """A text as one chat message of ``role``; chat messages as they are, copied."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
+
+
+def _culprit(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> str:
     for row, text in enumerate(inputs["completions"]):
         try:
-            _invoke(function, {name: values[row : row + 1] for name, values in inputs.items()})
+            _invoke(weighted, {name: values[row : row + 1] for name, values in inputs.items()})
         except Exception as error:
             return f"row {row} raises {_described(error)}, completion {_beginning(text)}"
     return "no row raises when it is scored alone"

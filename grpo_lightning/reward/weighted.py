@@ -43,6 +43,8 @@ class Weighted:
     """Largest share of the completions that may time out, raise or break their worker."""
     failed_score: float | None = 0.0
     """What those get; None: the reward does not apply to them."""
+    messages: bool = False
+    """Whether prompts and completions are handed over as lists of chat messages, as TRL does for chat prompts."""
 
     @property
     def factor(self) -> float:
@@ -66,6 +68,8 @@ class Weighted:
             raise ValueError(f"max_failed: expected a share from 0 to 1, got {self.max_failed!r}")
         if self.failed_score is not None and not _is_finite(self.failed_score):
             raise ValueError(f"failed_score: expected a finite number or null, got {self.failed_score!r}")
+        if not isinstance(self.messages, bool):
+            raise ValueError(f"messages: expected true or false, got {self.messages!r}")
         Gate.parse(self.only_if)
 
 
@@ -73,7 +77,8 @@ class PerCompletion:
     """A reward made of a function that scores one completion at a time.
 
     ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
-    name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``.
+    name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``. Where the reward has
+    ``messages``, the completion and the ``prompt`` are lists of chat messages.
 
     Raises:
         ValueError: On construction, if ``function`` does not take the completion as its first argument.
@@ -91,12 +96,12 @@ class PerCompletion:
             batch.append(parameter.replace(name=name, kind=kind))
         self.__signature__ = inspect.Signature(batch)
 
-    def __call__(self, *, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
         _, passed = arguments(self, columns)
         named = {"prompt" if name == "prompts" else name: values for name, values in passed.items()}
         return [
-            self.function(text, **{name: values[row] for name, values in named.items()})
-            for row, text in enumerate(completions)
+            self.function(completion, **{name: values[row] for name, values in named.items()})
+            for row, completion in enumerate(completions)
         ]
 
 
@@ -111,6 +116,13 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return missing, {name: value for name, value in known.items() if takes_all or name in named}
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Whether ``function``, or what a partial or a `PerCompletion` calls, is an ``async def``."""
+    while isinstance(function, partial | PerCompletion):
+        function = function.func if isinstance(function, partial) else function.function
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _is_finite(value: Any) -> bool:

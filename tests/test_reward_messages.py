@@ -1,0 +1,213 @@
+"""Rewards that read chat messages, as TRL's own do for conversational data; and TRL's own."""
+
+import asyncio
+import functools
+
+import pytest
+
+from grpo_lightning.config import check
+from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, pool, score
+from tests import rewards
+from tests.composed import build, composed
+
+PLAIN = "How many?"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_worker():
+    pool.configure(1)
+    yield
+    pool.configure(None)
+
+
+def scored(function, prompts, completions, *, columns=None, ids=None, **settings):
+    weighted = Weighted(function, 1.0, **{"messages": True, "max_failed": 0.0, **settings})
+    return score({"mine": weighted}, prompts, completions, columns or {}, ids)["mine"]
+
+
+# --- what a function is called with
+
+
+def test_texts_become_messages_and_messages_stay():
+    seen = {}
+
+    def looks(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    scored(looks, [PLAIN, CHAT], ["two", ""], columns={"chat": [CHAT, "text"]}, ids=[[1], [2]])
+    assert seen == {
+        "prompts": [[{"role": "user", "content": PLAIN}], CHAT],
+        "completions": [[{"role": "assistant", "content": "two"}], [{"role": "assistant", "content": ""}]],
+        "completion_ids": [[1], [2]],
+        "chat": [CHAT, "text"],  # a column stays whatever it is
+    }
+
+
+def test_without_the_setting_texts_are_handed_over():
+    seen = {}
+
+    def looks(prompts, completions):
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0, 0.0]
+
+    scored(looks, [PLAIN, CHAT], ["a", "b"], messages=False)
+    assert seen == {"prompts": [PLAIN, CHAT], "completions": ["a", "b"]}
+
+
+def test_arguments_by_place_are_messages_too():
+    def by_place(prompts, completions, /):
+        return [len(asked[-1]["content"] + said[0]["content"]) for asked, said in zip(prompts, completions)]
+
+    assert scored(by_place, ["ab", CHAT], ["c", "d"]) == [3.0, 10.0]
+
+
+@WHERE
+def test_functions_for_conversational_data_work_unchanged(timeout):
+    assert scored(rewards.letters, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [3.0, 0.0]
+    assert scored(rewards.of_messages, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [2.0, 3.0]
+    assert scored(functools.partial(rewards.letters, extra=1), [CHAT], ["two"], timeout=timeout) == [3.0]
+
+
+@WHERE
+def test_a_single_completion_is_a_list_of_messages(timeout):
+    one = PerCompletion(rewards.of_one_answer)
+    assert scored(one, [PLAIN, CHAT], ["2", "3"], columns={"answer": ["2", "2"]}, timeout=timeout) == [11.0, 20.0]
+
+
+def test_a_completion_that_was_begun_before_the_others_is_a_list_of_messages():
+    weighted = Weighted(rewards.of_messages, 1.0, timeout=60.0, max_failed=0.0, messages=True)
+    scoring = Scoring({"mine": weighted}, [CHAT, PLAIN], {})
+    scoring.begin(1, "two", [1])
+    assert scoring.finish(["one", "two"], None).values == {"mine": [3.0, 2.0]}
+
+
+def test_a_reward_cannot_change_what_the_next_one_sees():
+    def rude(prompts, completions):
+        for prompt, completion in zip(prompts, completions):
+            prompt[0]["content"] = completion[0]["content"] = "gone"
+            prompt.append(completion.pop())
+        return [0.0] * len(completions)
+
+    chat = [dict(message) for message in CHAT]
+    both = {"rude": Weighted(rude, 1.0, messages=True), "next": Weighted(rewards.of_messages, 1.0, messages=True)}
+    assert score(both, [chat, chat], ["a", "b"], {})["next"] == [3.0, 3.0]
+    assert chat == CHAT
+
+
+# --- what it returns
+
+
+def test_steps_end_at_characters_of_the_text():
+    def halves(completions):
+        texts = [completion[0]["content"] for completion in completions]
+        return [[(len(text) // 2, 0.0), (len(text), 1.0)] for text in texts]
+
+    assert scored(halves, [PLAIN], ["x" * 40]) == [0.5]
+    with pytest.raises(
+        RewardError, match=r"ends from 1 to 40, or None, got \[\[41, 1.0\]\] for row 0, completion 'xxx"
+    ):
+        scored(lambda completions: [[[41, 1.0]]], [PLAIN], ["x" * 40])
+
+
+def test_errors_show_the_text():
+    with pytest.raises(RewardError, match=r"KeyError: 'no'; row 1 raises KeyError: 'no', completion 'no'\. "):
+        scored(lambda completions: [{"yes": 1.0}[c[0]["content"]] for c in completions], [PLAIN, CHAT], ["yes", "no"])
+    with pytest.raises(RewardError, match="got nan for row 1, completion 'no'"):
+        scored(lambda completions: [0.0, float("nan")], [PLAIN, CHAT], ["yes", "no"])
+    with pytest.raises(RewardError, match="first on row 0, exception: TypeError.*, completion 'yes'"):
+        scored(rewards.of_messages, [[{"role": "tool", "content": ""}]], ["yes"], timeout=60.0)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_messages_are_asked_for_or_not(value):
+    with pytest.raises(ValueError, match="messages: expected true or false, got"):
+        Weighted(rewards.letters, 1.0, messages=value)
+
+
+def test_the_setting_reaches_the_reward():
+    overrides = ["reward=custom", "reward.custom.function._target_=tests.rewards.letters"]
+    check(composed(*overrides, "reward.custom.messages=true"))
+    chosen = build(*overrides, "reward.custom.messages=true")("reward")
+    assert score(chosen, [PLAIN], ["two"], {}) == {"custom": [3.0]}
+    assert build(*overrides)("reward")["custom"].messages is False
+    one = ["reward=custom_per_completion", "reward.custom.function.function._target_=tests.rewards.of_one_answer"]
+    chosen = build(*one, "reward.custom.messages=true")("reward")
+    assert score(chosen, [CHAT], ["2"], {"answer": ["2"]}) == {"custom": [21.0]}
+
+
+# --- coroutines
+
+
+class Awaited:
+    async def __call__(self, completions, **columns):
+        return [0.0] * len(completions)
+
+    async def method(self, completions):
+        return [0.0] * len(completions)
+
+
+COROUTINES = {
+    "function": rewards.later,
+    "partial": functools.partial(functools.partial(rewards.later), level=1),
+    "object": Awaited(),
+    "partial_object": functools.partial(Awaited(), level=1),
+    "method": Awaited().method,
+    "per_completion": PerCompletion(rewards.later),
+    "per_completion_partial": PerCompletion(functools.partial(Awaited(), level=1)),
+}
+
+
+@pytest.mark.parametrize("function", COROUTINES.values(), ids=COROUTINES)
+def test_coroutine_functions_are_refused_before_anything_runs(function):
+    message = r"^reward 'mine': .* is a coroutine function .* not supported yet; allowed is a plain function \(def\)"
+    with pytest.raises(RewardError, match=message):
+        check_columns({"mine": Weighted(function, 1.0)}, [])
+
+
+def test_a_plain_function_around_a_coroutine_function_is_one():
+    @functools.wraps(rewards.later)
+    def waits(completions, **columns):
+        return asyncio.run(rewards.later(completions, **columns))
+
+    assert scored(waits, [PLAIN], ["two"]) == [0.0]
+
+
+# --- TRL's own
+
+
+@WHERE
+def test_trl_think_format(timeout):
+    think_format = pytest.importorskip("trl.rewards").think_format_reward
+    texts = ["<think>\na\n</think>\nb", "<think>\na\nb"]
+    assert scored(think_format, [PLAIN, CHAT], texts, timeout=timeout) == [1.0, 0.0]
+
+
+@WHERE
+def test_trl_accuracy(timeout):
+    accuracy = pytest.importorskip("trl.rewards").accuracy_reward
+    texts = [r"It is \boxed{\frac{1}{3}}", r"It is \boxed{\frac{1}{2}}", r"\boxed{1}"]
+    solutions = [r"\frac{1}{3}", r"\frac{1}{3}", ""]
+    found = scored(accuracy, [CHAT, PLAIN, CHAT], texts, columns={"solution": solutions}, timeout=timeout)
+    assert found == [1.0, 0.0, None]
+    with pytest.raises(RewardError, match="reward 'mine': parameter 'solution' is no column of the data"):
+        check_columns({"mine": Weighted(accuracy, 1.0, messages=True)}, ["answer"])
+
+
+@WHERE
+@pytest.mark.parametrize("messages", [True, False])
+def test_trl_soft_overlong(timeout, messages):
+    overlong = pytest.importorskip("trl.rewards").get_soft_overlong_punishment(100, 20)
+    ids = [[1] * 80, [1] * 90, [1] * 101]
+    found = scored(overlong, [PLAIN, CHAT, CHAT], ["a", "b", "c"], ids=ids, timeout=timeout, messages=messages)
+    assert found == [0.0, -0.5, -1.0]
+
+
+def test_what_only_trl_hands_over_is_a_missing_column():
+    with pytest.raises(RewardError, match="parameter 'trainer_state' is no column of the data"):
+        check_columns({"mine": Weighted(lambda completions, trainer_state, log_extra=None: [], 1.0)}, [])
