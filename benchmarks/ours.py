@@ -84,6 +84,21 @@ class Lockstep(Callback):
         print(json.dumps(told), flush=True)
 
 
+def bare_trainer(**more: Any) -> Trainer:
+    """One device, and nothing written or printed."""
+    return Trainer(
+        accelerator="auto",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        **more,
+    )
+
+
 def main() -> None:
     setting, directory = Setting.loads(sys.argv[1]), sys.argv[2]
     module = built(setting, directory)
@@ -100,18 +115,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def bare_trainer(**more: Any) -> Trainer:
-    """One device, and nothing written or printed."""
-    return Trainer(
-        accelerator="auto",
-        devices=1,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        **more,
-    )
