@@ -5,15 +5,13 @@ steps; that both compute the same is for `equality` to show.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from benchmarks.machine import threads
+from benchmarks.process import Worker
 from benchmarks.setting import Setting
 from benchmarks.timing import ratio, told
 
@@ -26,40 +24,12 @@ CASES = [
 ]
 
 
-class Worker:
-    """A system in a process of its own, one step at a time."""
-
-    def __init__(self, module: str, setting: Setting, directory: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, setting.dumps(), directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"},
-        )
-
-    def step(self) -> dict[str, float]:
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        while line := self._process.stdout.readline():
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"{self._process.args[2]} ended with {self._process.wait()}")
-
-    def close(self) -> None:
-        self._process.stdin.write("\n")
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
 def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as started:
         setting.write(Path(directory))
-        workers = {name: Worker(f"benchmarks.{name}", setting, directory) for name in ("theirs", "ours")}
+        arguments = setting.dumps(), directory
+        workers = {name: started.enter_context(Worker(f"benchmarks.{name}", *arguments)) for name in ("theirs", "ours")}
         pairs = [{name: worker.step() for name, worker in workers.items()} for _ in range(warmup + steps)][warmup:]
-        for worker in workers.values():
-            worker.close()
     seconds = {name: [pair[name]["seconds"] for pair in pairs] for name in workers}
     phases = [name for name in pairs[0]["ours"] if name.startswith("time/")]
     return {
@@ -72,11 +42,11 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     }
 
 
-def run(*, names: Sequence[str] = (), warmup: int = 3, steps: int = 10) -> dict:
+def run(*, cases: Sequence[Setting] = CASES, names: Sequence[str] = (), warmup: int = 3, steps: int = 10) -> dict:
     """All cases, or those named."""
     found = {}
     print(f"{'whole step':18} {'TRL s':>7} {'ours s':>7}  ratio", flush=True)
-    for case in CASES:
+    for case in cases:
         if names and case.name not in names:
             continue
         row = found[case.name] = measured(case, warmup=warmup, steps=steps)

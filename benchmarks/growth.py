@@ -1,11 +1,13 @@
 """How a whole step's time grows with completions per prompt, prompt length, completion length and vocabulary."""
 
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.compare import Worker
+from benchmarks.process import Worker
 from benchmarks.setting import Setting
 from benchmarks.timing import in_turns, ratio, told
 
@@ -22,28 +24,31 @@ FIELD = {"K": "group", "P": "prompt", "R": "cap", "V": "vocabulary"}
 
 def measured(system: str, settings: list[Setting], *, warmup: int, steps: int) -> list[list[float]]:
     """Seconds of each setting's steps, taken in turns."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as started:
         workers = {}
         for number, setting in enumerate(settings):
             place = Path(directory) / str(number)
             place.mkdir()
             setting.write(place)
-            workers[str(number)] = Worker(f"benchmarks.{system}", setting, str(place))
+            workers[str(number)] = started.enter_context(Worker(f"benchmarks.{system}", setting.dumps(), str(place)))
         actions = {name: (lambda worker=worker: worker.step()["seconds"]) for name, worker in workers.items()}
         seconds = in_turns(actions, warmup=warmup, steps=steps)
-        for worker in workers.values():
-            worker.close()
     return list(seconds.values())
 
 
-def run(*, warmup: int = 2, steps: int = 8) -> dict:
+def run(*, axes: Mapping[str, list[Setting]] = AXES, warmup: int = 2, steps: int = 8) -> dict:
     found: dict = {}
-    for axis, settings in AXES.items():
+    for axis, settings in axes.items():
         values = [getattr(setting, FIELD[axis]) for setting in settings]
         found[axis] = {"values": values}
         for system, ends_only in (("ours", False), ("theirs", True)):
             chosen = [settings[0], settings[-1]] if ends_only else settings
-            seconds = measured(system, chosen, warmup=1 if ends_only else warmup, steps=3 if ends_only else steps)
+            seconds = measured(
+                system,
+                chosen,
+                warmup=min(warmup, 1) if ends_only else warmup,
+                steps=min(steps, 3) if ends_only else steps,
+            )
             found[axis][system] = {
                 "values": [getattr(setting, FIELD[axis]) for setting in chosen],
                 "seconds": [median(row) for row in seconds],

@@ -6,11 +6,10 @@ same code for both) does not count.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ from hydra.utils import instantiate
 from lightning import Callback, seed_everything
 from transformers import TrainerCallback
 
+from benchmarks.process import result
 from benchmarks.setting import Setting
 from grpo_lightning.reward.scoring import Scoring
 from grpo_lightning.reward.total import shaped, total
@@ -58,9 +58,9 @@ class Progress:
         return bool(self.curve) and self.curve[-1][2] >= GOAL
 
 
-def parts(overrides: list[str], seed: int) -> tuple[Any, Any, Any, Callable[[int], float]]:
+def parts(overrides: list[str], seed: int, steps: int) -> tuple[Any, Any, Any, Callable[[int], float]]:
     """Settings, module, data and how the module's policy is measured."""
-    given = [f"run_dir={tempfile.mkdtemp()}", f"seed={seed}", f"steps={STEPS}", "data.validate_every=null"]
+    given = [f"run_dir={tempfile.mkdtemp()}", f"seed={seed}", f"steps={steps}", "data.validate_every=null"]
     with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
         cfg = compose("train", [*given, *overrides])
     seed_everything(seed, verbose=False)
@@ -76,8 +76,8 @@ def parts(overrides: list[str], seed: int) -> tuple[Any, Any, Any, Callable[[int
     return cfg, module, data, measure
 
 
-def ours(style: str, seed: int) -> Progress:
-    cfg, module, data, measure = parts(STYLES[style]["ours"], seed)
+def ours(style: str, seed: int, steps: int) -> Progress:
+    cfg, module, data, measure = parts(STYLES[style]["ours"], seed, steps)
     progress = Progress(measure)
 
     class Watch(Callback):
@@ -93,10 +93,10 @@ def ours(style: str, seed: int) -> Progress:
     return progress
 
 
-def theirs(style: str, seed: int) -> Progress:
+def theirs(style: str, seed: int, steps: int) -> Progress:
     from benchmarks import theirs as system
 
-    cfg, module, data, measure = parts([], seed)
+    cfg, module, data, measure = parts([], seed, steps)
     policy, rewards, rollout = module.policy, instantiate(cfg.reward, _convert_="all"), cfg.rollout
     rows = [
         (text, {name: values[i] for name, values in batch.columns.items()})
@@ -133,7 +133,7 @@ def theirs(style: str, seed: int) -> Progress:
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts, "row": [json.dumps(row) for _, row in rows]}),
         callbacks=[Watch()],
-        max_steps=STEPS,
+        max_steps=steps,
         max_completion_length=rollout.max_new_tokens,
         max_grad_norm=cfg.module.max_grad_norm,
         seed=seed,
@@ -143,19 +143,18 @@ def theirs(style: str, seed: int) -> Progress:
     return progress
 
 
-def run(*, seeds: tuple[int, ...] = (0, 1, 2), styles: tuple[str, ...] = ("same", "best")) -> dict:
+def run(*, seeds: Sequence[int] = (0, 1, 2), styles: Sequence[str] = ("same", "best"), steps: int = STEPS) -> dict:
     found: dict = {}
     for style in styles:
         found[style] = {"settings": STYLES[style], "ours": {}, "theirs": {}}
         for seed in seeds:
             for system in ("ours", "theirs"):
-                command = [sys.executable, "-m", "benchmarks.learning", system, style, str(seed)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-                curve = found[style][system][str(seed)] = json.loads(done.stdout.splitlines()[-1])
-                steps, seconds, passed = curve[-1]
+                curve = result("benchmarks.learning", system, style, str(seed), str(steps))
+                found[style][system][str(seed)] = curve
+                taken, seconds, passed = curve[-1]
                 name = "ours" if system == "ours" else "TRL"
                 print(
-                    f"learning {style} {name:5} seed {seed}: {passed:.3f} after {steps} steps, {seconds:.0f} s",
+                    f"learning {style} {name:5} seed {seed}: {passed:.3f} after {taken} steps, {seconds:.0f} s",
                     flush=True,
                 )
         times = {name: [curve[-1][1] for curve in found[style][name].values()] for name in ("ours", "theirs")}
@@ -165,4 +164,5 @@ def run(*, seeds: tuple[int, ...] = (0, 1, 2), styles: tuple[str, ...] = ("same"
 
 
 if __name__ == "__main__":
-    print(json.dumps({"ours": ours, "theirs": theirs}[sys.argv[1]](sys.argv[2], int(sys.argv[3])).curve))
+    system = {"ours": ours, "theirs": theirs}[sys.argv[1]]
+    print(json.dumps(system(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])).curve))

@@ -2,13 +2,15 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
 from benchmarks import ours
 from benchmarks.setting import Setting
+from benchmarks.timing import quartiles
 from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.policy.work import gemm_peak
 
@@ -55,7 +57,7 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
         fractions.append(work / (seconds[-1] * peaks[-1]))
-    low, middle, high = quantiles(fractions[warmup:], n=4)
+    low, middle, high = quartiles(fractions[warmup:])
     return {
         "fraction": middle,
         "quartiles": [low, high],
@@ -65,10 +67,10 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     }
 
 
-def run(*, warmup: int = 2, steps: int = 12) -> dict:
+def run(*, cases: Sequence[Setting] = CASES, warmup: int = 2, steps: int = 12) -> dict:
     found = {}
     print(f"{'training phase':18} {'seconds':>8} {'GFLOP/s':>8}  fraction of the limit", flush=True)
-    for case in CASES:
+    for case in cases:
         row = found[case.name] = measured(case, warmup=warmup, steps=steps)
         low, high = row["quartiles"]
         shown = f"{row['fraction']:.2f} ({low:.2f} - {high:.2f})"

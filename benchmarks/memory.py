@@ -5,8 +5,6 @@ python -m benchmarks.memory sizes prints the README's table of models and GPUs.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.head import status
 from benchmarks.ours import bare_trainer
+from benchmarks.process import result
 from benchmarks.setting import Setting
 from grpo_lightning import memory
 from grpo_lightning.policy.work import shape_of
@@ -31,6 +30,7 @@ from grpo_lightning.policy.work import shape_of
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
 MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)
 SMALL = replace(MODEL, hidden=64, layers=1, vocabulary=512)
+SETTINGS = {"run": MODEL, "medium": MEDIUM, "small": SMALL}
 NO_REFERENCE = ["loss.kl_coef=0"]
 LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
 CASES = {
@@ -107,12 +107,12 @@ def _peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else status("VmHWM")
 
 
-def states(system: str) -> float:
+def states(system: str, setting: Setting = MODEL) -> float:
     """Bytes of all weights, gradients and optimizer states: GRPO's policy and reference, or PPO's four models."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     with tempfile.TemporaryDirectory() as directory:
-        MODEL.write(Path(directory))
+        setting.write(Path(directory))
         before = _start()
         trained = [AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)]
         frozen = [AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)]
@@ -185,18 +185,19 @@ def sizes() -> str:
     return "\n".join([head, "|---|" + "---|" * 8, *rows])
 
 
-def run(names: Sequence[str] = (*CASES, "states")) -> dict:
+def run(names: Sequence[str] = (*CASES, "states"), *, setting: str = "run", times: int = 3) -> dict:
+    """The cases named, and the states of GRPO and PPO as the median of some times."""
     found: dict = {}
     print(f"{'memory':26} {'predicted GiB':>13} {'measured':>9}  measured / predicted", flush=True)
     for name in names:
         if name not in CASES:
             continue
-        row = found[name] = apart("run", *CASES[name])
+        row = found[name] = apart(setting, *CASES[name])
         ratio = row["measured"] / row["peak"]
         print(f"{name:26} {row['peak'] / 2**30:13.2f} {row['measured'] / 2**30:9.2f}  {ratio:.2f}", flush=True)
     if "states" not in names:
         return found
-    several = {system: [apart("states", system) for _ in range(3)] for system in ("grpo", "ppo")}
+    several = {system: [apart("states", system, setting) for _ in range(times)] for system in ("grpo", "ppo")}
     found["states"] = {system: median(values) for system, values in several.items()}
     print(f"states of GRPO / PPO with a critic: {found['states']['grpo'] / found['states']['ppo']:.2f}", flush=True)
     return found
@@ -207,17 +208,13 @@ RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "
 
 
 def apart(*arguments: str):
-    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURNS_MEMORY)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    return result("benchmarks.memory", *arguments, **RETURNS_MEMORY)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "sizes":
         print(sizes())
     elif sys.argv[1] == "states":
-        print(json.dumps(states(sys.argv[2])))
+        print(json.dumps(states(sys.argv[2], SETTINGS[sys.argv[3]])))
     else:
-        print(json.dumps(measured(sys.argv[2:], {"run": MODEL, "medium": MEDIUM}[sys.argv[1]])))
+        print(json.dumps(measured(sys.argv[2:], SETTINGS[sys.argv[1]])))

@@ -56,10 +56,11 @@ def head(found: dict[str, Any]) -> str:
     forms = {"naive": "all logits at once", "recomputed": "chunks, recomputed", "one pass": "chunks, one pass"}
     rows = []
     for form, name in forms.items():
-        memory = [found["memory"][n].get(form) for n in ("512", "2048", "8192")]
+        memory = [row.get(form) for row in found["memory"].values()]
         time = found.get(form)
         rows.append([name, *("-" if m is None else f"{m:.0f}" for m in memory), spread(time) if time else "-"])
-    return table("form | N 512, MiB | N 2048, MiB | N 8192, MiB | time / three products, N 2048 (quartiles)", rows)
+    columns = " | ".join(f"N {tokens}, MiB" for tokens in found["memory"])
+    return table(f"form | {columns} | time / three products, N 2048 (quartiles)", rows)
 
 
 def memory(found: dict[str, Any]) -> str:
@@ -111,8 +112,8 @@ def growth_picture(found: dict[str, Any], path: Path) -> None:
         "R": "completion tokens, R",
         "V": "vocabulary, V",
     }
-    figure, axes = plt.subplots(1, len(found), figsize=(12, 3))
-    for axis, (name, rows) in zip(axes, found.items(), strict=True):
+    figure, axes = plt.subplots(1, len(found), figsize=(12, 3), squeeze=False)
+    for axis, (name, rows) in zip(axes[0], found.items(), strict=True):
         for system in ("theirs", "ours"):
             axis.loglog(rows[system]["values"], rows[system]["seconds"], "o-", label=NAMES[system])
         axis.set_xlabel(labels[name])
@@ -121,8 +122,8 @@ def growth_picture(found: dict[str, Any], path: Path) -> None:
         axis.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
         times = rows["ours"]["seconds"] + rows["theirs"]["seconds"]
         axis.set_ylim(min(times) / 1.3, max(times) * 1.3)
-    axes[0].set_ylabel("seconds per step")
-    axes[0].legend(frameon=False)
+    axes[0, 0].set_ylabel("seconds per step")
+    axes[0, 0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -139,8 +140,8 @@ def learning(found: dict[str, Any]) -> str:
 
 
 def learning_picture(found: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(found), figsize=(9, 3), sharey=True)
-    for axis, (style, row) in zip(axes, found.items(), strict=True):
+    figure, axes = plt.subplots(1, len(found), figsize=(9, 3), sharey=True, squeeze=False)
+    for axis, (style, row) in zip(axes[0], found.items(), strict=True):
         for name, color in (("theirs", "C0"), ("ours", "C1")):
             for seed, curve in row[name].items():
                 _, seconds, passed = zip(*curve, strict=True)
@@ -148,8 +149,8 @@ def learning_picture(found: dict[str, Any], path: Path) -> None:
         axis.axhline(0.9, color="gray", linewidth=0.5)
         axis.set_title(f"{style} settings")
         axis.set_xlabel("seconds of training")
-    axes[0].set_ylabel("sampled pass@1, held out")
-    axes[0].legend(frameon=False)
+    axes[0, 0].set_ylabel("sampled pass@1, held out")
+    axes[0, 0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -166,11 +167,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 PICTURES = {"growth": growth_picture, "learning": learning_picture}
 
 
-def write() -> None:
-    """Put the tables between their markers in README.md, and the pictures beside the figures."""
-    readme = HERE / "README.md"
+def run(directory: Path = HERE) -> None:
+    """Put the tables of ``results`` between their markers in README.md, and the pictures beside the figures."""
+    readme = directory / "README.md"
     text = readme.read_text(encoding="utf-8")
-    for path in sorted(HERE.glob("results/*/*.json")):
+    for path in sorted(directory.glob("results/*/*.json")):
         kind, part = path.parent.name, path.stem
         if part not in TABLES:
             continue

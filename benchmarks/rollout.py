@@ -1,6 +1,7 @@
 """Sampling by this project beside transformers' ``generate``: same model, prompts, temperature and lengths."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -62,10 +63,10 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     }
 
 
-def run(*, warmup: int = 3, steps: int = 12) -> dict:
+def run(*, cases: Sequence[Setting] = CASES, warmup: int = 3, steps: int = 12) -> dict:
     found = {}
     print(f"{'rollout':18} {'generate s':>10} {'ours s':>7}  ratio", flush=True)
-    for case in CASES:
+    for case in cases:
         row = found[case.name] = measured(case, warmup=warmup, steps=steps)
         print(f"{case.name:18} {row['generate']:10.2f} {row['ours']:7.2f}  {told(row)}", flush=True)
     return found

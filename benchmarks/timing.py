@@ -24,10 +24,18 @@ def in_turns(actions: Mapping[str, Callable[[], Any]], *, warmup: int, steps: in
     return {name: values[warmup:] for name, values in seconds.items()}
 
 
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """The lower one, the median and the upper one; a single value is all three."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = quantiles(values, n=4)
+    return low, middle, high
+
+
 def ratio(slow: list[float], fast: list[float]) -> dict[str, Any]:
     """Median and quartiles of the ratios of neighbours."""
     ratios = [one / other for one, other in zip(slow, fast, strict=True)]
-    low, _, high = quantiles(ratios, n=4)
+    low, _, high = quartiles(ratios)
     return {"ratio": median(ratios), "quartiles": [low, high], "steps": len(ratios)}
 
 

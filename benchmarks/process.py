@@ -1,0 +1,78 @@
+"""Parts of a benchmark in processes of their own. One that ends before its time says why."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import threads
+
+ROOT = Path(__file__).parents[1]
+
+
+class Worker:
+    """A module in a process of its own: one step at a time, or to its end."""
+
+    def __init__(self, module: str, *arguments: str, **environment: str) -> None:
+        self._module = module
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would fill and stop the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"} | os.environ | environment,
+        )
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Wait for the end that an empty line asks for, or bring it about."""
+        try:
+            if kind is None and self._process.poll() is None:
+                self._process.communicate("\n", timeout=60)
+        finally:
+            self._process.kill()  # does nothing to a process that has ended
+            self._process.wait()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+            self._errors.close()
+
+    def step(self) -> dict[str, float]:
+        """What the next step took."""
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return json.loads(line)
+        raise self._ended()
+
+    def output(self) -> str:
+        """What the process prints until it ends by itself."""
+        text, _ = self._process.communicate()
+        if self._process.returncode or not text.strip():
+            raise self._ended()
+        return text
+
+    def _ended(self) -> RuntimeError:
+        code = self._process.wait()
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 4000))
+        said = self._errors.read().decode(errors="replace").strip()[-2000:]
+        return RuntimeError(f"{self._module} ended with {code}: {said or 'nothing on standard error'}")
+
+
+def result(module: str, *arguments: str, **environment: str) -> Any:
+    """The JSON in the last line that a module prints in a process of its own."""
+    with Worker(module, *arguments, **environment) as worker:
+        return json.loads(worker.output().splitlines()[-1])
