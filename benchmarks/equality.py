@@ -23,12 +23,12 @@ def run() -> dict[str, float]:
             step = 0.02 * torch.randn_like(p)
             p.add_(step)
             q.add_(step)
-    sampling = Sampling(1.0, 1.0, 0, 0.0, SETTING.cap)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=SETTING.cap)
     texts = [text for text, _ in SETTING.texts(SETTING.prompts)]
     sampled = policy.sample(texts, group_size=SETTING.group, sampling=sampling, seed=0)
     length = sampled.mask.shape[1]
     scores = torch.rand(SETTING.prompts, SETTING.group, generator=torch.Generator().manual_seed(0))
-    advantages = module.collect.advantage(scores).flatten()
+    advantages = module.rollout.advantage(scores).flatten()
     reference = module.reference.logprobs(sampled, temperature=1.0)
     rows = Rollout(
         sampled.ids,
@@ -38,8 +38,10 @@ def run() -> dict[str, float]:
         reference,
         advantages[:, None] * sampled.mask,
     )
-    weights = module.loss.weights(rows.mask, rows.mask.sum().float())
-    logprobs, _ = policy.score(rows, temperature=1.0, slope=module.loss.slope(rows, weights, on_policy=False))
+    weights = module.loss.weights(rows.mask)
+    logprobs, _ = policy.logprobs_and_entropy(
+        rows, temperature=1.0, loss_gradient=module.loss.gradient(rows, weights, on_policy=False)
+    )
     value, _ = module.loss(logprobs, None, rows, weights)
     value.backward()
 

@@ -22,8 +22,9 @@ from transformers import TrainerCallback
 
 from benchmarks.process import result
 from benchmarks.setting import Setting
-from grpo_lightning.reward.scoring import Scoring
-from grpo_lightning.reward.total import shaped, total
+from grpo_lightning.reward.engine.scoring import Scoring
+from grpo_lightning.reward.engine.total import shaped, total
+from grpo_lightning.rollout.step_context import StepContext
 
 GOAL, EVERY, STEPS = 0.9, 1, 120
 STYLES: dict[str, dict[str, Any]] = {
@@ -68,9 +69,8 @@ def parts(overrides: list[str], seed: int, steps: int) -> tuple[Any, Any, Any, C
 
     def measure(step: int) -> float:
         for number, prompts in enumerate(data.val_dataloader()):
-            module.validation.step(
-                module.policy, prompts, completed_steps=step, seed=module.seed_of(step, number), clock=module.clock
-            )
+            context = StepContext(seed=module.seed_of(step, number), clock=module.clock)
+            module.validation.step(module.policy, prompts, completed_steps=step, context=context)
         return float(module.validation.compute()["val/pass@1"])
 
     return cfg, module, data, measure

@@ -12,7 +12,7 @@ from benchmarks import ours
 from benchmarks.setting import Setting
 from benchmarks.timing import quartiles
 from grpo_lightning.batch import Rollout, Sampling
-from grpo_lightning.policy.work import gemm_peak
+from grpo_lightning.transformer.size import matmul_rate
 
 CASES = [
     Setting("6 M"),
@@ -30,39 +30,39 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     policy = module.policy.to("cuda" if torch.cuda.is_available() else "cpu")
     device = policy.model.device
     texts = [text for text, _ in setting.texts(setting.prompts)]
-    sampling = Sampling(1.0, 1.0, 0, 0.0, setting.cap)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap)
     sampled = policy.sample(texts, group_size=setting.group, sampling=sampling, seed=0)
     advantages = torch.randn(len(sampled.ids), 1, device=device) * sampled.mask
     rows = Rollout(sampled.ids, sampled.attention_mask, sampled.mask, sampled.logprobs, sampled.logprobs, advantages)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    work = 3 * policy.work(rows)
+    flops = 3 * policy.flops(rows)
 
     def update() -> None:
-        weights = module.loss.weights(rows.mask, rows.mask.sum().float())
-        for index in policy.split(rows, module.microbatch_tokens):
+        weights = module.loss.weights(rows.mask)
+        for index in policy.microbatches(rows, module.microbatch_tokens):
             part, share = rows[index], weights[index]
-            slope = module.loss.slope(part, share, on_policy=False)
-            logprobs, _ = policy.score(part, temperature=1.0, slope=slope)
+            known = module.loss.gradient(part, share, on_policy=False)
+            logprobs, _ = policy.logprobs_and_entropy(part, temperature=1.0, loss_gradient=known)
             module.loss(logprobs, None, part, share)[0].backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    fractions, seconds, peaks = [], [], []
+    fractions, seconds, rates = [], [], []
     for _ in range(warmup + steps):
-        peaks.append(gemm_peak(setting.hidden, device=device, dtype=torch.float32))
+        rates.append(matmul_rate(setting.hidden, device=device, dtype=torch.float32))
         started = time.perf_counter()
         update()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-        fractions.append(work / (seconds[-1] * peaks[-1]))
+        fractions.append(flops / (seconds[-1] * rates[-1]))
     low, middle, high = quartiles(fractions[warmup:])
     return {
         "fraction": middle,
         "quartiles": [low, high],
         "seconds": median(seconds[warmup:]),
-        "gflops": median(peaks[warmup:]) / 1e9,
+        "gflops": median(rates[warmup:]) / 1e9,
         "parameters": sum(p.numel() for p in policy.parameters()),
     }
 

@@ -25,7 +25,7 @@ from benchmarks.ours import bare_trainer
 from benchmarks.process import result
 from benchmarks.setting import Setting
 from grpo_lightning import memory
-from grpo_lightning.policy.work import shape_of
+from grpo_lightning.transformer.size import shape_of
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
 MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)
@@ -156,7 +156,15 @@ def sizes() -> str:
         with torch.device("meta"):
             full = shape_of(Qwen2ForCausalLM(config))
             lora = shape_of(get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, target_modules="all-linear")))
-        common = memory.Use(8, 8, 512, 512, 16_384, is_half=True, checkpointing=True)
+        common = memory.Use(
+            prompts=8,
+            group_size=8,
+            prompt_tokens=512,
+            completion_tokens=512,
+            microbatch_tokens=16_384,
+            is_half=True,
+            checkpointing=True,
+        )
         settings = [
             (full, {}),
             (full, {"reference_bytes": 2.0}),

@@ -17,7 +17,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import frozen_copy, none
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout import collector
+from grpo_lightning.rollout import Collector
 from grpo_lightning.validation import Validation
 
 
@@ -33,18 +33,12 @@ def built(setting: Setting, directory: str, *, share_prompts: bool = True, micro
     return GRPOLightningModule(
         policy(directory, share_prompts=share_prompts),
         frozen_copy if setting.kl else none,
-        collector(
+        Collector(
             reward=rewards,
             advantage=partial(advantage.standardized, eps=1e-4, correction=1),
             outcome=None,
             threshold=1.0,
             group_size=setting.group,
-            kl_penalty=0.0,
-            group_filter=None,
-            max_tries=1,
-            downsample=None,
-            mask_truncated=False,
-            top_entropy=1.0,
             **sampling,
         ),
         loss.PolicyLoss(

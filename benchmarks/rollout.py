@@ -41,13 +41,22 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
         setting.write(Path(directory))
         policy = ours.policy(directory).to("cuda" if torch.cuda.is_available() else "cpu")
     texts = [text for text, _ in setting.texts(setting.prompts)]
-    greedy = policy.sample(texts, group_size=setting.group, sampling=Sampling(0.0, 1.0, 0, 0.0, setting.cap), seed=0)
+    greedy = policy.sample(
+        texts,
+        group_size=setting.group,
+        sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap),
+        seed=0,
+    )
     expected = generate(policy, setting, texts, greedy=True)
     length = min(expected.shape[1], greedy.mask.shape[1])
     same = (greedy.ids[:, -greedy.mask.shape[1] :][:, :length] == expected[:, :length]) | ~greedy.mask[:, :length]
     if not same.all():
         raise SystemExit(f"{setting.name}: other greedy completions than generate")
-    sampling, seeds, lengths = Sampling(1.0, 1.0, 0, 0.0, setting.cap), iter(range(10**6)), []
+    sampling, seeds, lengths = (
+        Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap),
+        iter(range(10**6)),
+        [],
+    )
 
     def sample() -> None:
         sampled = policy.sample(texts, group_size=setting.group, sampling=sampling, seed=next(seeds))

@@ -15,21 +15,21 @@ from torch import Tensor
 
 
 def standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
-    """GRPO: (r - mean) / (std + eps) within the group.
+    """The advantage of GRPO: (r - mean) / (std + eps) within the group.
 
     arXiv:2402.03300, section 4.1.2. The paper leaves the divisor of the deviation open: ``correction=1`` is the sample
     deviation (G - 1), as in TRL and verl, ``correction=0`` the population one.
 
     Args:
         rewards: [P, G] with G >= 2; NaN where none applies.
-        eps: Added to the deviation, in units of reward.
-        correction: 0 or 1, subtracted from G in the divisor.
+        eps: What is added to the deviation, in units of reward.
+        correction: What is subtracted from G in the divisor, 0 or 1.
 
     Returns:
         [P, G] advantages; those of a group sum to zero.
 
     Raises:
-        ValueError: G < 2, or another ``correction``.
+        ValueError: G < 2, or ``correction`` is neither 0 nor 1.
     """
     distance = centered(rewards)
     deviation = _deviation(distance, ~rewards.isnan(), correction)
@@ -37,9 +37,9 @@ def standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> 
 
 
 def centered(rewards: Tensor) -> Tensor:
-    """Dr. GRPO: r - mean of the group, which does not favour prompts of low variance.
+    """The advantage of Dr. GRPO: r - mean of the group, which does not favour prompts of low variance.
 
-    arXiv:2503.20783. Args, returns and errors as in ``standardized``.
+    arXiv:2503.20783. Args, returns and errors are those of ``standardized``.
     """
     if rewards.dim() < 2 or rewards.shape[-1] < 2:
         raise ValueError(f"a group needs at least 2 completions, got rewards {tuple(rewards.shape)}")
@@ -53,19 +53,19 @@ def centered(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """RLOO: r - mean of the group's others = n / (n - 1) * centered, with n rewards that apply.
+    """The advantage of RLOO: r - mean of the group's others = n / (n - 1) * centered, with n rewards that apply.
 
-    arXiv:2402.14740. Args, returns and errors as in ``standardized``.
+    arXiv:2402.14740. Args, returns and errors are those of ``standardized``.
     """
     count = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * (count / (count - 1).clamp(min=1))
 
 
 def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
-    """(r - mean of the group) / (std of all P * G rewards + eps).
+    """The centered reward over the whole rollout's deviation: (r - mean of the group) / (std of all rewards + eps).
 
-    arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is the whole rollout, over all
-    processes. Args, returns and errors as in ``standardized``.
+    arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is all P * G rewards of the rollout,
+    over all processes. Args, returns and errors are those of ``standardized``.
     """
     applies = ~rewards.isnan()
     mean = rewards.nanmean()
@@ -76,11 +76,11 @@ def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 
 
 
 def batch_whitened(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
-    """REINFORCE++ with a baseline: (r - mean of the group) / (std of that over all P * G completions + eps).
+    """The advantage of REINFORCE++ with a baseline: d = r - mean of the group, divided by (std of all d + eps).
 
-    arXiv:2501.03262. The deviation leaves out how prompts differ from one another; each completion counts once in it,
-    where some systems count each of its tokens. The batch is the whole rollout, over all processes. Args, returns and
-    errors as in ``standardized``.
+    arXiv:2501.03262. The deviation leaves out how prompts differ from one another; each of the rollout's P * G
+    completions, over all processes, counts once in it, where some systems count each of its tokens. Args, returns and
+    errors are those of ``standardized``.
     """
     distance = centered(rewards)
     deviation = _deviation(distance.flatten(), ~rewards.isnan().flatten(), correction)
@@ -95,18 +95,25 @@ def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction
 
     Args:
         scores: [K, P, G] of each reward before its weight; NaN where it does not apply.
-        weights: [K]
-        eps: As in ``standardized``, like ``correction``, returns and errors.
-        correction: 0 or 1.
+        weights: [K] of each reward.
+        eps: What is added to the deviation, in units of the score.
+        correction: What is subtracted from G in the divisor of the deviation, 0 or 1.
+
+    Returns:
+        [P, G] advantages; those of a group sum to zero.
+
+    Raises:
+        ValueError: G < 2, or ``correction`` is neither 0 nor 1.
     """
+    # [K] -> [K, 1, 1], times [K, P, G]
     return (weights.view(-1, 1, 1) * standardized(scores, eps=eps, correction=correction)).sum(0)
 
 
 def gdpo(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
-    """GDPO: ``per_reward``, then (a - mean) / (std + eps) over all P * G completions.
+    """The advantage of GDPO: that of ``per_reward``, then (a - mean) / (std + eps) over all P * G completions.
 
-    arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards. Args, returns and errors as
-    in ``per_reward``.
+    arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards. Args, returns and errors
+    are those of ``per_reward``.
     """
     summed = per_reward(scores, weights, eps=eps, correction=correction)  # whose mean is 0, as that of every group is
     applies = ~scores.isnan().all(0)
@@ -122,23 +129,27 @@ def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
 
     Args:
         steps: [P, G, T] score at the token where a step ends, NaN elsewhere.
-        eps: As in ``standardized``, like ``correction`` and errors.
-        correction: 0 or 1.
+        eps: What is added to the deviation, in units of the score.
+        correction: What is subtracted in the divisor of the deviation from the number of scores, 0 or 1.
 
     Returns:
-        [P, G, T]; a group whose scores are all equal has 0.
+        [P, G, T] advantages; a group whose scores are all equal has 0.
+
+    Raises:
+        ValueError: G < 2, or ``correction`` is neither 0 nor 1.
     """
     if steps.dim() != 3 or steps.shape[1] < 2:
         raise ValueError(f"a group needs at least 2 completions, got steps {tuple(steps.shape)}")
     if steps.shape[-1] == 0:
         return torch.zeros_like(steps)
-    flat = torch.nn.functional.pad(steps.flatten(1), (0, 1), value=torch.nan)  # a group of one token has two entries
+    # [P, G, T] -> [P, G * T] -> [P, G * T + 1]
+    flat = torch.nn.functional.pad(steps.flatten(1), (0, 1), value=torch.nan)
     normalized = standardized(flat, eps=eps, correction=correction)[:, :-1].view_as(steps)
-    return normalized.flip(-1).cumsum(-1).flip(-1)
+    return normalized.flip(-1).cumsum(-1).flip(-1)  # the sum from each token to the last
 
 
 def _deviation(distance: Tensor, applies: Tensor, correction: int) -> Tensor:
-    """[..., 1] root of the mean square of ``distance`` where it applies, with n - ``correction`` as the divisor."""
+    """The root [..., 1] of the mean square of ``distance`` where it applies, with n - ``correction`` as the divisor."""
     if correction not in (0, 1):
         raise ValueError(f"advantage.correction={correction}: allowed are 0 (population) and 1 (sample)")
     freedom = (applies.sum(-1, keepdim=True) - correction).clamp(min=1)

@@ -6,21 +6,27 @@ the left, T completion tokens padded on the right. Log-probabilities are in nats
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-Prompt = str | list[dict[str, str]]
-"""Plain text, or chat messages: dicts with the keys "role" and "content"."""
+Message = dict[str, str]
+"""A chat message: a dict with the keys "role" and "content"."""
+Prompt = str | list[Message] | list[int]
+"""Plain text, chat messages, or token ids as the model reads them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How completions are drawn.
 
     Log-probabilities are always those of logits / temperature: with ``top_p``, ``top_k`` or ``min_p`` switched on,
-    another distribution is sampled than the one that is scored and trained.
+    another distribution is sampled than the one that is trained.
+
+    Example:
+        ``Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=512)`` draws from the policy itself.
     """
 
     temperature: float
@@ -45,6 +51,9 @@ class Sampling:
 @dataclass(frozen=True)
 class Prompts:
     """A batch as the dataloader yields it: text only, so its workers need no tokenizer.
+
+    Example:
+        ``Prompts(("2 + 3 =", "7 - 4 ="), {"answer": ("5", "3")})``
 
     Raises:
         ValueError: On construction, if a column has another length than ``texts``.
@@ -122,7 +131,13 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Sampled(_Rows):
-    """Completions of some prompts, as token ids and as text."""
+    """Completions of some prompts, as token ids and as text.
+
+    Example:
+        One prompt of the ids 5 6, two completions 7 2 and 8 9 2 with 2 the end of sequence and 0 the padding: ``ids``
+        is [[5, 6, 7, 2, 0], [5, 6, 8, 9, 2]], ``mask`` [[1, 1, 0], [1, 1, 1]], ``attention_mask`` its like with two
+        ones before it, and ``finished`` (True, True).
+    """
 
     logprobs: Tensor
     """[B, T] log-probability of each token when it was drawn, under logits / temperature; 0 where masked."""
@@ -159,8 +174,94 @@ class Sampled(_Rows):
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Samples and what the rewards say of them. B = P * G rows, a prompt's rows adjacent; K rewards.
+
+    Example:
+        The two completions of the example in `Sampled` under the rewards right (weight 1) and short (weight 0.5):
+        ``rewards`` is {"right": [1, 0], "short": [1, 0], "total": [1.5, 0]}, ``right`` [True, False].
+    """
+
+    prompts: Prompts
+    sampled: Sampled
+    rewards: Mapping[str, Tensor]
+    """Name -> [B] score as the function gave it, NaN where it does not apply; "total" is the weighted sum."""
+    right: Tensor
+    """[B] (bool) whether the outcome reward reaches its threshold."""
+    scores: Tensor
+    """[B, K] as they enter the total: clipped and gated, before their weights."""
+    steps: Tensor
+    """[B, T] weighted scores at the token where each step ends, NaN elsewhere; a whole completion is one step."""
+
+    @property
+    def group_size(self) -> int:
+        """Completions per prompt, G."""
+        return len(self.right) // len(self.prompts)
+
+    def rows(self, chosen: Tensor) -> "Scored":
+        """Some rows [B'], as many of every prompt."""
+        return replace(
+            self,
+            sampled=self.sampled[chosen.to(self.sampled.mask.device)],
+            rewards={name: values[chosen] for name, values in self.rewards.items()},
+            right=self.right[chosen],
+            scores=self.scores[chosen],
+            steps=self.steps[chosen],
+        )
+
+    def groups(self, chosen: Sequence[int]) -> "Scored":
+        """Some prompts with all their rows."""
+        size = self.group_size
+        rows = torch.tensor([group * size + member for group in chosen for member in range(size)], dtype=torch.long)
+        return replace(self.rows(rows), prompts=self.prompts[chosen])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Scored"]) -> "Scored":
+        """All groups of all parts. Columns stay behind unless all parts come from the same data."""
+        if len(parts) == 1:
+            return parts[0]
+        names = set.intersection(*(set(part.prompts.columns) for part in parts))
+        length = max(part.steps.shape[1] for part in parts)
+        pad = torch.nn.functional.pad
+        return cls(
+            prompts=Prompts(
+                tuple(text for part in parts for text in part.prompts.texts),
+                {name: tuple(chain.from_iterable(part.prompts.columns[name] for part in parts)) for name in names},
+            ),
+            sampled=Sampled.concatenate([part.sampled for part in parts]),
+            rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},
+            right=torch.cat([part.right for part in parts]),
+            scores=torch.cat([part.scores for part in parts]),
+            steps=torch.cat([pad(p.steps, (0, length - p.steps.shape[1]), value=torch.nan) for p in parts]),
+        )
+
+    def to(self, device: torch.device) -> "Scored":
+        """The same with the samples on ``device``; rewards stay on the CPU."""
+        moved: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self.sampled).items()
+        }
+        return replace(self, sampled=Sampled(**moved))
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the columns, as tensors and plain values, for a checkpoint."""
+        own = {name: getattr(self, name) for name in ("rewards", "right", "scores", "steps")}
+        return {**own, "prompts": list(self.prompts.texts), "sampled": dict(vars(self.sampled))}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Scored":
+        """What `state` described."""
+        sampled = Sampled(**state["sampled"])
+        return cls(**{**state, "prompts": Prompts(tuple(state["prompts"]), {}), "sampled": sampled})
+
+
+@dataclass(frozen=True)
 class Rollout(_Rows):
-    """Everything an update reads and nothing else."""
+    """Everything an update reads and nothing else.
+
+    Example:
+        The two completions of the example in `Sampled`, of which the first was right: ``advantages`` is
+        [[0.7, 0.7, 0], [-0.7, -0.7, -0.7]], ``old_logprobs`` the sampler's ``logprobs``.
+    """
 
     old_logprobs: Tensor
     """[B, T] under the policy that sampled."""
@@ -181,62 +282,3 @@ class Rollout(_Rows):
             order = torch.randperm(len(self), generator=generator).to(self.mask.device)
             for rows in order.split(size):
                 yield self[rows]
-
-
-def same_prompts(rows: _Rows) -> list[list[int]]:
-    """Numbers of the rows that have the same prompt, in order of their first appearance."""
-    start = rows.ids.shape[1] - rows.mask.shape[1]
-    real = rows.attention_mask[:, :start]
-    ids = rows.ids[:, :start].masked_fill(~real, -1).cpu().numpy()
-    found: dict[bytes, list[int]] = {}
-    for row, prompt in enumerate(ids):
-        found.setdefault(prompt.tobytes(), []).append(row)
-    return list(found.values())
-
-
-def microbatches(rows: _Rows, tokens: int, *, shared: bool) -> list[Tensor]:
-    """Rows that go through the model together: as many as fit a budget of tokens.
-
-    Without sharing rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the
-    largest one comes first; with it groups are, and a group stays together unless it is larger than the budget. A row
-    longer than the budget goes alone.
-
-    Args:
-        rows: B prompts and completions.
-        tokens: Most positions in one forward pass.
-        shared: Whether rows with the same prompt share its tokens and nothing is padded.
-
-    Returns:
-        Disjoint index tensors that together cover all B rows.
-    """
-    completion = rows.mask.sum(-1).tolist()
-    prompt = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
-    batches: list[list[int]] = []
-    if shared:
-        used = 0
-        groups = sorted(same_prompts(rows), key=lambda group: -prompt[group[0]] - sum(completion[row] for row in group))
-        for group in groups:
-            own = prompt[group[0]]
-            whole = own + sum(completion[row] for row in group)
-            if not batches or used + whole > tokens:
-                batches.append([])
-                used = 0
-            used += own
-            for row in group:
-                if batches[-1] and used + completion[row] > tokens:
-                    batches.append([])
-                    used = own
-                batches[-1].append(row)
-                used += completion[row]
-        return [torch.tensor(batch, device=rows.mask.device) for batch in batches]
-    order = sorted(range(len(rows)), key=lambda row: (prompt[row] + completion[row], row), reverse=True)
-    widest_prompt = widest_completion = 0
-    for row in order:
-        longest = max(widest_prompt, prompt[row]), max(widest_completion, completion[row])
-        if batches and (len(batches[-1]) + 1) * sum(longest) <= tokens:
-            batches[-1].append(row)
-            widest_prompt, widest_completion = longest
-        else:
-            batches.append([row])
-            widest_prompt, widest_completion = prompt[row], completion[row]
-    return [torch.tensor(batch, device=rows.mask.device) for batch in batches]

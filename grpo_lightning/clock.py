@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go."""
+"""How long the phases of a step take, and how much memory the process has used."""
 
 import sys
 import time
@@ -24,16 +24,16 @@ class Clock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def restart(self) -> None:
-        """Forget all phases; the total counts from now."""
+        """Forget all phases, and measure the whole step from now on."""
         self._seconds, self._started = {}, time.perf_counter()
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since ``restart``, and "step", all of them together with what lies between."""
+        """The seconds of every phase since ``restart``, and as "step" all the time since then."""
         return self._seconds | {"step": time.perf_counter() - self._started}
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes; 0 where the system does not tell (Windows)."""
+    """The largest resident memory of this process so far, in bytes; 0 where the system does not say (Windows)."""
     if sys.platform == "win32":
         return 0
     import resource

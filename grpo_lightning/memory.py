@@ -1,6 +1,6 @@
-"""What a run will need of memory, predicted from its settings and the shape of its model.
+"""How much memory a run will need, predicted from its settings and the sizes of its model.
 
-Bytes by part, of one process: what is allocated, beside Python, the libraries and what an allocator keeps for later.
+Figures are bytes that one process allocates. Python, the libraries and what an allocator keeps for later come on top.
 """
 
 from collections.abc import Mapping
@@ -9,62 +9,73 @@ from typing import Any
 
 GiB = float(2**30)
 CHUNK_BYTES = 64 * 2**20
-"""Of the logits that exist at a time, see `policy.head`."""
+"""Bytes of the logits that exist at a time, see `transformer.head`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a policy's model, with its adapter."""
+    """The sizes of a policy's model, with its adapter."""
 
     trained: int
-    """Parameters that are trained."""
+    """How many parameters are trained."""
     frozen: int
-    """Parameters that are not."""
+    """How many parameters are not."""
     body: int
-    """Parameters in the matrices of the decoder layers, without an adapter."""
+    """How many parameters the matrices of the decoder layers have, without an adapter."""
     hidden: int
+    """The size of a hidden state."""
     layers: int
+    """The number of decoder layers."""
     intermediate: int
+    """The width of the feed-forward layers."""
     vocabulary: int
+    """The number of tokens in the vocabulary."""
     keys: int
-    """Width of the keys of a layer: key heads times their size."""
+    """The width of the keys of a layer: key heads times their size."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Use:
-    """What is done with it."""
+    """What a run does with its model."""
 
     prompts: int
-    """In one process."""
+    """Prompts of a rollout that fall to one process."""
     group_size: int
+    """Completions per prompt."""
     prompt_tokens: int
+    """The length of every prompt."""
     completion_tokens: int
+    """The length of every completion."""
     microbatch_tokens: int
+    """The most tokens in one forward pass of an update."""
     is_half: bool = False
-    """bf16-mixed."""
+    """Whether the precision is bf16-mixed."""
     state_bytes: float = 8.0
-    """Of the optimizer, for one trained parameter: 8 for AdamW, about 2 with 8-bit states."""
+    """The optimizer's bytes for one trained parameter: 8 for AdamW, about 2 with 8-bit states."""
     frozen_bytes: float = 4.0
-    """Of a parameter that is not trained: 4, 2, about 1 (8bit) or 0.5 (4bit)."""
+    """The bytes of a parameter that is not trained: 4, 2, about 1 (8bit) or 0.5 (4bit)."""
     reference_bytes: float = 0.0
-    """Of a parameter of the reference; 0 without, or where it is the policy with its adapter switched off."""
+    """The bytes of a parameter of the reference; 0 without one, or where it is the policy with its adapter off."""
     shards: int = 1
-    """Processes that share the states."""
+    """Processes over which weights, gradients and optimizer are divided."""
     gathers: bool = True
     """Whether each of them holds all weights while it samples."""
     minibatches: int = 1
     """Optimizer steps in one pass over a rollout."""
     checkpointing: bool = False
+    """Whether the backward pass computes activations again instead of keeping them."""
     shares_prompts: bool = True
+    """Whether a prompt is computed and kept once for its whole group."""
     packs: bool = False
     """Whether the sampler makes a packed copy of the weights (float32 on a CPU, without adapter)."""
 
 
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
-    """Bytes by part; "sampling" and "update" are not needed at the same time, "peak" is the sum with the larger one.
+    """The bytes that a run needs, by part: "weights", "optimizer", "reference", "sampling", "update" and "peak".
 
-    Gradients and logits are float32 everywhere. Of sharded weights an update gathers two layers at a time, and what
-    lies outside of them.
+    "sampling" and "update" are not needed at the same time; "peak" is the sum with the larger of the two. Gradients and
+    logits are float32 everywhere. Of sharded weights an update gathers two layers at a time, and what lies outside of
+    the layers.
     """
     everything = shape.trained + shape.frozen
     states = {
@@ -105,7 +116,7 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
 
 
 def activations(shape: Shape, *, is_half: bool) -> float:
-    """Bytes that the backward pass of one Llama-type layer keeps of every token.
+    """The bytes that one Llama-type layer keeps of every token for its backward pass.
 
     Two norms keep their input and what they normalize, and the layers after them their input; attention its queries,
     keys, values and output; the feed-forward layer its two inputs, the activation and the product.
@@ -118,22 +129,48 @@ def activations(shape: Shape, *, is_half: bool) -> float:
 
 
 def table(parts: Mapping[str, float]) -> str:
-    """One line for people."""
+    """What `predicted` returns, as one line of text in GiB."""
     names = [name for name in parts if name != "peak"]
-    told = ", ".join(f"{name} {parts[name] / GiB:.2f}" for name in names)
-    return f"memory of a process, predicted: {parts['peak'] / GiB:.2f} GiB at most ({told})"
+    listed = ", ".join(f"{name} {parts[name] / GiB:.2f}" for name in names)
+    return f"memory of a process, predicted: {parts['peak'] / GiB:.2f} GiB at most ({listed})"
 
 
 def _largest(number: Any) -> int:
-    """Of the values of a number that may vary with the step."""
+    """The largest value of a number that may vary with the step."""
     if isinstance(number, Mapping):
         values = [_largest(number[name]) for name in ("start", "end") if name in number]
         return max(values + [_largest(value) for value in number.get("values", ())])
     return int(number)
 
 
+def is_predictable(config: Mapping[str, Any]) -> bool:
+    """Whether settings say what a prediction needs: they are for GRPO, and none of their parts is an object."""
+    needed = (
+        "policy.share_prompts",
+        "loss.kl_coef",
+        "rollout.group_size",
+        "data.prompts_per_step",
+        "trainer.precision",
+    )
+    for key in needed:
+        node: Any = config
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return False
+            node = node[part]
+    return "rollout" in config["module"] and "_target_" in config["optimizer"]
+
+
 def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cpu: bool, prompt_tokens: int) -> Use:
-    """What the settings of a GRPO run amount to."""
+    """What a run with these settings does with its model.
+
+    Args:
+        config: The settings of a GRPO run.
+        processes: How many processes the run has.
+        is_sharded: Whether weights are divided over them.
+        on_cpu: Whether it runs on a CPU.
+        prompt_tokens: The length of its prompts.
+    """
     policy, rollout = config["policy"], config["rollout"]
     needs_reference = bool(config["loss"]["kl_coef"] or rollout["kl_penalty"])
     reference = config["reference"]

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled
-from grpo_lightning.policy import Policy, Slope
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy import Policy
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.transformer.head import LossGradient
 
 
 def frozen_copy(policy: Policy, *, dtype: str | None = None, offload: bool = False) -> Policy:
@@ -25,7 +27,8 @@ def frozen_copy(policy: Policy, *, dtype: str | None = None, offload: bool = Fal
     copied = copy.deepcopy(policy).requires_grad_(False).eval()
     if dtype is not None:
         copied = copied.to(getattr(torch, dtype))
-    copied.home = torch.device("cpu") if offload else None
+    if offload:
+        copied.offload()
     return copied
 
 
@@ -48,21 +51,28 @@ def adapter_off(policy: Policy) -> Policy:
 
 
 class _AdapterOff(Policy):
-    """Shares the policy's weights without owning them; it only scores."""
+    """Uses the policy's weights without owning them; it only gives log-probabilities."""
 
     def __init__(self, policy: Policy, model: PeftModel) -> None:
         super().__init__()
-        self._shared = (policy, model)  # a tuple, so no submodules
+        self._of_policy = (policy, model)  # a tuple, so no submodules
 
-    def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+    def logprobs_and_entropy(
+        self,
+        rows: Sampled | Rollout,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        policy, model = self._shared
+        policy, model = self._of_policy
         with model.disable_adapter():
-            return policy.score(rows, temperature=temperature, entropy=entropy, slope=slope)
+            return policy.logprobs_and_entropy(
+                rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
+            )
 
-    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-        return self._shared[0].split(rows, tokens)
+    def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        return self._of_policy[0].microbatches(rows, tokens)
 
     def sample(self, *args: Any, **kwargs: Any) -> Sampled:
         raise NotImplementedError("a reference does not sample")
@@ -71,13 +81,32 @@ class _AdapterOff(Policy):
         raise NotImplementedError("a reference does not demonstrate")
 
     def token_at(self, ids: Sequence[int], end: int) -> int:
-        return self._shared[0].token_at(ids, end)
+        return self._of_policy[0].token_at(ids, end)
 
     def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
-        return self._shared[0].count_tokens(prompts)
+        return self._of_policy[0].count_tokens(prompts)
 
     def export(self, directory: Path, weights: Any = None) -> None:
         raise NotImplementedError("a reference is not exported")
+
+
+def of_model(policy: Policy, model: nn.Module) -> Policy:
+    """A model that a program has loaded itself, read through the policy's tokenizer and on the policy's path.
+
+    Args:
+        policy: An ``HFPolicy`` or a ``PlainPolicy``.
+        model: Of the same kind and with the same vocabulary; it is frozen.
+
+    Raises:
+        ValueError: The policy is of another kind.
+    """
+    if model is getattr(policy, "model", None):
+        raise ValueError(
+            "reference: the policy's own model, which trains; allowed is a copy of it: copy.deepcopy(model)"
+        )
+    if not isinstance(policy, HFPolicy | PlainPolicy):
+        raise ValueError(f"reference={type(model).__name__}: allowed with {type(policy).__name__} is a Policy")
+    return type(policy)(model, policy.tokenizer).requires_grad_(False).eval()
 
 
 def another_model(
@@ -109,7 +138,7 @@ def another_model(
         trust_remote_code=trust_remote_code,
         quantization=quantization,
     )
-    mine = getattr(policy, "tokenizer", None)
-    if mine is None or mine.get_vocab() != other.tokenizer.get_vocab():
+    own = getattr(policy, "tokenizer", None)
+    if own is None or own.get_vocab() != other.tokenizer.get_vocab():
         raise ValueError(f"reference.path={path!r}: its vocabulary differs from the policy's")
     return other.requires_grad_(False).eval()

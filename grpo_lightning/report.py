@@ -12,15 +12,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def find_runs(directory: Path) -> dict[Path, dict[str, Any]]:
-    """Run directory -> summary, of every run at or below ``directory``.
+    """The summary of every run at or below ``directory``, by the run's directory.
 
     Raises:
         ValueError: There is none.
     """
-    found = {path.parent: json.loads(path.read_text("utf-8")) for path in sorted(directory.rglob("summary.json"))}
-    if not found:
+    summaries = {path.parent: json.loads(path.read_text("utf-8")) for path in sorted(directory.rglob("summary.json"))}
+    if not summaries:
         raise ValueError(f"{directory}: no summary.json at or below it")
-    return found
+    return summaries
 
 
 def labels(runs: dict[Path, dict[str, Any]]) -> dict[Path, str]:
@@ -30,7 +30,7 @@ def labels(runs: dict[Path, dict[str, Any]]) -> dict[Path, str]:
 
 
 def curve(run: Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a scalar, in the order of the steps; empty where it was never written."""
+    """The (step, value) pairs of a scalar, in the order of the steps; empty where it was never written."""
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     if metric not in events.Tags()["scalars"]:
@@ -39,16 +39,16 @@ def curve(run: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def table(runs: dict[Path, dict[str, Any]], metrics: Sequence[str]) -> Table:
-    """One row per run: what tells it apart, its status, time, and each metric's first and last value."""
-    made = Table("run", "status", "steps", "seconds", *metrics)
+    """A table with a row for each run: its label, status, steps and time, and each metric's first and last value."""
+    rows = Table("run", "status", "steps", "seconds", *metrics)
     for path, label in labels(runs).items():
         run = runs[path]
         cells = []
         for metric in metrics:
             values = [value for _, value in curve(path, metric)]
             cells.append(f"{values[0]:.3f} → {values[-1]:.3f}" if values else "-")
-        made.add_row(label, run["status"], str(run["steps"]), f"{run['seconds']:.0f}", *cells)
-    return made
+        rows.add_row(label, run["status"], str(run["steps"]), f"{run['seconds']:.0f}", *cells)
+    return rows
 
 
 def plot(runs: dict[Path, dict[str, Any]], metric: str, file: Path) -> None:

@@ -12,7 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+Part = TypeVar("Part")
 
 
 class Varying(ABC):
@@ -29,7 +31,7 @@ class Varying(ABC):
 
 @dataclass(frozen=True)
 class Linear(Varying):
-    """From ``start`` to ``end`` in a straight line; whole numbers stay whole, rounded.
+    """A number that goes from ``start`` to ``end`` in a straight line; whole numbers stay whole, rounded.
 
     Raises:
         ValueError: On construction, if ``steps`` is less than 1.
@@ -38,9 +40,9 @@ class Linear(Varying):
     start: float
     end: float
     steps: int
-    """From the first step with another value than ``start`` would have to the first with ``end``."""
+    """Steps from the last one with the value ``start`` to the first one with ``end``."""
     begin: int = 0
-    """Steps that keep ``start`` before that."""
+    """Steps with the value ``start`` before it begins to change."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -52,14 +54,17 @@ class Linear(Varying):
     def _elapsed(self, step: int) -> float:
         return min(max(step - self.begin, 0) / self.steps, 1.0)
 
-    def _between(self, share: float) -> float:
-        value = self.start + (self.end - self.start) * share
+    def _between(self, fraction: float) -> float:
+        value = self.start + (self.end - self.start) * fraction
         return round(value) if isinstance(self.start, int) and isinstance(self.end, int) else value
 
 
 @dataclass(frozen=True)
 class Cosine(Linear):
-    """From ``start`` to ``end`` along half a cosine: slow, fast, slow. Arguments and errors as in ``Linear``."""
+    """A number that goes from ``start`` to ``end`` along half a cosine: slow, fast, slow.
+
+    Fields and errors are those of ``Linear``.
+    """
 
     def at(self, step: int) -> float:
         return self._between((1 - math.cos(math.pi * self._elapsed(step))) / 2)
@@ -67,7 +72,7 @@ class Cosine(Linear):
 
 @dataclass(frozen=True)
 class Piecewise(Varying):
-    """``values[i]`` from the step ``borders[i - 1]`` on; ``values[0]`` before all of them.
+    """A number that jumps: ``values[i]`` from the step ``borders[i - 1]`` on, ``values[0]`` before all of them.
 
     Raises:
         ValueError: On construction, if there is not one value more than borders or the borders do not increase.
@@ -98,12 +103,14 @@ class Adaptive(Varying):
 
     @abstractmethod
     def observe(self, measured: float) -> None:
-        """Move on, from what ``metric`` was in the step that just ended."""
+        """Set the value for the next step, by what ``metric`` was in the step that just ended."""
 
 
 @dataclass
 class Proportional(Adaptive):
-    """Grows while a metric is above its target:  value *= 1 + rate * clip(measured / target - 1, -0.2, 0.2).
+    """A number that grows while a metric is above its target and shrinks while it is below.
+
+    value *= 1 + rate * clip(measured / target - 1, -0.2, 0.2)
 
     The adaptive KL coefficient of arXiv:1909.08593, section 2.2, where ``rate`` is 0.1.
 
@@ -113,7 +120,7 @@ class Proportional(Adaptive):
 
     start: float
     metric: str
-    """Such as policy/kl_divergence."""
+    """The metric's name, such as policy/kl_divergence."""
     target: float
     rate: float
     value: float = field(init=False)
@@ -129,7 +136,7 @@ class Proportional(Adaptive):
 
 @dataclass
 class Stepwise(Adaptive):
-    """Grows by ``step`` while a metric is below its target, else shrinks by it, within [lowest, highest].
+    """A number that grows by ``step`` while a metric is below its target, else shrinks, within [lowest, highest].
 
     The adaptive entropy coefficient of Skywork-OR1, arXiv:2505.22312, section 3.2.5; there the bonus is also switched
     off while the entropy is above the target, as a coefficient does here that has shrunk to ``lowest``.
@@ -137,7 +144,7 @@ class Stepwise(Adaptive):
 
     start: float
     metric: str
-    """Such as policy/entropy."""
+    """The metric's name, such as policy/entropy."""
     target: float
     step: float
     lowest: float
@@ -152,36 +159,41 @@ class Stepwise(Adaptive):
         self.value = min(max(moved, self.lowest), self.highest)
 
 
-def at(part: Any, step: int) -> Any:
+def at(part: Part, step: int) -> Part:
     """``part`` with every varying number in it replaced by its value; ``part`` itself where there is none.
 
     Args:
         part: A dataclass, `functools.partial`, mapping or sequence, however nested.
         step: Steps completed before the one that the values are for.
     """
+    resolved: Part = _resolved(part, step)
+    return resolved
+
+
+def _resolved(part: Any, step: int) -> Any:
     if isinstance(part, Varying):
         return part.at(step)
     if isinstance(part, partial):
-        keywords = at(part.keywords, step)
+        keywords = _resolved(part.keywords, step)
         return part if keywords is part.keywords else partial(part.func, *part.args, **keywords)
     if isinstance(part, dict):
-        values = {key: at(value, step) for key, value in part.items()}
+        values = {key: _resolved(value, step) for key, value in part.items()}
         return part if all(values[key] is part[key] for key in part) else values
     if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
-        items = [at(value, step) for value in part]
+        items = [_resolved(value, step) for value in part]
         return part if all(new is old for new, old in zip(items, part, strict=True)) else type(part)(items)
     if is_dataclass(part) and not isinstance(part, type):
         changed = {
             name: new
             for name, value in ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
-            if (new := at(value, step)) is not value
+            if (new := _resolved(value, step)) is not value
         }
         return replace(part, **changed) if changed else part
     return part
 
 
 def values(part: Any, step: int) -> dict[str, float]:
-    """The value of every varying number in ``part`` by the dotted path to it; arguments as in `at`."""
+    """The value of every varying number in ``part``, by the dotted path to it; arguments are those of `at`."""
     return {path: number.at(step) for path, number in varying(part)}
 
 
@@ -193,12 +205,12 @@ def observe(part: Any, metrics: Mapping[str, float]) -> None:
 
 
 def state(part: Any) -> dict[str, float]:
-    """What the adaptive numbers in ``part`` have come to, for a checkpoint."""
+    """The present value of every adaptive number in ``part``, by the dotted path to it, for a checkpoint."""
     return {path: number.value for path, number in adaptive(part)}
 
 
 def restore(part: Any, values: Mapping[str, float]) -> None:
-    """Set the adaptive numbers in ``part`` to what `state` described."""
+    """Set the adaptive numbers in ``part`` to the values that `state` returned."""
     for path, number in adaptive(part):
         number.value = values.get(path, number.value)
 

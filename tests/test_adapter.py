@@ -7,10 +7,11 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import adapter_off
-from tests.checkpoints import write_checkpoint
-from tests.running import small_run
+from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
+from tests.support.running import small_run
 
 SETTINGS = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
 ADAPTER = "policy.adapter={r: 4, lora_alpha: 8, target_modules: all-linear}"
@@ -45,7 +46,7 @@ def test_the_reference_is_the_policy_without_its_adapter_and_costs_nothing(base,
     assert trained
     assert all("lora_" in name for name in trained)
     plain = load(base, **SETTINGS)
-    rows = module.policy.sample(["abc", "a longer one"], group_size=2, sampling=module.collect.sampling, seed=1)
+    rows = module.policy.sample(["abc", "a longer one"], group_size=2, sampling=module.rollout.sampling, seed=1)
     expected = plain.logprobs(rows, temperature=1.0)
     assert_close(module.reference.logprobs(rows, temperature=1.0), expected, rtol=0, atol=1e-5)
     assert (module.policy.logprobs(rows, temperature=1.0) - expected).abs().max() > 1e-3
@@ -120,3 +121,22 @@ def test_an_adapter_trains_above_quantized_weights(base, tmp_path, quantization)
     frozen = [name for name in before if "lora_" not in name]
     assert any(before[name].dtype in (torch.uint8, torch.int8) for name in frozen)
     assert all(torch.equal(before[name], after[name]) for name in frozen)
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path, quantization):
+    base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
+    adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    policy = load(str(base), **SETTINGS, adapter=adapter, quantization=quantization)
+    rows = policy.demonstrate(["abc", "a longer one"], ["46", "pizza"])
+
+    def gradient():
+        policy.zero_grad()
+        policy.logprobs(rows, temperature=1.0).sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
+
+    expected = gradient()
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
+    policy.sample(["abc"], group_size=2, sampling=sampling, seed=1)
+    assert expected.abs().max() > 1e-3
+    assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from benchmarks import compare, growth, head, learning, memory, report
 from benchmarks.__main__ import PARTS
 from benchmarks.process import Worker
 from benchmarks.timing import quartiles, ratio
-from tests.composed import ROOT
+from tests.support.composed import ROOT
 
 BENCHMARKS = Path(ROOT) / "benchmarks"
 

@@ -8,14 +8,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo_lightning.batch import Prompts
-from grpo_lightning.callbacks import events
-from grpo_lightning.callbacks.checkpoint import AtomicCheckpointIO, read
+from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.callbacks.hparams import flat
 from grpo_lightning.callbacks.progress import describe
 from grpo_lightning.callbacks.samples import Samples
-from grpo_lightning.judge import Judged
-from tests.running import small_run
+from grpo_lightning.checkpoint import tensorboard
+from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from tests.support.running import small_run
 from tests.test_rollout import Fixed
 
 
@@ -29,19 +28,19 @@ def test_events_are_cut_back_to_the_recorded_length(tmp_path):
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("x", 1.0, 1)
     writer.flush()
-    known = events.position(tmp_path)
+    known = tensorboard.position(tmp_path)
     writer.add_scalar("x", 2.0, 2)
     writer.close()
     later = SummaryWriter(str(tmp_path), filename_suffix=".later")
     later.add_scalar("x", 3.0, 3)
     later.close()
     assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
-    assert events.rewind(tmp_path, known) > 0
+    assert tensorboard.rewind(tmp_path, known) > 0
     assert scalars(tmp_path)["x"] == [(1, 1.0)]
-    assert events.position(tmp_path) == known
-    assert events.rewind(tmp_path, known) == 0
-    events.rewind(tmp_path, {})
-    assert events.position(tmp_path) == {}
+    assert tensorboard.position(tmp_path) == known
+    assert tensorboard.rewind(tmp_path, known) == 0
+    tensorboard.rewind(tmp_path, {})
+    assert tensorboard.position(tmp_path) == {}
 
 
 def test_a_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):
@@ -103,8 +102,8 @@ def test_a_page_shows_the_row_it_names():
     rewards = {"total": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "format": torch.full((6,), math.nan)}
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q?"}]
     right, nothing = torch.zeros(6, dtype=torch.bool), torch.zeros(6, 1)
-    judged = Judged(Prompts(("p", chat), {}), sampled, rewards, right, scores=nothing, steps=nothing)
-    page = Samples(every=1, max_characters=100).page(judged, torch.arange(6) / 8, 4)
+    scored = Scored(Prompts(("p", chat), {}), sampled, rewards, right, scores=nothing, steps=nothing)
+    page = Samples(every=1, max_characters=100).page(scored, torch.arange(6) / 8, 4)
     assert "total 4, format nan" in page
     assert "**advantage** 0.5" in page
     assert "```text\n[system] be brief\n\n[user] q?\n```" in page
@@ -125,7 +124,16 @@ def test_settings_are_flattened_for_the_hparams_tab():
 
 def test_a_line_shows_what_is_known():
     assert describe({}) == ""
-    assert describe({"val/pass@1": 0.51234, "reward/total": 1.0}) == "reward 1  pass@1 0.5123"
+    assert describe({"val/pass@1": 0.51234, "reward/total": -0.05}) == "reward -0.05  pass@1 0.512"
+    tutorial = {
+        "reward/accuracy": 0.4512,
+        "reward/format": 0.98,
+        "reward/total": 0.548,
+        "advantage/mean": -1e-9,
+        "advantage/std": 0.3219,
+        "policy/kl_divergence": 0.00812,
+    }
+    assert describe(tutorial) == "accuracy 0.451  format 0.98  reward 0.548  advantage 0.0 ± 0.32  kl 0.0081"
 
 
 def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):

@@ -9,22 +9,22 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered, per_reward, process, standardized
-from grpo_lightning.batch import Prompts, Sampled, Sampling
-from grpo_lightning.clock import Clock
-from grpo_lightning.group import max_variance, mixed
-from grpo_lightning.judge import Judge, Judged
+from grpo_lightning.batch import Prompts, Sampled, Scored
+from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
-from tests import hostile
+from grpo_lightning.rollout.selection import max_variance, mixed
+from grpo_lightning.rollout.step_context import StepContext
+from tests.support import hostile
 from tests.test_rollout import Fixed
 
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 4, "stop": []}
 
 
 class Scripted(Fixed):
     """Answers the k-th completion of a prompt with its k-th word; a token is a character, log-probability -1 each."""
 
-    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, ended=None):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None, ranks=ALONE):
         self.calls.append((tuple(prompts), seed))
         texts = [word for prompt in prompts for word in prompt.split()[:group_size]]
         assert len(texts) == len(prompts) * group_size
@@ -40,8 +40,8 @@ class Scripted(Fixed):
             finished=tuple(not text.endswith("~") for text in texts),
         )
 
-    def score(self, rows, *, temperature):
-        return -1.5 * rows.mask, torch.zeros(rows.mask.shape)
+    def logprobs_and_entropy(self, rows, *, temperature, entropy=False, loss_gradient=None):
+        return -1.5 * rows.mask, torch.zeros(rows.mask.shape) if entropy else None
 
 
 def starts_with_r(completions):
@@ -54,11 +54,12 @@ def lengths(completions):
 
 def collect(prompts, policy=None, *, rewards=None, reference=None, carried=None, group_size=2, **settings):
     rewards = rewards or {"right": Weighted(starts_with_r, 1.0)}
-    settings = {"advantage": centered} | settings
-    collector = Collector(Judge(rewards, "right", 1.0), group_size=group_size, sampling=SAMPLING, **settings)
+    settings = {"advantage": centered, "outcome": "right", "threshold": 1.0} | SAMPLING | settings
+    collector = Collector(reward=rewards, group_size=group_size, **settings)
     policy = policy or Scripted()
     asked = Prompts(tuple(prompts), {"number": tuple(range(len(prompts)))})
-    return collector(policy, reference, asked, microbatch_tokens=99, seed=7, clock=Clock(), carried=carried)
+    context = StepContext(seed=7)
+    return collector.collect(policy, reference, asked, microbatch_tokens=99, context=context, carried=carried)
 
 
 DYNAMIC = {"group_filter": mixed, "max_tries": 3}
@@ -69,11 +70,11 @@ def test_prompts_whose_outcomes_are_equal_are_replaced_by_those_of_the_next_try(
     policy = Scripted()
     found = collect([DEAD, LIVE, ALSO_DEAD, LIVELY, LIVEST, LIVE], policy, **DYNAMIC)
     assert policy.calls == [((DEAD, LIVE), 7), ((ALSO_DEAD, LIVELY), 8)]  # the third try is not needed
-    assert found.judged.prompts.texts == (LIVE, LIVELY)
-    assert found.judged.prompts.columns == {"number": (1, 3)}
-    assert found.judged.sampled.texts == ("r", "w", "w", "rrr")
+    assert found.scored.prompts.texts == (LIVE, LIVELY)
+    assert found.scored.prompts.columns == {"number": (1, 3)}
+    assert found.scored.sampled.texts == ("r", "w", "w", "rrr")
     assert found.rollout.advantages[:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert found.surplus is None
+    assert found.carried is None
     assert found.is_fresh
     assert found.metrics["group/tries"] == 2
     assert found.metrics["group/kept"] == 0.5
@@ -83,31 +84,66 @@ def test_prompts_whose_outcomes_are_equal_are_replaced_by_those_of_the_next_try(
 
 def test_groups_beyond_those_wanted_are_carried_over_and_come_first():
     first = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC)
-    assert first.judged.prompts.texts == (LIVE, LIVELY)
-    assert first.surplus.prompts.texts == (LIVEST,)
+    assert first.scored.prompts.texts == (LIVE, LIVELY)
+    assert first.carried.prompts.texts == (LIVEST,)
     policy = Scripted()
-    second = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], policy, carried=first.surplus, **DYNAMIC)
+    second = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], policy, carried=first.carried, **DYNAMIC)
     assert len(policy.calls) == 1
-    assert second.judged.prompts.texts == (LIVEST, LIVE)
+    assert second.scored.prompts.texts == (LIVEST, LIVE)
     assert not second.is_fresh
     assert second.metrics["group/carried"] == 0.5
-    assert second.surplus is None
+    assert second.carried is None
     # what was sampled before keeps the log-probabilities of the policy that sampled it, and its own length
     assert second.rollout.old_logprobs.sum(-1).tolist() == [-2.0, -2.0, -1.0, -1.0]
     assert second.rollout.mask.sum(-1).tolist() == [2, 2, 1, 1]
 
 
+def test_more_groups_carried_over_than_wanted_wait_their_turn():
+    # a step may have fewer prompts than the one before: in a loop of one's own, or where a run goes on
+    first = collect([DEAD, LIVE, LIVE, LIVE, LIVELY, LIVEST, DEAD, DEAD, DEAD], **DYNAMIC)
+    assert first.carried.prompts.texts == (LIVELY, LIVEST)
+    policy = Scripted()
+    second = collect([LIVE, DEAD, DEAD], policy, carried=first.carried, **DYNAMIC)
+    assert len(policy.calls) == 1  # there are metrics of every step
+    assert second.scored.prompts.texts == (LIVELY,)
+    assert second.carried.prompts.texts == (LIVEST, LIVE)
+    third = collect([DEAD] * 9, carried=second.carried, **DYNAMIC)
+    assert third.scored.prompts.texts == (LIVEST, LIVE, DEAD)
+    assert third.carried is None
+
+
+RIGHT, LENGTH = {"right": Weighted(starts_with_r, 1.0)}, {"length": Weighted(lengths, 0.0)}
+
+
+@pytest.mark.parametrize(
+    "before, after, group_size",
+    [(RIGHT, RIGHT, 4), (RIGHT, RIGHT | LENGTH, 2), (RIGHT | LENGTH, RIGHT, 2)],
+    ids=["larger groups", "one reward more", "one reward less"],
+)
+def test_groups_that_were_judged_otherwise_are_not_carried_over(before, after, group_size, caplog):
+    carried = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], rewards=before, **DYNAMIC).carried
+    asked = [f"{LIVE} w w", f"{LIVELY} w r"] * 3
+    found = collect(asked, carried=carried, rewards=after, group_size=group_size, **DYNAMIC)
+    assert found.scored.prompts.texts == tuple(asked[:2])
+    assert found.scored.group_size == group_size
+    assert found.scored.rewards.keys() == {*after, "total"}
+    assert found.is_fresh
+    assert found.carried is None
+    assert found.metrics["group/carried"] == 0.0
+    assert "1 groups of the last rollout have another size or other rewards: left out" in caplog.text
+
+
 def test_when_the_tries_are_spent_the_rest_is_filled_up_and_said(caplog):
     found = collect([DEAD, ALSO_DEAD, DEAD, LIVE, ALSO_DEAD, DEAD], **DYNAMIC)
-    assert found.judged.prompts.texts == (LIVE, DEAD)
+    assert found.scored.prompts.texts == (LIVE, DEAD)
     assert found.rollout.advantages[2:].count_nonzero() == 0
     assert found.metrics["group/tries"] == 3
     assert found.metrics["group/kept"] == pytest.approx(1 / 6)
     assert "1 of 2 groups passed rollout.group_filter after 3 tries" in caplog.text
     first = collect([LIVE, DEAD, ALSO_DEAD, DEAD, DEAD, DEAD], **DYNAMIC)
-    assert first.judged.prompts.texts == (LIVE, DEAD)  # none twice
+    assert first.scored.prompts.texts == (LIVE, DEAD)  # none twice
     nothing = collect([DEAD] * 6, **DYNAMIC)
-    assert nothing.judged.prompts.texts == (DEAD, DEAD)
+    assert nothing.scored.prompts.texts == (DEAD, DEAD)
     assert nothing.rollout.advantages.count_nonzero() == 0
 
 
@@ -117,18 +153,18 @@ def test_the_filter_sees_the_outcome_and_not_the_shaped_total():
         "length": Weighted(lambda completions: list(map(len, completions)), 0.1),
     }
     found = collect([ALSO_DEAD, LIVE, LIVELY, DEAD, DEAD, DEAD], rewards=rewards, **DYNAMIC)
-    assert ALSO_DEAD not in found.judged.prompts.texts  # its total varies, its outcome does not
+    assert ALSO_DEAD not in found.scored.prompts.texts  # its total varies, its outcome does not
 
 
-def test_a_surplus_survives_a_checkpoint(tmp_path):
-    surplus = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC).surplus
-    torch.save(surplus.state(), tmp_path / "state")
-    back = Judged.from_state(torch.load(tmp_path / "state", weights_only=True))
-    expected = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=surplus, **DYNAMIC)
+def test_groups_carried_over_survive_a_checkpoint(tmp_path):
+    carried = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC).carried
+    torch.save(carried.state(), tmp_path / "state")
+    back = Scored.from_state(torch.load(tmp_path / "state", weights_only=True))
+    expected = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=carried, **DYNAMIC)
     found = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=back, **DYNAMIC)
     for name, value in vars(expected.rollout).items():
         assert torch.equal(getattr(found.rollout, name), value), name
-    assert found.judged.prompts.texts == expected.judged.prompts.texts
+    assert found.scored.prompts.texts == expected.scored.prompts.texts
 
 
 def test_down_sampling_keeps_the_extremes_and_their_own_mean():
@@ -136,7 +172,7 @@ def test_down_sampling_keeps_the_extremes_and_their_own_mean():
     found = collect(
         ["aa a aaaa aaa", "b bbbb bb bb"], group_size=4, rewards=rewards, downsample=partial(max_variance, size=2)
     )
-    assert found.judged.sampled.texts == ("a", "aaaa", "b", "bbbb")
+    assert found.scored.sampled.texts == ("a", "aaaa", "b", "bbbb")
     assert found.rollout.advantages[:, 0].tolist() == [-0.75, 0.75, -0.75, 0.75]
     assert found.metrics["reward/right"] == pytest.approx((1 + 0.5 + 2 + 1.5 + 0.5 + 2 + 1 + 1) / 8)
 
@@ -178,12 +214,12 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     rewards = {"right": Weighted(starts_with_r, 3.0), "steps": Weighted(words, 2.0)}
     found = collect(["rB wc"], rewards=rewards, advantage=partial(process, eps=0.0))
     # weighted: r 0, B 2, and 3 for the whole at the last token -> (0, 5); w 0, c 0 -> (0, 0)
-    assert found.judged.steps.tolist() == [[0.0, 5.0], [0.0, 0.0]]
+    assert found.scored.steps.tolist() == [[0.0, 5.0], [0.0, 0.0]]
     # mean 1.25, deviations -1.25, 3.75, -1.25, -1.25: squares sum 18.75, sample std 2.5: -.5, 1.5, -.5, -.5
     assert_close(found.rollout.advantages, torch.tensor([[1.0, 1.5], [-1.0, -0.5]]))
     # as one number it is the mean of the steps: .5 and 0
-    assert found.judged.rewards["steps"].tolist() == [0.5, 0.0]
-    assert found.judged.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
+    assert found.scored.rewards["steps"].tolist() == [0.5, 0.0]
+    assert found.scored.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
 
 
 def test_steps_of_completions_from_several_tries_are_not_padded_with_scores():
@@ -191,7 +227,7 @@ def test_steps_of_completions_from_several_tries_are_not_padded_with_scores():
     found = collect(
         [DEAD, LIVE, LIVELY, DEAD], rewards=rewards, advantage=partial(process, eps=0.0), **DYNAMIC | {"max_tries": 2}
     )
-    assert found.judged.sampled.texts == ("r", "w", "w", "rrr")  # of one token and of three
+    assert found.scored.sampled.texts == ("r", "w", "w", "rrr")  # of one token and of three
     half = 0.5**0.5  # of two scores, 1 and 0: mean .5, sample std sqrt(.5)
     assert_close(found.rollout.advantages, half * torch.tensor([[1.0, 0, 0], [-1, 0, 0], [-1, 0, 0], [1, 1, 1]]))
 
@@ -212,16 +248,16 @@ def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():
         "length": Weighted(lengths, 10.0, clip=[0.0, 2.0], only_if="right > 0"),
     }
     found = collect(["rrrr ww"], rewards=rewards)
-    assert found.judged.rewards["length"].tolist() == [4.0, 2.0]
-    assert found.judged.scores.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert found.judged.rewards["total"].tolist() == [21.0, 0.0]
-    assert found.judged.right.tolist() == [True, False]
+    assert found.scored.rewards["length"].tolist() == [4.0, 2.0]
+    assert found.scored.scores.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert found.scored.rewards["total"].tolist() == [21.0, 0.0]
+    assert found.scored.right.tolist() == [True, False]
 
 
 def test_rewards_with_a_timeout_start_while_others_are_still_sampled(tmp_path):
     class Slow(Scripted):
-        def sample(self, prompts, *, ended=None, **arguments):
-            ended(0, "r", [1])
+        def sample(self, prompts, *, on_finished=None, **arguments):
+            on_finished(0, "r", [1])
             deadline = time.monotonic() + 60
             while not (tmp_path / "r").exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -230,7 +266,7 @@ def test_rewards_with_a_timeout_start_while_others_are_still_sampled(tmp_path):
 
     rewards = {"right": Weighted(partial(hostile.leaves_a_mark, directory=str(tmp_path)), 1.0, timeout=20.0)}
     found = collect(["r wa"], Slow(), rewards=rewards)
-    assert found.judged.rewards["right"].tolist() == [1.0, 1.0]
+    assert found.scored.rewards["right"].tolist() == [1.0, 1.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "wa"]
     assert found.metrics["failure/right"] == 0.0
 
@@ -239,4 +275,4 @@ def test_a_reward_that_no_completion_gets_changes_no_other():
     rewards = {"right": Weighted(starts_with_r, 1.0), "never": Weighted(lambda completions: [None] * 2, 1.0)}
     found = collect(["r w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
     assert_close(found.rollout.advantages[:, 0], standardized(torch.tensor([[1.0, 0.0]]), eps=0.0)[0])
-    assert found.judged.scores[:, 1].isnan().all()
+    assert found.scored.scores[:, 1].isnan().all()

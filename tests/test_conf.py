@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_lightning.config import check
-from tests.composed import CONF, composed
+from grpo_lightning.settings import check
+from tests.support.composed import CONF, composed
 
 MULTIPLE = {"reward"}
 NEEDS = {
@@ -14,7 +14,7 @@ NEEDS = {
     ("data", "jsonl"): ["data.path=some.jsonl"],
     ("data", "hub"): ["data.path=some/data"],
     ("data", "inline"): ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
-    ("reward", "custom"): ["reward.custom.function._target_=tests.rewards.vowels"],
+    ("reward", "custom"): ["reward.custom.function._target_=tests.support.rewards.vowels"],
     ("reward", "custom_per_completion"): [
         "reward.custom.function.function._target_=grpo_lightning.reward.text.answer_text"
     ],
@@ -24,6 +24,8 @@ NEEDS = {
     ("reward", "model"): ["reward.model.function.path=some/model"],
     ("module", "sft"): ["data=demonstrations"],
 }
+# A file that is chosen once for each of several names.
+NAMED = {("reward", "live"): ["+reward@reward.mine=live", "reward.mine.function.name=reward.mine"]}
 CHOICES = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
@@ -34,7 +36,7 @@ CHOICES = sorted(
 @pytest.mark.parametrize("group, name", CHOICES, ids=["=".join(choice) for choice in CHOICES])
 def test_choice_matches_the_code(group, name):
     choice = f"{group}=[{name}]" if group in MULTIPLE else f"{group}={name}"
-    check(composed(choice, *NEEDS.get((group, name), [])))
+    check(composed(*NAMED.get((group, name), [choice]), *NEEDS.get((group, name), [])))
 
 
 def test_every_file_says_what_it_is():
@@ -89,7 +91,7 @@ def test_dapo_adds_its_penalty_to_whatever_rewards_are_chosen():
     assert list(config["reward"]) == ["exact", "soft_overlong"]
     assert config["reward"]["soft_overlong"]["function"]["max_length"] == config["rollout"]["max_new_tokens"] == 36
     assert config["data"]["tries"] == 3
-    assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.group.mixed"
+    assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.rollout.selection.mixed"
     assert composed("algorithm=dr_grpo")["loss"]["weights"]["length"] == 36
 
 

@@ -510,7 +510,12 @@ def test_an_epoch_lasts_to_the_next_validation(every, completed, num_steps):
         for step in range(completed, completed + num_steps)
     ]
     loader = data.train_dataloader()
-    assert len(loader) == num_steps
+    assert texts(loader) == expected
+    data.trainer.lightning_module.completed_steps = 1  # the same loader goes on where the steps are by then
+    stop = min(every, 10) if every else 10
+    later = [tuple(f"p{prompt_index(3, 2 * step + j, 5)}" for j in range(2)) for step in range(1, stop)]
+    assert texts(loader) == later
+    data.follow(lambda: completed)
     assert texts(loader) == expected
 
 
@@ -519,7 +524,10 @@ def test_a_batch_carries_the_columns_of_its_prompts():
     batch = next(iter(data.train_dataloader()))
     assert isinstance(batch, Prompts)
     assert [f"p{answer}" for answer in batch.columns["answer"]] == list(batch.texts)
-    assert isinstance(data.train_dataloader(), DataLoader)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert not isinstance(loader, DataLoader)  # a trainer would replace its sampler
+    assert not hasattr(data.train_dataloader(), "__len__")  # an epoch may be shorter than the one before
+    assert len(data.val_dataloader()) == len(texts(data.val_dataloader()))
 
 
 def test_held_out_prompts_come_in_their_own_order():
@@ -578,15 +586,15 @@ def test_sources_are_opened_once_and_only_when_needed():
 
 def test_all_numbers_out_of_range_are_named_at_once():
     wrong = {"prompts_per_step": 0, "steps": -1, "validate_every": -2, "validation_size": 0, "validation_batch_size": 0}
-    with pytest.raises(ValueError, match=r"data.prompts_per_step=0: allowed: 1 or more") as error:
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=0: allowed is an integer >= 1") as error:
         inline(5, **wrong, max_prompt_length=0, num_workers=-1)
     assert str(error.value).splitlines()[1:] == [
-        "steps=-1: allowed: 0 or more",
-        "data.validate_every=-2: allowed: 0 or more",
-        "data.validation_size=0: allowed: 1 or more",
-        "data.validation_batch_size=0: allowed: 1 or more",
-        "data.max_prompt_length=0: allowed: 1 or more",
-        "data.num_workers=-1: allowed: 0 or more",
+        "data.steps=-1: allowed is an integer >= 0",
+        "data.validate_every=-2: allowed is an integer >= 0 or null",
+        "data.validation_size=0: allowed is an integer >= 1",
+        "data.validation_batch_size=0: allowed is an integer >= 1",
+        "data.max_prompt_length=0: allowed is an integer >= 1 or null",
+        "data.num_workers=-1: allowed is an integer >= 0",
     ]
 
 

@@ -1,149 +1,87 @@
-"""The demonstrations reason correctly, slip as often as asked, and are a function of (seed, index)."""
+"""The supervised stage on demonstrations of one's own, and GRPO from its export."""
 
-import operator
-import random
-import re
-from collections import Counter
-from itertools import pairwise
+import json
 
 import pytest
-import reasoning_gym
 
-from grpo_lightning.data.demonstrations import Demonstrations, demonstrate
-
-TASKS = {
-    "basic_arithmetic": {"max_terms": 4, "max_digits": 1, "operators": ["+", "-"], "allow_parentheses": False},
-    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
-    "products": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-    "simple_equations": {"max_terms": 3, "max_value": 30, "operators": ["+", "-"], "operators_weights": [0.5, 0.5]},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 6},
-}
-SHAPE = re.compile(r"<think>([^<>]+)</think><answer>([^<>\s]+)</answer>")
+from grpo_lightning.data.demonstrations import OwnDemonstrations
+from grpo_lightning.reward.accuracy import demonstrated
+from grpo_lightning.run import Run
+from tests.support.composed import build, composed
 
 
-def read(completion):
-    return SHAPE.fullmatch(completion).groups()
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
 
 
-def calculate(text):
-    first, symbol, second = re.fullmatch(r"(-?\d+)([-+*])(-?\d+)", text).groups()
-    return {"+": operator.add, "-": operator.sub, "*": operator.mul}[symbol](int(first), int(second))
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def test_completions_stand_in_a_column_a_message_or_at_the_end_of_a_conversation(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl",
+        [
+            {"prompt": "one", "completion": "1", "answer": "1"},
+            {"prompt": [message("user", "two")], "completion": [message("assistant", "2")], "answer": "2"},
+        ],
+    )
+    rows = OwnDemonstrations(path, "prompt", "completion")
+    assert [rows[i] for i in range(len(rows))] == [
+        ("one", {"answer": "1", "completion": "1"}),
+        ([message("user", "two")], {"answer": "2", "completion": "2"}),
+    ]
+    talk = [message("system", "s"), message("user", "u"), message("assistant", "a")]
+    path = write(tmp_path / "b.jsonl", [{"messages": talk}])
+    assert OwnDemonstrations(path, "messages", "completion")[0] == (talk[:2], {"completion": "a"})
+    path = write(tmp_path / "c.jsonl", [{"question": "q", "solution": "s"}])
+    assert OwnDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
 
 
 @pytest.mark.parametrize(
-    ("task", "metadata", "answer", "expected"),
+    "row",
     [
-        ("chain_sum", {"expression": "45 + 38 - 12"}, "71", "45+38=83 83-12=71"),
-        ("chain_sum", {"expression": "4 - -5"}, "9", "4--5=9"),
-        ("basic_arithmetic", {"expression": "3 - 8"}, "-5", "3-8=-5"),
-        ("products", {"expression": "4 * 7 * 6"}, "168", "4*7=28 28*6=168"),
-        ("simple_equations", {"equation": "x + 57 = 12", "variable": "x"}, "-45", "12-57=-45"),
-        ("simple_equations", {"equation": "e - 57 = 12", "variable": "e"}, "69", "12+57=69"),
-        ("simple_equations", {"equation": "57 - x = 12", "variable": "x"}, "45", "57-12=45"),
-        ("simple_equations", {"equation": "-x - 3 = -8", "variable": "x"}, "5", "-3--8=5"),
-        ("simple_equations", {"equation": "3*x + 4 = 10", "variable": "x"}, "2", "10-4=6 6/3=2"),
-        ("simple_equations", {"equation": "56 - 98*e = -1218", "variable": "e"}, "13", "56--1218=1274 1274/98=13"),
-        ("simple_equations", {"equation": "4465*b = 178600", "variable": "b"}, "40", "178600-0=178600 178600/4465=40"),
-        ("spell_backward", {"word": "culla"}, "alluc", "c u l l a"),
+        {"prompt": "one"},
+        {"prompt": "one", "completion": ""},
+        {"prompt": "one", "completion": 3},
+        {"prompt": "one", "completion": [message("user", "x")]},
+        {"prompt": [message("user", "x"), message("user", "y")]},
     ],
 )
-def test_right_demonstration_is_worked_by_hand(task, metadata, answer, expected):
-    text = demonstrate(task, {"metadata": metadata, "answer": answer}, random.Random(0), slip_rate=0.0)
-    assert text == f"<think>{expected}</think><answer>{answer}</answer>"
+def test_what_is_no_demonstration_is_named_by_its_row(tmp_path, row):
+    rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
+    with pytest.raises(ValueError, match=rf"row {len(rows)}, column 'completion': .*; allowed: text, one message"):
+        OwnDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_without_errors_every_demonstration_is_right_and_follows(task):
-    judge = reasoning_gym.create_dataset(task, size=200, seed=5, **TASKS[task])
-    demonstrations = Demonstrations({task: TASKS[task]}, size=200, seed=5, slip_rate=0.0)
-    for index in range(200):
-        question, columns = demonstrations[index]
-        reasoning, answer = read(columns["completion"])
-        assert question == judge[index]["question"]
-        assert columns["task"] == task
-        assert judge.score_answer(answer, {"answer": columns["answer"], "metadata": columns["metadata"]}) == 1.0
-        if task == "spell_backward":
-            assert reasoning.split(" ") == list(reversed(answer))
-        else:
-            results = [equation.split("=") for equation in reasoning.split(" ")]
-            assert all(calculate(left) == int(right) for left, right in results)
-            assert results[-1][1] == answer
-            assert all(left.startswith(before) for (_, before), (left, _) in pairwise(results))
+def test_right_is_what_the_demonstration_answers():
+    texts = ["<think>7</think><answer>3</answer>", "3", "<answer>4</answer>"]
+    assert demonstrated(texts, ["<think>1 2</think><answer>3</answer>"] * 3) == [1.0, 1.0, 0.0]
+    assert demonstrated(texts, [""] * 3, answer=["4", "3", "4"]) == [0.0, 1.0, 1.0]
+    metadata = [{"word": "ab", "word_len": 2, "source_dataset": "spell_backward", "source_index": 0}]
+    assert demonstrated(["<answer>ba</answer>"], ["x"], ["ba"], ["spell_backward"], metadata) == [1.0]
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_every_step_slips_a_quarter_of_the_time_and_the_slips_spread(task):
-    demonstrations = Demonstrations({task: TASKS[task]}, size=800, seed=11, slip_rate=0.25)
-    steps, values = 0, Counter()
-    for _, columns in demonstrations:
-        reasoning, _ = read(columns["completion"])
-        if task == "spell_backward":
-            shown, right = reasoning.split(" "), columns["metadata"]["word"]
-            values.update(letter for letter, true in zip(shown, right, strict=True) if letter != true)
-            steps += len(shown)
-        else:
-            errors = [int(right) - calculate(left) for left, right in (e.split("=") for e in reasoning.split(" "))]
-            values.update(error for error in errors if error)
-            steps += len(errors)
-    # a letter may slip to itself: 25 / 26 of the slips show
-    expected = 0.25 * steps * (25 / 26 if task == "spell_backward" else 1)
-    wrong = values.total()
-    assert abs(wrong - expected) < 4 * (0.25 * 0.75 * steps) ** 0.5
-    assert max(values.values()) < 0.15 * wrong  # no wrong value comes near the right one
-    assert len(values) >= 20
+@pytest.mark.slow
+def test_the_supervised_stage_teaches_ones_own_demonstrations_and_grpo_goes_on_from_its_export(tmp_path):
+    """Words are to be written in capitals, which the shipped policy was never shown."""
+    words = ["south", "river", "plant", "stone", "cloud", "light", "horse", "table"]
+    rows = [{"prompt": f"capital letters: {word}", "completion": f"<answer>{word.upper()}</answer>"} for word in words]
+    path = write(tmp_path / "demonstrations.jsonl", rows)
 
+    def run(*overrides):
+        made = Run(composed(*overrides), build(*overrides), overrides=overrides, directory_given=True)
+        made.execute()
+        return made.metrics
 
-def test_slips_are_carried_on_to_the_answer():
-    entry = {"metadata": {"expression": "45 + 38 - 12"}, "answer": "71"}
-    for seed in range(50):
-        reasoning, answer = read(demonstrate("chain_sum", entry, random.Random(seed), slip_rate=1.0))
-        equations = [equation.split("=") for equation in reasoning.split(" ")]
-        assert all(calculate(left) != int(right) for left, right in equations)
-        assert equations[1][0] == f"{equations[0][1]}-12"
-        assert equations[1][1] == answer
-    word = {"metadata": {"word": "sun"}, "answer": "nus"}
-    reasoning, answer = read(demonstrate("spell_backward", word, random.Random(1), slip_rate=1.0))
-    assert reasoning.split(" ") == list(reversed(answer)) != list("sun")
-
-
-def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
-    one, two = (Demonstrations(TASKS, size=60, seed=3, slip_rate=0.5) for _ in range(2))
-    forward = [one[index] for index in range(60)]
-    assert forward == [two[index] for index in reversed(range(60))][::-1]
-    later = Demonstrations(TASKS, size=60, seed=3 + 55, slip_rate=0.5)
-    assert [later[0][0], later[0][1]["completion"]] == [forward[55][0], forward[55][1]["completion"]]  # from seed + i
-    assert later[5][0] not in [question for question, _ in forward]
-
-
-def test_tasks_take_turns_and_the_range_ends():
-    demonstrations = Demonstrations(TASKS, size=12, seed=0, slip_rate=0.25)
-    assert len(demonstrations) == 12
-    assert [columns["task"] for _, columns in demonstrations] == [*TASKS, *TASKS, *list(TASKS)[:2]]
-    for index in (12, -1):
-        with pytest.raises(IndexError, match="expected 0 to 11"):
-            demonstrations[index]
-
-
-def test_text_is_printable_ascii_and_newlines():
-    for question, columns in Demonstrations(TASKS, size=1000, seed=7, slip_rate=0.5):
-        assert all(character == "\n" or " " <= character <= "~" for character in question + columns["completion"])
-
-
-def test_mistakes_are_named():
-    cancelled = {"metadata": {"equation": "0 = 0", "variable": "x"}, "answer": "3"}
-    with pytest.raises(ValueError, match=r"equation: expected one variable 'x' and numbers, got '0 = 0'"):
-        demonstrate("simple_equations", cancelled, random.Random(0), slip_rate=0.0)
-    nested = {"metadata": {"expression": "( 3 + 4 )"}, "answer": "7"}
-    with pytest.raises(ValueError, match=r"expression: expected whole numbers joined by .*, got '\( 3 \+ 4 \)'"):
-        demonstrate("basic_arithmetic", nested, random.Random(0), slip_rate=0.0)
-    with pytest.raises(ValueError, match=r"chain_sum.*got 'sudoku'"):
-        demonstrate("sudoku", {"metadata": {}, "answer": "1"}, random.Random(0), slip_rate=0.0)
-    with pytest.raises(ValueError, match=r"tasks: expected one or more of .*got \['sudoku'\]"):
-        Demonstrations({"sudoku": {}}, size=1, seed=0, slip_rate=0.0)
-    with pytest.raises(ValueError, match=r"tasks: .*got \[\]"):
-        Demonstrations({}, size=1, seed=0, slip_rate=0.0)
-    with pytest.raises(ValueError, match="size: expected 1 or more, got 0"):
-        Demonstrations(TASKS, size=0, seed=0, slip_rate=0.0)
-    for rate in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="slip_rate: expected 0 to 1"):
-            Demonstrations(TASKS, size=1, seed=0, slip_rate=rate)
+    supervised = ["module=sft", "data=demonstrations", f"data.path={path}", f"data.validation_path={path}"]
+    common = ["trainer=cpu", "optimizer.lr=2e-3", "data.prompts_per_step=8", "validation.every=80", "steps=80"]
+    learned = run(*supervised, *common, f"run_dir={tmp_path / 'sft'}")
+    assert learned["val/pass@1"] > 0.5
+    asked = [{"prompt": row["prompt"], "answer": word.upper()} for row, word in zip(rows, words, strict=True)]
+    path = write(tmp_path / "prompts.jsonl", asked)
+    grpo = ["policy=hf", f"policy.path={tmp_path / 'sft' / 'export'}", "data=jsonl", f"data.path={path}"]
+    sizes = ["steps=1", "data.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "trainer=cpu"]
+    metrics = run(*grpo, *sizes, f"data.validation_path={path}", f"run_dir={tmp_path / 'grpo'}")
+    assert metrics["val/pass@1"] == pytest.approx(learned["val/pass@1"], abs=0.25)

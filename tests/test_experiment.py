@@ -10,10 +10,10 @@ import datasets
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lightning.config import check
-from grpo_lightning.run import run
-from tests.checkpoints import write_checkpoint, write_reward_model
-from tests.composed import CONF, build, composed
+from grpo_lightning.run import Run
+from grpo_lightning.settings import check
+from tests.support.checkpoints import write_checkpoint, write_reward_model
+from tests.support.composed import CONF, build, composed
 
 # What a recipe says, whether or not it is a default today.
 RECIPES = {
@@ -192,17 +192,17 @@ RECIPES = {
         "loss.kl_coef": 0.04,
     },
     "sft_tiny": {
-        "module._target_": "grpo_lightning.sft.SFTLightningModule",
+        "module._target_": "grpo_lightning.module.SFTLightningModule",
         "policy._target_": "grpo_lightning.policy.scratch.character_llama",
         "reference._target_": "grpo_lightning.reference.none",
-        "data.train._target_": "grpo_lightning.data.demonstrations.Demonstrations",
+        "data.train._target_": "grpo_lightning.data.taught.Demonstrations",
         "data.train.slip_rate": 0.0,
         "data.prompts_per_step": 48,
         "optimizer.lr": 2e-3,
         "steps": 2000,
     },
     "sft_tiny_flawed": {
-        "module._target_": "grpo_lightning.sft.SFTLightningModule",
+        "module._target_": "grpo_lightning.module.SFTLightningModule",
         "policy.path": "runs/sft_tiny/export",
         "data.train.slip_rate": 0.25,
         "data.train.seed": 2**30 + 2**28,
@@ -341,18 +341,19 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
         chat = architecture != "gpt2"
         # Random text earns nothing by the recipe's own rewards, and a gradient of 0 would show nothing.
         overrides.append(f"reward=[{','.join([*published['reward'], 'custom'])}]")
-        overrides.append("reward.custom.function._target_=tests.rewards.vowels")
+        overrides.append("reward.custom.function._target_=tests.support.rewards.vowels")
         overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
     if "reference.path" in RECIPES[name]:
         overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
     if "reward.model.function.path" in RECIPES[name]:
         scorer = write_reward_model(tmp_path / "reward_model", "qwen3", chat=True)
         overrides += [f"reward.model.function.path={scorer}", "reward.model.function.max_length=256"]
-    if "path" in published["data"]:
+    if published["data"].get("path"):
         overrides.append(f"data.path={local_data[published['data']['path']]}")
 
-    config, parts, built = composed(*overrides), build(*overrides), {}
-    returned = run(config, lambda part: built.setdefault(part, parts(part)), overrides=overrides, directory_given=True)
+    config = composed(*overrides)
+    run = Run(config, build(*overrides), overrides=overrides, directory_given=True)
+    returned = run.execute()
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     metrics = summary["metrics"]
@@ -360,7 +361,7 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     assert all(math.isfinite(number) for number in metrics.values())
     assert returned == metrics["val/pass@1"]
     assert {f"val/reward/{reward}" for reward in published["reward"]} <= set(metrics)
-    assert built["trainer"].global_step == updates
+    assert run.trainer.global_step == updates
     assert metrics["optim/grad_norm"] > 1e-3
     assert metrics["optim/skipped"] == 0
     if "rollout" in config["module"]:
@@ -369,4 +370,4 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
         assert metrics["completion/length_max"] <= config["validation"]["max_new_tokens"]
     export = tmp_path / "run" / "export"
     trained, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
-    assert trained.config.vocab_size == len(words) == len(built["module"].policy.tokenizer)
+    assert trained.config.vocab_size == len(words) == len(run.module.policy.tokenizer)

@@ -5,11 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from grpo_lightning import advantage, group, loss
+from grpo_lightning import advantage, loss
 from grpo_lightning.batch import Rollout
-from tests import formulas
-from tests.composed import CONF, build
+from grpo_lightning.rollout import selection
+from tests.support import formulas
+from tests.support.composed import CONF, build
 
 TOLERANCE = 1e-6
 PROMPTS, GROUP, TOKENS = 3, 4, 9
@@ -51,12 +53,12 @@ SURROGATES = {
     "delta": ("clipped", {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": 1.8}),
     "both": ("clipped", {"epsilon_low": 0.1, "epsilon_high": 0.3, "dual_clip": 1.9, "delta": 1.6}),
     "gspo": ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.15}),
+    "response_clipped": ("response_clipped", {"epsilon_low": 0.3, "epsilon_high": 0.5}),
     "cispo": ("cispo", {"ratio_max": 1.4}),
     "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.7}),
     "gmpo": ("gmpo", {"epsilon_low": 0.4, "epsilon_high": 0.3}),
     "reinforce": ("reinforce", {}),
 }
-HELD = {"cispo": formulas.cispo_gradient, "gspo": formulas.gspo_gradient}  # a weight without gradient in them
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -69,25 +71,36 @@ def test_surrogates(name, batch):
     close(found.detach()[torch.tensor(mask)], reference(log_ratio)[mask])
     if name not in ("sapo", "reinforce"):
         assert 0 < bounded.sum() < mask.sum()
-    shares = mask / mask.sum(-1, keepdims=True)  # those that gspo and gmpo are meant for
+    shares = mask / mask.sum(-1, keepdims=True)  # those that gspo, gmpo and response_clipped are meant for
     (found * torch.tensor(shares)).sum().backward()
     if name == "cispo":
         expected = formulas.cispo_gradient(log_ratio, advantages, mask, **settings) * shares
     else:
         expected = formulas.finite_difference(lambda x: float((reference(x) * shares).sum()), log_ratio)
     close(given.grad, expected)
-    flat = {"clipped"}
+    flat = {"clipped", "response_clipped"}
     if function in flat:  # where the bound is active, and only there, a token has no gradient
         assert torch.equal(bounded[torch.tensor(mask)], (given.grad == 0)[torch.tensor(mask)])
 
 
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_the_gradient_of_a_token_whose_weight_is_held(name, batch):
+    function, settings = SURROGATES[name]
+    log_ratio, advantages, mask = per_token(batch)
+    given = torch.tensor(log_ratio, requires_grad=True)
+    found, _ = getattr(loss, function)(given, torch.tensor(advantages), torch.tensor(mask), **settings)
+    weights = np.random.default_rng(5).uniform(0.1, 1.0, mask.shape) * mask  # other ones on each token
+    (found * torch.tensor(weights)).sum().backward()
+    close(given.grad, getattr(formulas, f"{function}_gradient")(log_ratio, advantages, mask, **settings) * weights)
+
+
 def test_weights(batch):
     mask = batch["mask"]
-    given, tokens = torch.tensor(mask), torch.tensor(float(mask.sum()))
-    close(loss.completion_mean(given, tokens), formulas.completion_mean(mask))
-    close(loss.token_mean(given, tokens + 5), formulas.token_mean(mask, mask.sum() + 5))
-    close(loss.constant(given, tokens, length=7), formulas.constant(mask, length=7))
-    close(loss.completion_sum(given, tokens), formulas.completion_sum(mask))
+    given = torch.tensor(mask)
+    close(loss.completion_mean(given), formulas.completion_mean(mask))
+    close(loss.token_mean(given), formulas.token_mean(mask))
+    close(loss.constant(given, length=7), formulas.constant(mask, length=7))
+    close(loss.completion_sum(given), formulas.completion_sum(mask))
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3_weighted"])
@@ -102,9 +115,6 @@ def test_kl(name, batch):
 
     close(found.detach(), reference(logprobs))
     close(given.grad, formulas.finite_difference(lambda x: float(reference(x).sum()), logprobs))
-
-
-SCALED = {"eps": 0.01, "correction": 1}
 
 
 @pytest.mark.parametrize("missing", [0, 3])
@@ -143,7 +153,7 @@ def test_process_supervision(correction, batch):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_down_sampling(size, batch):
-    chosen = group.max_variance(torch.tensor(batch["rewards"]), size=size)
+    chosen = selection.max_variance(torch.tensor(batch["rewards"]), size=size)
     for rewards, picked in zip(batch["rewards"], chosen.numpy()):
         best = rewards[formulas.max_variance(rewards, size)]
         assert rewards[picked].var() == pytest.approx(best.var(), rel=1e-12, abs=1e-15)
@@ -165,14 +175,25 @@ PAPERS = {
 }
 
 
+LOSSES = {  # that no algorithm chooses
+    "response_ratio": (
+        formulas.paper_response_ratio,
+        {"epsilon_low": 0.2, "epsilon_high": 0.2, "eps": 1e-4, "correction": 1},
+    ),
+}
+
+
 def test_every_preset_has_its_paper_here():
-    assert PAPERS.keys() == {path.stem for path in (CONF / "algorithm").glob("*.yaml")}
+    presets = {path.stem: OmegaConf.load(path).defaults for path in (CONF / "algorithm").glob("*.yaml")}
+    assert PAPERS.keys() == presets.keys()
+    chosen = {entry["override /loss"] for preset in presets.values() for entry in preset if "override /loss" in entry}
+    assert chosen | LOSSES.keys() == {path.stem for path in (CONF / "loss").glob("*.yaml")} - {"base"}
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", [*PAPERS, *LOSSES])
 def test_the_composed_objective_is_the_papers(name, batch):
-    paper, constants = PAPERS[name]
-    parts = build(f"algorithm={name}")
+    paper, constants = (PAPERS | LOSSES)[name]
+    parts = build(f"algorithm={name}" if name in PAPERS else f"loss={name}")
     compare, objective = parts("advantage"), parts("loss")
     given = {key: torch.tensor(value) for key, value in batch.items()}
     logprobs = given["logprobs"].requires_grad_()
@@ -185,7 +206,7 @@ def test_the_composed_objective_is_the_papers(name, batch):
         ref_logprobs=given["ref_logprobs"],
         advantages=compare(rewards=given["rewards"]).view(-1, 1) * given["mask"],
     )
-    weights = objective.weights(rows.mask, rows.mask.sum().float())
+    weights = objective.weights(rows.mask)
     total, _ = objective(logprobs, torch.zeros_like(logprobs), rows, weights)
     total.backward()
 

@@ -9,7 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
 
-from grpo_lightning.policy.head import Head, token_logprobs
+from grpo_lightning.transformer.head import Head, token_logprobs
 
 SIZE, WIDTH, VOCABULARY = 7, 6, 11
 
@@ -71,7 +71,9 @@ def test_a_gradient_named_beforehand_changes_no_result(bias, scale, softcap, tem
         asked.append((logprobs.clone(), part))
         return slopes[part] if right else torch.ones(len(logprobs))
 
-    logprobs, nothing = head(hidden, ids, temperature=temperature, entropy=False, slope=slope, chunk=3 * VOCABULARY)
+    logprobs, nothing = head(
+        hidden, ids, temperature=temperature, entropy=False, loss_gradient=slope, chunk=3 * VOCABULARY
+    )
     assert nothing is None
     expected = plain(head, hidden, ids, temperature)[0]
     assert_close(logprobs, expected, rtol=1e-5, atol=1e-6)
@@ -91,14 +93,14 @@ def test_with_the_right_gradient_the_logits_are_made_once(monkeypatch):
     slopes = torch.randn(SIZE)
     for slope, count in ((lambda _, part: slopes[part], 1), (lambda _, part: 2 * slopes[part], 2), (None, 2)):
         calls.clear()
-        head(hidden, ids, temperature=1.0, entropy=False, slope=slope)[0].backward(slopes)
+        head(hidden, ids, temperature=1.0, entropy=False, loss_gradient=slope)[0].backward(slopes)
         assert len(calls) == count
 
 
 def test_an_entropy_bonus_is_not_forgotten_by_a_gradient_named_beforehand():
     head, hidden, ids = made()
     slopes = torch.randn(SIZE)
-    both = head(hidden, ids, temperature=1.0, entropy=True, slope=lambda _, part: slopes[part])
+    both = head(hidden, ids, temperature=1.0, entropy=True, loss_gradient=lambda _, part: slopes[part])
     expected = plain(head, hidden, ids, 1.0)
     found, right = (torch.autograd.grad(pair, hidden, (slopes, torch.ones(SIZE)))[0] for pair in (both, expected))
     assert_close(found, right, rtol=1e-4, atol=2e-6)
@@ -107,7 +109,7 @@ def test_an_entropy_bonus_is_not_forgotten_by_a_gradient_named_beforehand():
 def test_without_gradient_nothing_is_kept():
     head, hidden, ids = made()
     with torch.no_grad():
-        logprobs, _ = head(hidden, ids, temperature=1.0, entropy=False, slope=lambda *_: pytest.fail("asked"))
+        logprobs, _ = head(hidden, ids, temperature=1.0, entropy=False, loss_gradient=lambda *_: pytest.fail("asked"))
     assert not logprobs.requires_grad
     only_hidden = Head(head.weight.detach(), None)(hidden, ids, temperature=1.0, entropy=False)[0]
     only_hidden.sum().backward()

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.memory import CASES, apart
 from grpo_lightning.memory import Shape, Use, activations, predicted, table, use_of
-from tests.composed import composed
+from tests.support.composed import composed
 
 SHAPE = Shape(trained=1000, frozen=0, body=800, hidden=10, layers=2, intermediate=40, vocabulary=20, keys=5)
 USE = Use(prompts=2, group_size=3, prompt_tokens=7, completion_tokens=11, microbatch_tokens=10**6)

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from grpo_lightning.run import run
-from tests.checkpoints import ARCHITECTURES, write_checkpoint
-from tests.composed import build, composed
+from grpo_lightning.run import Run
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.composed import build, composed
 
 ROWS = [
     {"prompt": "The best food in the world is", "answer": "pizza"},
@@ -28,13 +28,13 @@ def test_three_steps(architecture, chat, tmp_path):
     overrides = [
         *("policy=hf", f"policy.path={write_checkpoint(tmp_path / 'model', architecture, chat=chat)}"),
         *("data=jsonl", f"data.path={file}", "data.prompts_per_step=2", "data.validation_size=2"),
-        *("reward=[exact,custom]", "reward.custom.function._target_=tests.rewards.vowels"),
+        *("reward=[exact,custom]", "reward.custom.function._target_=tests.support.rewards.vowels"),
         *("rollout.group_size=3", "rollout.max_new_tokens=8", "validation.samples_per_prompt=2", "validation.ks=[1]"),
         *("steps=3", "optimizer.lr=1e-3", "trainer=cpu", f"run_dir={tmp_path / 'run'}"),
     ]
-    parts, built = build(*overrides), {}
-    run(composed(*overrides), lambda part: built.setdefault(part, parts(part)), overrides=[], directory_given=True)
-    module = built["module"]
+    run = Run(composed(*overrides), build(*overrides), overrides=[], directory_given=True)
+    run.execute()
+    module = run.module
     assert module.completed_steps == 3
     assert module.policy.templated == chat
     assert module.metrics["policy/kl_divergence"] > 0

@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.batch import Rollout
+from grpo_lightning.module.base import StepModule
+from grpo_lightning.module.update import Update, mean_metrics
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
-from grpo_lightning.step import StepModule
-from grpo_lightning.update import mean_of_updates
-from tests.composed import CONF, build
-from tests.running import small_module, small_run
+from tests.support.composed import CONF, build
+from tests.support.running import small_module, small_run
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 SOME_FAST = [name if name in ("grpo", "dapo") else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
@@ -82,11 +82,11 @@ def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
         for name, value in vars(rows).items()
     }
     rows = Rollout(**padded)[torch.arange(8) if order is None else torch.tensor(order)]
-    weights = loss.weights(rows.mask, rows.mask.sum().float())
+    weights = loss.weights(rows.mask)
     policy.zero_grad()
     for index in torch.arange(8).split(pieces):
         part = rows[index]
-        logprobs, entropy = policy.score(part, temperature=1.0, entropy=True)
+        logprobs, entropy = policy.logprobs_and_entropy(part, temperature=1.0, entropy=True)
         loss(logprobs, entropy, part, weights[index])[0].backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
@@ -110,16 +110,16 @@ def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
 @pytest.mark.parametrize("algorithm", SOME_FAST)
 def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradients, tmp_path, monkeypatch):
     scored = []
-    plain = HFPolicy.score
+    plain = HFPolicy.logprobs_and_entropy
 
     def counting(policy, rows, **arguments):
         scored.append(len(rows))
         return plain(policy, rows, **arguments)
 
-    monkeypatch.setattr(HFPolicy, "score", counting)
+    monkeypatch.setattr(HFPolicy, "logprobs_and_entropy", counting)
     overrides = [
         f"algorithm={algorithm}",
-        "reward.custom.function._target_=tests.rewards.second_half",
+        "reward.custom.function._target_=tests.support.rewards.second_half",
         "reward=[custom]",
     ]
     overrides += ["~reward.soft_overlong"] if algorithm == "dapo" else []
@@ -136,7 +136,7 @@ def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradi
 
 
 def test_a_rollout_without_any_difference_moves_the_weights_by_momentum_only(gradients, tmp_path):
-    overrides = ["algorithm=dr_grpo", "reward.custom.function._target_=tests.rewards.same", "reward=[custom]"]
+    overrides = ["algorithm=dr_grpo", "reward.custom.function._target_=tests.support.rewards.same", "reward=[custom]"]
     module = small_run(tmp_path, *overrides)
     assert gradients[0].count_nonzero() == 0
     assert module.metrics["optim/skipped"] == 0
@@ -161,7 +161,7 @@ CARRYING = (
     "algorithm=dapo",
     "~reward.soft_overlong",
     "reward=[custom]",
-    "reward.custom.function._target_=tests.rewards.every_other_prompt",
+    "reward.custom.function._target_=tests.support.rewards.every_other_prompt",
     "data.prompts_per_step=3",
     "optimizer.lr=0.02",
 )
@@ -215,7 +215,7 @@ def test_numbers_follow_their_schedules_and_continue_them(steps, tmp_path, monke
     monkeypatch.setattr(HFPolicy, "sample", recording)
     whole = small_run(tmp_path / "whole", *VARYING, "steps=4")
     assert drawn == [(1.0, 8), (1.0, 4), (0.75, 6), (0.5, 8), (0.5, 8), (1.0, 8)]  # validations first and last
-    names = ("rollout.sampling.temperature", "loss.surrogate.epsilon_high", "rollout.judge.rewards.format.weight")
+    names = ("rollout.temperature", "loss.surrogate.epsilon_high", "reward.format.weight")
     seen = [[step[f"varying/{name}"] for step in steps] for name in names]
     assert seen == [[1.0, 0.75, 0.5, 0.5], [0.2, 0.3, 0.3, 0.3], pytest.approx([1.0, 0.5, 0.0, 0.0])]
     # on the first step the distance is 0 (-20 %), later it is above its target (+20 %)
@@ -277,10 +277,10 @@ def test_what_is_trained_is_scored_at_the_temperature_it_was_sampled_at(tmp_path
 
 def test_metrics_of_several_updates_are_averaged_and_of_maxima_the_largest_counts():
     updates = [
-        {"a": torch.tensor(1.0), "b_max": torch.tensor(5.0)},
-        {"a": torch.tensor(4.0), "b_max": torch.tensor(3.0)},
+        Update(metrics={"a": torch.tensor(a), "b_max": torch.tensor(b)}, ratio=torch.ones(0), flops=0.0)
+        for a, b in ((1.0, 5.0), (4.0, 3.0))
     ]
-    assert mean_of_updates(updates) == {"a": 2.5, "b_max": 5.0}
+    assert mean_metrics(updates) == {"a": 2.5, "b_max": 5.0}
 
 
 def test_every_rollout_has_random_numbers_of_its_own_and_every_validation_the_same(tmp_path, monkeypatch):
@@ -400,14 +400,19 @@ def test_the_learning_rate_follows_its_schedule_once_per_rollout(schedule, rates
 )
 def test_a_broken_reward_function_ends_the_run_and_is_named(function, message, tmp_path):
     with pytest.raises(RewardError, match=message):
-        small_run(tmp_path, f"reward.custom.function._target_=tests.rewards.{function}")
+        small_run(tmp_path, f"reward.custom.function._target_=tests.support.rewards.{function}")
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_rewards_that_do_not_apply_are_left_out(tmp_path, caplog):
-    module = small_run(tmp_path / "some", "reward.custom.function._target_=tests.rewards.sometimes", "reward=[custom]")
+    module = small_run(
+        tmp_path / "some", "reward.custom.function._target_=tests.support.rewards.sometimes", "reward=[custom]"
+    )
     assert "reward/custom" in module.metrics
     small_run(
-        tmp_path / "none", "reward.custom.function._target_=tests.rewards.never", "reward=[custom]", "loss.kl_coef=0"
+        tmp_path / "none",
+        "reward.custom.function._target_=tests.support.rewards.never",
+        "reward=[custom]",
+        "loss.kl_coef=0",
     )
     assert "8 completions got None from every reward" in caplog.text

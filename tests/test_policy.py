@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.loading import resolve
-from tests.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
@@ -45,7 +45,7 @@ def test_sampler_and_scorer_agree(policy):
 
 def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=2)
-    logprobs, entropy = policy.score(sampled, temperature=0.7, entropy=True)
+    logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
     for row in range(len(sampled)):
         ids = sampled.ids[row][sampled.attention_mask[row]][None]
         length = int(sampled.mask[row].sum())
@@ -69,28 +69,30 @@ def test_greedy_decoding_is_that_of_generate(policy):
 
 def test_the_entropy_passes_a_gradient_only_when_asked(policy):
     sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=2)
-    assert policy.score(sampled, temperature=1.0)[1] is None
-    _, entropy = policy.score(sampled, temperature=1.0, entropy=True)
+    assert policy.logprobs_and_entropy(sampled, temperature=1.0)[1] is None
+    _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
     entropy.sum().backward()
     assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
 
 
 def test_the_samplers_entropy_is_that_of_scoring(policy):
     sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
-    _, entropy = policy.score(sampled, temperature=1.0, entropy=True)
+    _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
     assert entropy.max() > 0.1
     assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
 
 
 def test_every_completion_that_ends_is_reported_once_as_it_is_returned(policy):
     reported = {}
-    sampling = Sampling(1.0, 1.0, 0, 0.0, 12, stop=("a", "e", "i", "o", "n", "t"))
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("a", "e", "i", "o", "n", "t")
+    )
 
     def ended(row, text, ids):
         assert row not in reported
         reported[row] = (text, ids)
 
-    sampled = policy.sample(PROMPTS, group_size=8, sampling=sampling, seed=5, ended=ended)
+    sampled = policy.sample(PROMPTS, group_size=8, sampling=sampling, seed=5, on_finished=ended)
     completions = sampled.ids[:, -sampled.mask.shape[1] :]
     assert {row for row, finished in enumerate(sampled.finished) if finished} == reported.keys()
     assert len({len(ids) for _, ids in reported.values()}) > 1  # not all at once
@@ -153,7 +155,9 @@ def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
 
 
 def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
-    sampling = Sampling(1.0, 1.0, 0, 0.0, 12, stop=("a", "e", "n"))  # many end early, so that the batch is compacted
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("a", "e", "n")
+    )  # many end early, so that the batch is compacted
     together = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=5)
     assert len({int(n) for n in together.mask.sum(-1)}) > 2
     apart = [
@@ -169,7 +173,7 @@ def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
 
 def test_the_same_is_sampled_without_sharing(checkpoints, policy):
     plain = opened(checkpoints[policy.model.config.model_type], share_prompts=False)
-    sampling = Sampling(0.9, 0.95, 30, 0.0, 12, stop=("a", "e"))
+    sampling = Sampling(temperature=0.9, top_p=0.95, top_k=30, min_p=0.0, max_new_tokens=12, stop=("a", "e"))
     one, other = (p.sample(PROMPTS, group_size=6, sampling=sampling, seed=5) for p in (policy, plain))
     assert policy.share_prompts
     assert one.texts == other.texts
@@ -200,7 +204,12 @@ def test_sampling_options_of_the_checkpoint_do_not_leak(checkpoints):
 def test_both_end_tokens_end_and_are_counted_once(checkpoints):
     policy = opened(checkpoints["qwen2"])
     assert len(policy.end_ids) == 2
-    sampled = policy.sample(PROMPTS, group_size=60, sampling=Sampling(1.5, 1.0, 0, 0.0, 40), seed=1)
+    sampled = policy.sample(
+        PROMPTS,
+        group_size=60,
+        sampling=Sampling(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=40),
+        seed=1,
+    )
     ended = [row for row, finished in enumerate(sampled.finished) if finished]
     assert 0 < len(ended) < len(sampled)
     seen = set()
@@ -219,7 +228,10 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(checkpoints):
     letters = Counter(c for text in free.texts for c in set(text) if c.isascii() and c.isalpha())
     stop = letters.most_common(1)[0][0]
     stopped = policy.sample(
-        PROMPTS, group_size=4, sampling=Sampling(1.0, 1.0, 0, 0.0, 12, ("never seen", stop)), seed=9
+        PROMPTS,
+        group_size=4,
+        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("never seen", stop)),
+        seed=9,
     )
     hits = [row for row, text in enumerate(stopped.texts) if stop in text]
     assert hits
@@ -383,7 +395,12 @@ def test_user_errors(checkpoints, tmp_path):
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         policy.sample([""], group_size=2, sampling=FREE, seed=1)
     with pytest.raises(ValueError, match="context holds 512: lower rollout.max_new_tokens"):
-        policy.sample(PROMPTS, group_size=2, sampling=Sampling(1.0, 1.0, 0, 0.0, 510), seed=1)
+        policy.sample(
+            PROMPTS,
+            group_size=2,
+            sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=510),
+            seed=1,
+        )
 
 
 def test_demonstrations_end_with_the_end_of_sequence(checkpoints):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.callbacks.checkpoint import read, weights
-from tests.composed import ROOT
-from tests.processes import finish, start
+from grpo_lightning.checkpoint.io import read, weights
+from tests.support.composed import ROOT
+from tests.support.processes import finish, start
 
 RUNS = {
     "grpo": ["algorithm=grpo", "module.ppo_epochs=2", "module.minibatch_size=12"],
@@ -81,7 +81,7 @@ def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, proces
     assert dead > 0
 
 
-KILL = ["+callbacks.kill._target_=tests.killing.Kill", "+callbacks.kill.step=3", "+callbacks.kill.rank=1"]
+KILL = ["+callbacks.kill._target_=tests.support.killing.Kill", "+callbacks.kill.step=3", "+callbacks.kill.rank=1"]
 SHORT = ["steps=4", "callbacks.checkpoint.every=1", "validation.every=4"]
 
 
@@ -144,7 +144,7 @@ def test_an_error_in_one_process_is_told_by_all(tmp_path):
         *RUNS["grpo"],
         *SMALL,
         "reward=[custom]",
-        "reward.custom.function._target_=tests.rewards.fails_in_process_1",
+        "reward.custom.function._target_=tests.support.rewards.fails_in_process_1",
     ]
     failed = start(2, tmp_path, "ddp", {"run": settings})
     printed = [process.communicate(timeout=120)[0] for process in failed]

@@ -4,39 +4,39 @@ import pytest
 import torch
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.distributed.ranks import ALONE, Preempted, Ranks
 from grpo_lightning.policy.hf import load
-from grpo_lightning.ranks import ALONE, Preempted, Ranks
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 
 @pytest.mark.parametrize(("count", "expected"), [(6, [2, 2, 2]), (8, [2, 3, 3]), (3, [1, 1, 1]), (2, [0, 1, 1])])
-def test_shares_by_hand(count, expected):
-    shares = [Ranks(rank, 3).share(count) for rank in range(3)]
-    assert [len(share) for share in shares] == expected
-    assert [i for share in shares for i in share] == list(range(count))
+def test_portions_by_hand(count, expected):
+    portions = [Ranks(rank, 3).portion(count) for rank in range(3)]
+    assert [len(portion) for portion in portions] == expected
+    assert [i for portion in portions for i in portion] == list(range(count))
 
 
 def test_groups_stay_together_and_work_is_even_by_hand():
     groups, sizes = [[0, 1], [2, 3], [4, 5]], [5, 5, 1, 1, 4, 4]
-    assert Ranks(0, 2).spread(groups, sizes) == [[0, 1], [2, 3, 4, 5]]  # 10 against 8 + 2
-    assert Ranks(1, 2).spread(groups, sizes) == Ranks(0, 2).spread(groups, sizes)
-    assert Ranks(0, 2).spread([[0, 1, 2]], [3, 2, 1]) == [[0], [1, 2]]  # one group for two: its rows part
+    assert Ranks(0, 2).divide(groups, sizes) == [[0, 1], [2, 3, 4, 5]]  # 10 against 8 + 2
+    assert Ranks(1, 2).divide(groups, sizes) == Ranks(0, 2).divide(groups, sizes)
+    assert Ranks(0, 2).divide([[0, 1, 2]], [3, 2, 1]) == [[0], [1, 2]]  # one group for two: its rows part
 
 
 def test_one_process_needs_no_other():
     assert ALONE.gather("a") == ["a"]
-    assert ALONE.agree(ALONE.attempt(lambda: 3)) == [3]
+    assert ALONE.together(lambda: 3) == [3]
     assert ALONE.add_up({"x": torch.tensor(2.0)}) == {"x": torch.tensor(2.0)}
     with pytest.raises(Preempted, match="now"):
-        ALONE.attempt(lambda: (_ for _ in ()).throw(Preempted("now")))
+        ALONE.together(lambda: (_ for _ in ()).throw(Preempted("now")))
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])
-def test_shares_cover_every_row_once_and_are_as_many_everywhere(policy, rows, processes):
+def test_own_microbatches_cover_every_row_once_and_are_as_many_everywhere(policy, rows, processes):
     seen = []
     counts = set()
     for rank in range(processes):
-        parts, idle = policy.shares(rows, 60, Ranks(rank, processes))
+        parts, idle = policy.own_microbatches(rows, 60, Ranks(rank, processes))
         counts.add(len(parts))
         seen += [row for part in parts[: len(parts) - idle] for row in part.tolist()]
         assert all(part.tolist() == [0] for part in parts[len(parts) - idle :])
@@ -45,7 +45,7 @@ def test_shares_cover_every_row_once_and_are_as_many_everywhere(policy, rows, pr
 
 
 def test_a_process_with_fewer_micro_batches_makes_idle_ones(policy, rows):
-    assert sorted(policy.shares(rows[torch.arange(9)], 50, Ranks(rank, 2))[1] for rank in range(2)) == [0, 1]
+    assert sorted(policy.own_microbatches(rows[torch.arange(9)], 50, Ranks(rank, 2))[1] for rank in range(2)) == [0, 1]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -61,7 +61,7 @@ def test_gradients_added_up_over_processes_are_those_of_one(policy, rows, proces
     expected = gradient(*[[torch.arange(len(rows))], weights])
     found = torch.zeros_like(expected)
     for rank in range(processes):
-        parts, idle = policy.shares(rows, 60, Ranks(rank, processes))
+        parts, idle = policy.own_microbatches(rows, 60, Ranks(rank, processes))
         found += gradient(parts[: len(parts) - idle], weights)
     assert (found - expected).norm() < 1e-6 * expected.norm()
 
@@ -77,6 +77,6 @@ def rows(policy):
     return policy.sample(
         ["one prompt", "another", "a third and longer prompt", "four"],
         group_size=3,
-        sampling=Sampling(1.0, 1.0, 0, 0.0, 12, ("e", "a")),
+        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("e", "a")),
         seed=3,
     )

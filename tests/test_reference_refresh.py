@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.callbacks.reference import ReferenceRefresh
-from tests.running import small_module, small_run
+from tests.support.running import small_module, small_run
 
 REFRESHED = ("callbacks=reference_refresh", "optimizer.lr=0.02", "loss.kl_coef=0.5")
 

@@ -7,8 +7,9 @@ import time
 import pytest
 from hydra.utils import instantiate
 
-from grpo_lightning.reward import Scoring, pool
-from tests.composed import CONF, settings
+from grpo_lightning.reward import Scoring
+from grpo_lightning.reward.engine import pool
+from tests.support.composed import CONF, settings
 
 NEEDS = [
     "reward.keyword.function.words=[because,therefore]",
@@ -17,7 +18,8 @@ NEEDS = [
     "reward.json_schema.function.schema={type:object,required:[name],properties:{name:{type:string}}}",
 ]
 NAMES = sorted(
-    {path.stem for path in (CONF / "reward").glob("*.yaml")} - {"base", "custom", "custom_per_completion", "model"}
+    {path.stem for path in (CONF / "reward").glob("*.yaml")}
+    - {"base", "custom", "custom_per_completion", "live", "model"}
 )
 ROWS = 10_000
 LONG = 100_000  # characters

@@ -5,10 +5,11 @@ import functools
 
 import pytest
 
-from grpo_lightning.config import check
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, pool, score
-from tests import rewards
-from tests.composed import build, composed
+from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
+from grpo_lightning.reward.engine import pool
+from grpo_lightning.settings import check
+from tests.support import rewards
+from tests.support.composed import build, composed
 
 PLAIN = "How many?"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -126,17 +127,20 @@ def test_errors_show_the_text():
 
 @pytest.mark.parametrize("value", [1, "true", None])
 def test_messages_are_asked_for_or_not(value):
-    with pytest.raises(ValueError, match="messages: expected true or false, got"):
+    with pytest.raises(ValueError, match="messages=.*: allowed is true or false"):
         Weighted(rewards.letters, 1.0, messages=value)
 
 
 def test_the_setting_reaches_the_reward():
-    overrides = ["reward=custom", "reward.custom.function._target_=tests.rewards.letters"]
+    overrides = ["reward=custom", "reward.custom.function._target_=tests.support.rewards.letters"]
     check(composed(*overrides, "reward.custom.messages=true"))
     chosen = build(*overrides, "reward.custom.messages=true")("reward")
     assert score(chosen, [PLAIN], ["two"], {}) == {"custom": [3.0]}
     assert build(*overrides)("reward")["custom"].messages is False
-    one = ["reward=custom_per_completion", "reward.custom.function.function._target_=tests.rewards.of_one_answer"]
+    one = [
+        "reward=custom_per_completion",
+        "reward.custom.function.function._target_=tests.support.rewards.of_one_answer",
+    ]
     chosen = build(*one, "reward.custom.messages=true")("reward")
     assert score(chosen, [CHAT], ["2"], {"answer": ["2"]}) == {"custom": [21.0]}
 

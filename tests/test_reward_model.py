@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from grpo_lightning.reward import RewardError, Weighted, check_columns, score
 from grpo_lightning.reward.model import RewardModel, _holders
-from tests.checkpoints import tokenizer, write_checkpoint, write_reward_model
+from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
 
 SETTINGS = {
     "dtype": "float32",
@@ -29,7 +29,7 @@ SETTINGS = {
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 34?"}]
 PROMPTS = ["What is 12 + 34?", MESSAGES, "Corgis are", "State the final answer"]
 COMPLETIONS = ["46", "<think>Adding 12 and 34 gives 46.</think><answer>46</answer>", " small dogs.", " " + "pizza " * 9]
-# By hand, from tests.checkpoints.CHATML.
+# By hand, from tests.support.checkpoints.CHATML.
 CHAT_TEXTS = [
     "<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n46<|im_end|>\n",
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n"
@@ -208,11 +208,12 @@ def test_16_bit_weights_give_32_bit_scores(chat):
 
 
 @pytest.mark.parametrize("bits, stored", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
-def test_quantized_weights_give_nearly_the_same(bits, stored, chat):
-    model = reward_model(chat, quantization=bits)
+def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
+    path = write_reward_model(tmp_path, "qwen3", chat=True, labels=3, seed=1, **QUANTIZABLE)
+    model = reward_model(path, quantization=bits)
     assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
     assert type(model.network.score).__name__ == "Linear"
-    exact = torch.tensor(reward_model(chat)(PROMPTS, COMPLETIONS))
+    exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
     found = torch.tensor(model(PROMPTS, COMPLETIONS))
     assert (found - exact).abs().mean() < 0.5 * exact.std()
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts, Sampled
+from grpo_lightning.batch import Prompts, Sampled, Scored
 from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, examples, replayed
-from grpo_lightning.judge import Judged
-from tests.checkpoints import write_reward_model
-from tests.running import small_module, small_run
+from tests.support.checkpoints import write_reward_model
+from tests.support.running import small_module, small_run
 from tests.test_callbacks import scalars
 from tests.test_reward_model import reward_model
 
@@ -46,7 +45,7 @@ def plain(tmp_path_factory):
 # What is learned from
 
 
-def judged(texts, outcomes, threshold) -> Judged:
+def scored(texts, outcomes, threshold) -> Scored:
     rows = len(texts)
     values = torch.tensor(outcomes)
     ones = torch.ones(rows, 1)
@@ -61,12 +60,12 @@ def judged(texts, outcomes, threshold) -> Judged:
     )
     rewards = {"accuracy": values, "model": -values, "total": values}
     chat = ({"role": "user", "content": "q"},)
-    return Judged(Prompts(("p", chat), {}), sampled, rewards, values >= threshold, values.unsqueeze(-1), ones)
+    return Scored(Prompts(("p", chat), {}), sampled, rewards, values >= threshold, values.unsqueeze(-1), ones)
 
 
 def test_labels_are_the_outcomes_of_the_rows_it_applies_to():
     chat = ({"role": "user", "content": "q"},)
-    found = examples(judged("abcdef", [1.0, 0.4, 0.5, math.nan, 0.0, 0.6], 0.5), "accuracy")
+    found = examples(scored("abcdef", [1.0, 0.4, 0.5, math.nan, 0.0, 0.6], 0.5), "accuracy")
     # Two prompts of three completions; right from 0.5 on; nothing is known of "d".
     assert found == [
         *[("p", "a", True), ("p", "b", False), ("p", "c", True)],
@@ -340,7 +339,7 @@ def test_a_run_that_cannot_train_it_does_not_start(changed, message, checkpoint,
 
 def test_quantized_weights_and_several_processes_are_refused(checkpoint):
     module = small_module(*settings_of(checkpoint))
-    model = module.collect.judge.rewards["model"].function
+    model = module.rollout.reward["model"].function
     with pytest.raises(ValueError, match="2 processes would train a reward model each"):
         callback().on_fit_start(SimpleNamespace(world_size=2), module)
     model.quantization = "8bit"
@@ -370,7 +369,7 @@ def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
         ("epochs", 0, "an integer >= 1"),
         ("batch_size", 0, "an integer >= 1"),
         ("buffer_size", -1, "an integer >= 0"),
-        ("replay", 1.0, "a share in"),
+        ("replay", 1.0, "a fraction in"),
         ("lr", -1.0, "a number >= 0"),
         ("max_grad_norm", 0.0, "a number > 0"),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, pool, score, verifier
-from tests import hostile
+from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, score, verifier
+from grpo_lightning.reward.engine import pool
+from tests.support import hostile
 
 HERE = str(Path(__file__).parents[1])
 
@@ -228,7 +230,7 @@ def test_rows_that_a_closed_pool_had_not_finished_are_run_by_the_next():
 
 
 def test_what_all_workers_need_is_imported_once():
-    name = "tests.hostile"
+    name = "tests.support.hostile"
     assert pool._modules(hostile.double) == [pool.__name__, name]
     wrapped = PerCompletion(functools.partial(hostile.double))
     assert pool._modules(wrapped)[-1] == name
@@ -258,8 +260,8 @@ def test_cores_are_shared_between_the_processes_of_a_machine(monkeypatch):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from grpo_lightning.reward import pool
-from tests import hostile
+from grpo_lightning.reward.engine import pool
+from tests.support import hostile
 from tests.test_reward_pool import never_lets_python_run
 
 def hangs(path):
@@ -320,8 +322,8 @@ def output_of(tmp_path, text):
 
 def test_workers_that_cannot_start_are_an_error(tmp_path):
     text = """
-from grpo_lightning.reward import pool
-from tests import hostile
+from grpo_lightning.reward.engine import pool
+from tests.support import hostile
 pool.configure(1)
 pool.submit(hostile.double, [{"value": 1}] * 3, seconds=5).result()
 print("never")
@@ -335,8 +337,8 @@ print("never")
 def test_a_forked_process_starts_workers_of_its_own(tmp_path):
     text = """
 import os
-from grpo_lightning.reward import pool
-from tests import hostile
+from grpo_lightning.reward.engine import pool
+from tests.support import hostile
 if __name__ == "__main__":
     pool.configure(1)
     pool.submit(hostile.misbehaves, [{"how": "print"}], seconds=5).result()  # is not shown
@@ -355,7 +357,7 @@ if __name__ == "__main__":
 def test_a_process_that_ends_does_not_wait_for_rows_that_hang(tmp_path):
     text = """
 import time
-from grpo_lightning.reward import pool
+from grpo_lightning.reward.engine import pool
 from tests.test_reward_pool import never_lets_python_run
 if __name__ == "__main__":
     pool.configure(2)
@@ -409,7 +411,7 @@ def test_more_failures_than_allowed_end_the_run_with_the_cause():
     with pytest.raises(RewardError) as error:
         score(rewards, ["p"] * 3, ["a", "", ""], {})
     assert str(error.value) == (
-        "reward 'odd' failed on 2 of 3 completions (allowed share: reward.odd.max_failed=0.5); first on row 1, "
+        "reward 'odd' failed on 2 of 3 completions (allowed fraction: reward.odd.max_failed=0.5); first on row 1, "
         "exception: ZeroDivisionError: division by zero, completion ''"
     )
 
@@ -419,7 +421,15 @@ def test_a_wrong_count_in_a_worker_is_a_mistake_of_the_function():
         score({"two": Weighted(hostile.two_scores, 1.0, timeout=5.0)}, ["p"], ["a"], {})
 
 
-@pytest.mark.parametrize("setting, value", [("timeout", 0), ("timeout", -1.0), ("max_failed", 1.5), ("clip", [1, 0])])
-def test_impossible_settings_are_refused(setting, value):
-    with pytest.raises(ValueError, match=f"{setting}: expected"):
+@pytest.mark.parametrize(
+    "setting, value, allowed",
+    [
+        ("timeout", 0, "seconds > 0 or null"),
+        ("timeout", -1.0, "seconds > 0 or null"),
+        ("max_failed", 1.5, "a fraction from 0 to 1"),
+        ("clip", [1, 0], "[lowest, highest] or null"),
+    ],
+)
+def test_impossible_settings_are_refused(setting, value, allowed):
+    with pytest.raises(ValueError, match=re.escape(f"{setting}={value}: allowed is {allowed}")):
         Weighted(len, 1.0, **{setting: value})

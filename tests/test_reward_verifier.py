@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import pool, verifier
+from grpo_lightning.reward import verifier
 from grpo_lightning.reward.accuracy import reasoning_gym, verifier_failures
+from grpo_lightning.reward.engine import pool
 from grpo_lightning.reward.verifier import (
     GATES,
     TIMED,

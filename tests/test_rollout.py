@@ -1,4 +1,5 @@
 import math
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
@@ -6,12 +7,14 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampled, Sampling
-from grpo_lightning.clock import Clock
-from grpo_lightning.group import mixed
-from grpo_lightning.judge import Judge, judge
+from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout import Collector, collector, on_policy
+from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.selection import mixed, on_policy
+from grpo_lightning.rollout.step_context import StepContext
+from tests.support.composed import build, composed
 from tests.test_loss import rollout as two_rows
 
 SAMPLING = Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
@@ -31,7 +34,7 @@ class Fixed(Policy):
         super().__init__()
         self.calls = []
 
-    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, ended=None):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None, ranks=ALONE):
         self.calls.append((tuple(prompts), group_size, sampling, seed))
         mask = torch.arange(3) < torch.tensor(self.lengths)[:, None]
         return Sampled(
@@ -48,9 +51,9 @@ class Fixed(Policy):
     def expected(rows, mask):
         return -(rows[:, None] + torch.arange(3) / 10) * mask
 
-    def score(self, rows, *, temperature):
-        self.calls.append(("score", len(rows), temperature))
-        return self.expected(rows.ids[:, 0], rows.mask), torch.zeros(rows.mask.shape)
+    def logprobs_and_entropy(self, rows, *, temperature, entropy=False, loss_gradient=None):
+        self.calls.append(("logprobs", len(rows), temperature))
+        return self.expected(rows.ids[:, 0], rows.mask), torch.zeros(rows.mask.shape) if entropy else None
 
     def token_at(self, ids, end):
         return end - 1
@@ -66,26 +69,31 @@ REWARDS = {
 PROMPTS = Prompts(("p", "q"), {"answer": ("a", "b")})
 
 
-def collect(policy, reference=None, tokens=1000, advantage=centered):
-    collect = Collector(Judge(REWARDS, "has_answer", 1.0), advantage, 3, SAMPLING)
-    return collect(policy, reference, PROMPTS, microbatch_tokens=tokens, seed=11, clock=Clock())
+def collector(**changed):
+    settings = {"reward": REWARDS, "advantage": centered, "outcome": "has_answer", "threshold": 1.0, "group_size": 3}
+    return Collector(**settings | vars(SAMPLING) | changed)
+
+
+def collect(policy, reference=None, tokens=1000, **changed):
+    context = StepContext(seed=11)
+    return collector(**changed).collect(policy, reference, PROMPTS, microbatch_tokens=tokens, context=context)
 
 
 def test_rewards_are_weighted_and_centred_within_their_own_prompt():
     policy = Fixed()
     collected = collect(policy)
-    rollout, judged = collected.rollout, collected.judged
+    rollout, scored = collected.rollout, collected.scored
     # prompt p (answer a): a -> 1 + .5, b -> 0 + .5, ab -> 1 + 1;   mean 4/3
     # prompt q (answer b): "" -> 0 (no length), abc -> 1 + 1.5, q -> 0 + .5;   mean 1
-    assert_close(judged.rewards["total"], torch.tensor([1.5, 0.5, 2.0, 0.0, 2.5, 0.5]))
-    assert_close(judged.rewards["length"], torch.tensor([1.0, 1.0, 2.0, NAN, 3.0, 1.0]), equal_nan=True)
+    assert_close(scored.rewards["total"], torch.tensor([1.5, 0.5, 2.0, 0.0, 2.5, 0.5]))
+    assert_close(scored.rewards["length"], torch.tensor([1.0, 1.0, 2.0, NAN, 3.0, 1.0]), equal_nan=True)
     assert_close(
         rollout.advantages,
         torch.tensor([[1 / 6], [-5 / 6], [2 / 3], [-1.0], [1.5], [-0.5]]) * rollout.mask,
     )
-    assert judged.right.tolist() == [True, False, True, False, True, False]
+    assert scored.right.tolist() == [True, False, True, False, True, False]
     assert policy.calls == [(("p", "q"), 3, SAMPLING, 11)]
-    assert_close(rollout.old_logprobs, judged.sampled.logprobs)
+    assert_close(rollout.old_logprobs, scored.sampled.logprobs)
     assert rollout.ref_logprobs.count_nonzero() == 0
 
 
@@ -108,8 +116,7 @@ def test_metrics_by_hand():
 def test_groups_of_one_kind_are_counted():
     always, never = Weighted(lambda completions: [1.0] * 6, 1.0), Weighted(lambda completions: [0.5] * 6, 1.0)
     for reward, all_right in ((always, 1.0), (never, 0.0)):
-        collect = Collector(Judge({"r": reward}, "r", 1.0), centered, 3, SAMPLING)
-        collected = collect(Fixed(), None, PROMPTS, microbatch_tokens=99, seed=0, clock=Clock())
+        collected = collect(Fixed(), reward={"r": reward}, outcome="r")
         rollout, metrics = collected.rollout, collected.metrics
         assert metrics["group/all_right"] == all_right
         assert metrics["group/all_wrong"] == 1 - all_right
@@ -135,44 +142,112 @@ def test_on_policy_replaces_the_old_logprobs_only():
     assert found.advantages is rows.advantages
 
 
-def test_the_outcome_is_accuracy_or_the_first_reward():
-    assert judge({"format": REWARDS["length"], "accuracy": REWARDS["length"]}, None, 1.0).outcome == "accuracy"
-    assert judge({"format": REWARDS["length"], "other": REWARDS["length"]}, None, 1.0).outcome == "format"
-    assert judge({"format": REWARDS["length"], "other": REWARDS["length"]}, "other", 1.0).outcome == "other"
+LENGTH = REWARDS["length"]
+NAMES = [
+    (["format", "accuracy"], None, "accuracy"),
+    (["format", "other"], None, "format"),
+    (["format", "accuracy"], "format", "format"),
+    (["format", "other"], "other", "other"),
+]
+
+
+@pytest.mark.parametrize("names, outcome, expected", NAMES)
+def test_the_outcome_is_accuracy_or_the_first_reward(names, outcome, expected):
+    assert Judge(dict.fromkeys(names, LENGTH), outcome, 1.0).outcome_name == expected
+
+
+@pytest.mark.parametrize("names, outcome, expected", NAMES)
+def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_rewards(names, outcome, expected):
+    never = Weighted(lambda completions: [0.0] * len(completions), 100.0)
+    rewards = dict.fromkeys(names, never) | {expected: Weighted(LENGTH.function, 0.0)}
+    policy = Fixed()
+    scored, failures = Judge(rewards, outcome, 2.0).score(
+        policy, PROMPTS, group_size=3, sampling=SAMPLING, context=StepContext(seed=11)
+    )
+    # lengths 1, 1, 2, none, 3, 1: a reward that does not apply is not right
+    assert scored.right.tolist() == [False, False, True, False, True, False]
+    assert failures == {}
+    assert policy.calls == [(("p", "q"), 3, SAMPLING, 11)]
+
+
+def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
+    class Asked(Fixed):
+        def sample(self, prompts, **arguments):
+            self.arguments = arguments
+            return super().sample(prompts, **arguments)
+
+    policy, context = Asked(), StepContext(seed=7, poll=lambda: None)
+    Judge(REWARDS, "has_answer", 1.0).score(
+        policy, PROMPTS, group_size=3, sampling=SAMPLING, context=context, first_prompt=40
+    )
+    assert policy.arguments == {
+        "group_size": 3,
+        "sampling": SAMPLING,
+        "seed": 7,
+        "first_prompt": 40,
+        "poll": context.poll,
+        "on_finished": None,  # no reward has a timeout, so that none may begin early
+        "ranks": context.ranks,
+    }
+    assert context.clock.read().keys() >= {"rollout", "reward"}
+
+
+@pytest.mark.parametrize("names, outcome, expected", NAMES)
+def test_the_filter_and_the_counts_go_by_the_same_outcome(names, outcome, expected):
+    never = Weighted(lambda completions: [0.0] * len(completions), 1.0)
+    differs_for_p = Weighted(lambda completions: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
+    rewards = dict.fromkeys(names, never) | {expected: differs_for_p}
+    settings = {"reward": rewards, "outcome": outcome, "threshold": 1.0}
+    found = collect(Fixed(), **settings)
+    assert (found.metrics["group/mixed"], found.metrics["group/all_wrong"]) == (0.5, 0.5)
+    asked: list[torch.Tensor] = []
+
+    def everything(outcomes):
+        asked.append(outcomes)
+        return mixed(outcomes)
+
+    found = collect(Fixed(), group_filter=everything, **settings)
+    assert asked[0].tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert found.metrics["group/kept"] == 0.5
 
 
 def test_the_flat_settings_arrive():
     made = collector(
-        reward=REWARDS,
-        advantage=centered,
         outcome="length",
         threshold=0.25,
-        group_size=5,
         temperature=0.9,
         top_p=0.8,
         top_k=7,
         min_p=0.1,
         max_new_tokens=11,
         stop=["x"],
-        kl_penalty=0.25,
-        group_filter=mixed,
-        max_tries=3,
-        downsample=None,
-        mask_truncated=True,
-        top_entropy=0.5,
     )
-    sampling = Sampling(0.9, 0.8, 7, 0.1, 11, ("x",))
-    assert made == Collector(
-        Judge(REWARDS, "length", 0.25),
-        centered,
-        5,
-        sampling,
-        0.25,
-        mixed,
-        3,
-        None,
-        mask_truncated=True,
-        top_entropy=0.5,
-    )
+    sampling = Sampling(temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, max_new_tokens=11, stop=("x",))
+    assert made.sampling == sampling
     assert made.sampling.truncated
+    assert made.judge == Judge(REWARDS, "length", 0.25)
     assert not SAMPLING.truncated
+    policy = Fixed()
+    made.collect(policy, None, PROMPTS, microbatch_tokens=99, context=StepContext(seed=3))
+    assert policy.calls == [(("p", "q"), 3, sampling, 3)]
+
+
+def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():
+    keys = {key: value for key, value in composed()["rollout"].items() if key != "_target_"}
+    assert [field.name for field in fields(Collector)] == list(keys)
+    defaults = {field.name: field.default for field in fields(Collector) if field.default is not MISSING}
+    assert defaults.keys() == {"kl_penalty", "group_filter", "max_tries", "downsample", "mask_truncated", "top_entropy"}
+    assert {name: keys[name] for name in defaults} == defaults
+    given = {"kl_penalty": 0.25, "max_tries": 3, "mask_truncated": True, "top_entropy": 0.5, "group_size": 5}
+    words = [f"rollout.{name}={value}" for name, value in given.items()]
+    made = build("rollout=dynamic_sampling", "rollout.stop=[x]", *words)("rollout")
+    assert {name: getattr(made, name) for name in given} == given
+    assert made.group_filter.func is mixed
+    assert (made.outcome, made.threshold, made.downsample) == (None, 1.0, None)
+    assert made.sampling.stop == ("x",)
+    assert list(made.reward) == ["accuracy", "format"]
+
+
+def test_settings_go_by_name_only():
+    with pytest.raises(TypeError, match="positional"):
+        Collector(REWARDS, centered, "length", 0.25, 5, 0.9, 0.8, 7, 0.1, 11, ["x"])

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from grpo_lightning.resume import chosen, differences
+from grpo_lightning.checkpoint.resume import chosen, differences
 from grpo_lightning.run import sweep_value
-from tests.composed import composed
-from tests.running import small_run
+from tests.support.composed import composed
+from tests.support.running import small_run
 
 
 def config(**changed):
@@ -86,7 +86,7 @@ def test_a_broken_setting_stops_before_anything_is_loaded_or_written(tmp_path, m
 
 def test_a_reward_without_its_column_stops_before_weights_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_lightning.policy.scratch.character_llama", lambda **_: pytest.fail("weights were made"))
-    monkeypatch.setattr("tests.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
+    monkeypatch.setattr("tests.support.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
     with pytest.raises(ValueError, match="colour"):
         small_run(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"

@@ -5,13 +5,12 @@ import torch
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampling
-from grpo_lightning.clock import Clock
-from grpo_lightning.judge import Judge
+from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.scratch import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
-from grpo_lightning.selfcheck import SelfCheckError, check_rollout
+from grpo_lightning.rollout.step_context import StepContext
 
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6)
 
@@ -28,9 +27,10 @@ def policy():
 
 def check(policy, reference=None, sampling=SAMPLING, **changed):
     reward = Weighted(lambda completions: [float(len(t)) for t in completions], 1.0)
-    collect = Collector(Judge({"r": reward}, "r", 1.0), centered, 2, SAMPLING)
+    settings = {"reward": {"r": reward}, "advantage": centered, "outcome": "r", "threshold": 1.0, "group_size": 2}
+    collector = Collector(**settings, **vars(SAMPLING))
     prompts = Prompts(("1 + 1", "a longer prompt"), {})
-    collected = collect(policy, reference, prompts, microbatch_tokens=999, seed=1, clock=Clock())
+    collected = collector.collect(policy, reference, prompts, microbatch_tokens=999, context=StepContext(seed=1))
     check_rollout(policy, reference, collected.rollout, sampling, 999)
 
 
@@ -41,7 +41,7 @@ def test_a_sound_policy_passes(policy):
 
 def test_another_temperature_than_sampled(policy):
     with pytest.raises(SelfCheckError, match="differ from the sampler's by up to .*another temperature was sampled"):
-        check(policy, sampling=Sampling(1.0, 1.0, 0, 0.0, 6))
+        check(policy, sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6))
 
 
 def test_randomness_in_the_model(policy):
@@ -65,8 +65,8 @@ def test_a_model_that_ignores_the_attention_mask(policy):
 
 def test_a_reference_that_computes_something_else_with_the_same_weights(policy):
     reference = frozen_copy(policy)
-    plain = reference.score
-    reference.score = lambda rows, temperature: plain(rows, temperature=2 * temperature)
+    plain = reference.logprobs_and_entropy
+    reference.logprobs_and_entropy = lambda rows, temperature: plain(rows, temperature=2 * temperature)
     with pytest.raises(SelfCheckError, match="the reference is a copy of the policy, yet"):
         check(policy, reference)
 

@@ -7,7 +7,20 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.loss import cispo, clipped, completion_sum, gmpo, gspo, reinforce, sapo
+from grpo_lightning.loss import (
+    PolicyLoss,
+    cispo,
+    clipped,
+    completion_mean,
+    completion_sum,
+    gmpo,
+    gspo,
+    k3,
+    reinforce,
+    response_clipped,
+    sapo,
+)
+from tests.test_loss import rollout
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 
@@ -68,6 +81,29 @@ def test_gspo():
     assert_close(log_ratio.grad, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0], [-3.0, -3.0, 0.0]]))
 
 
+def test_response_clipped():
+    # bounds .8 and 1.4    R         A   min(R A, clip(R) A)
+    ratios = [
+        [2.0, 0.5, 1.1],  # 1.1        1  1.1
+        [4.0, 0.5, 7.0],  # 2          1  1.4   bounded; the third token is padding, as all that follow a 7
+        [4.0, 0.5, 7.0],  # 2         -3  -6
+        [0.5, 7.0, 7.0],  # .5        -3  -2.4  bounded
+        [0.5, 7.0, 7.0],  # .5         1  .5
+    ]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    surrogate = partial(response_clipped, epsilon_low=0.2, epsilon_high=0.4)
+    objective, bounded, log_ratio = rows(surrogate, ratios, [1.0, 1.0, -3.0, -3.0, 1.0], mask.tolist())
+    values = [1.1, 1.4, -6.0, -2.4, 0.5]
+    assert_close(objective[mask], torch.tensor([value for value, row in zip(values, mask) for _ in range(row.sum())]))
+    assert bounded.tolist() == [[False] * 3, [True, True, False], [False] * 3, [True, False, False], [False] * 3]
+    # a response counts once, whatever its length: 1 / 5 each, and R A / 5 is the gradient of every token of it
+    total = (objective * completion_mean(mask)).sum()
+    assert total.item() == pytest.approx((1.1 + 1.4 - 6.0 - 2.4 + 0.5) / 5, abs=1e-6)
+    total.backward()
+    expected = [[0.22] * 3, [0.0] * 3, [-1.2, -1.2, 0.0], [0.0] * 3, [0.1, 0.0, 0.0]]
+    assert_close(log_ratio.grad, torch.tensor(expected))
+
+
 def test_cispo():
     # the weight has no gradient: sg(min(r, 5)) A d log r
     surrogate = partial(cispo, ratio_max=5.0)
@@ -106,7 +142,9 @@ def test_reinforce():
     assert token(reinforce, 2.0, -3.0) == pytest.approx((-3 * math.log(2), False, -3.0), abs=1e-5)
 
 
+RESPONSE = partial(response_clipped, epsilon_low=0.2, epsilon_high=0.2)
 ALL = [
+    RESPONSE,
     partial(clipped, epsilon_low=0.2, epsilon_high=0.2),
     partial(gspo, epsilon_low=0.2, epsilon_high=0.2),
     partial(cispo, ratio_max=5.0),
@@ -122,9 +160,29 @@ def test_on_policy_the_gradient_is_the_advantage(surrogate):
     advantages = torch.tensor([[1.5] * 3, [-0.5] * 3])
     log_ratio = torch.zeros(2, 3, requires_grad=True)
     objective, bounded = surrogate(log_ratio, advantages, mask)
-    (objective * mask / mask.sum(-1, keepdim=True)).sum().backward()
-    assert_close(log_ratio.grad, advantages * mask / mask.sum(-1, keepdim=True))
+    lengths = mask.sum(-1, keepdim=True)
+    (objective * mask / lengths).sum().backward()
+    # of a mean over the tokens; the ratio of a whole response is a product, whose gradient no length divides
+    assert_close(log_ratio.grad, advantages * mask / (1 if surrogate is RESPONSE else lengths))
     assert not bounded.any()
+
+
+@pytest.mark.parametrize("surrogate", ALL)
+def test_a_gradient_is_known_beforehand_only_where_no_other_token_decides_it(surrogate):
+    objective = PolicyLoss(surrogate, k3, completion_mean, 0.0, 0.0)
+    batch = rollout(advantages=torch.tensor([[1.0] * 3, [-2.0] * 3]))
+    one = torch.tensor([[0.1, 0.05, -0.1], [0.1, -0.05, 0.0]])
+    other = one + torch.tensor([[0.0, 0.15, 0.2], [0.0, -0.2, 0.0]])  # the first token of each row is the same
+    gradients = []
+    for logprobs in (one, other):
+        logprobs.requires_grad_()
+        objective(logprobs, None, batch, completion_mean(batch.mask))[0].backward()
+        gradients.append(logprobs.grad)
+    independent = torch.equal(gradients[0][:, 0], gradients[1][:, 0])
+    known = objective.gradient(batch, completion_mean(batch.mask), on_policy=False)
+    assert (known is not None) == independent
+    if known is not None:
+        assert_close(known(one.detach().flatten(), torch.arange(6)).view(2, 3), gradients[0])
 
 
 @pytest.mark.parametrize("surrogate", ALL)
@@ -159,4 +217,4 @@ def test_other_shapes_are_refused(surrogate):
 
 def test_a_completions_sum():
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert completion_sum(mask, mask.sum()).tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]
+    assert completion_sum(mask).tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.batch import Prompts
-from grpo_lightning.clock import Clock
 from grpo_lightning.policy.hf import load
 from grpo_lightning.policy.loading import resolve
+from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.validation import Validation
-from tests.composed import ROOT, build, composed
+from tests.support.composed import ROOT, build, composed
 
 PATH = resolve("pkg://grpo_lightning/policy/tiny")
 TAUGHT = sorted(composed()["taught"])
@@ -66,7 +66,7 @@ def test_its_samples_are_often_wrong_while_its_likeliest_answer_mostly_is_right(
             max_new_tokens=36,
             stop=[],
         )
-        validation.step(policy, prompts, completed_steps=0, seed=1, clock=Clock())
+        validation.step(policy, prompts, completed_steps=0, context=StepContext(seed=1))
         found[temperature] = validation.compute()
     assert found[0.0]["val/pass@1"] > 0.6
     assert 0.1 < found[1.0]["val/pass@1"] < 0.85

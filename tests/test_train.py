@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.composed import ROOT
-from tests.running import SMALL
+from tests.support.composed import ROOT
+from tests.support.running import SMALL
 from tests.test_callbacks import scalars
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def asked(directory: Path) -> dict[int, list[str]]:
 
 
 def recorder(directory: Path) -> str:
-    return f"+callbacks.asked={{_target_: tests.killing.Asked, path: {directory}/asked.jsonl}}"
+    return f"+callbacks.asked={{_target_: tests.support.killing.Asked, path: {directory}/asked.jsonl}}"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def same_as_unbroken(directory: Path, unbroken: Path) -> None:
     ids=["in a rollout", "on an epoch border", "in the last update", "in the first rollout"],
 )
 def test_a_killed_run_continues_exactly(moment, step, unbroken, tmp_path):
-    killer = f"+callbacks.kill={{_target_: tests.killing.Kill, step: {step}, moment: {moment}}}"
+    killer = f"+callbacks.kill={{_target_: tests.support.killing.Kill, step: {step}, moment: {moment}}}"
     killed = train(*STEPS, f"hydra.run.dir={tmp_path}", recorder(tmp_path), killer)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not (tmp_path / "summary.json").exists()
@@ -84,7 +84,7 @@ def test_a_killed_run_continues_exactly(moment, step, unbroken, tmp_path):
 
 
 def test_sigterm_saves_the_last_complete_step(unbroken, tmp_path):
-    killer = "+callbacks.kill={_target_: tests.killing.Kill, step: 6, moment: rollout, signal_number: 15}"
+    killer = "+callbacks.kill={_target_: tests.support.killing.Kill, step: 6, moment: rollout, signal_number: 15}"
     ended = train(*STEPS, f"hydra.run.dir={tmp_path}", recorder(tmp_path), killer)
     assert ended.returncode == 143, ended.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -19,6 +19,7 @@ from grpo_lightning.varying import (
     state,
     values,
 )
+from tests.support.running import small_module
 
 
 def test_linear_by_hand():
@@ -68,7 +69,9 @@ def parts():
     return {
         "loss": PolicyLoss(surrogate, k3, completion_mean, coefficient, 0.0),
         "rewards": {"a": Weighted(len, Linear(1.0, 0.0, steps=10)), "b": Weighted(len, 2.0)},
-        "sampling": Sampling(Linear(1.0, 0.6, steps=4), 1.0, 0, 0.0, Linear(8, 16, steps=4)),
+        "sampling": Sampling(
+            temperature=Linear(1.0, 0.6, steps=4), top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=Linear(8, 16, steps=4)
+        ),
     }
 
 
@@ -91,7 +94,11 @@ def test_every_number_wherever_it_stands():
 
 
 def test_what_does_not_vary_is_left_as_it_is():
-    fixed = {"a": [1, 2.0], "b": partial(len, 3), "c": Sampling(1.0, 1.0, 0, 0.0, 8)}
+    fixed = {
+        "a": [1, 2.0],
+        "b": partial(len, 3),
+        "c": Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=8),
+    }
     assert at(fixed, 5) is fixed
 
 
@@ -103,6 +110,81 @@ def test_adaptive_numbers_observe_and_survive_a_checkpoint():
     assert state(whole) == {"loss.kl_coef": pytest.approx(0.11)}
     restore(resumed, state(whole))
     assert resumed["loss"].kl_coef.at(3) == pytest.approx(0.11)
+
+
+BY_KEY = {
+    "rollout.temperature": "Linear, start: 1.0, end: 0.5, steps: 4",
+    "rollout.max_new_tokens": "Piecewise, values: [10, 6], borders: [1]",
+    "reward.format.weight": "Linear, start: 1.0, end: 0.0, steps: 2",
+    # a completion is never shorter than a token, and no entropy that high: both grow in every step
+    "reward.custom.weight": "Proportional, start: 2.0, metric: completion/length_mean, target: 0.5, rate: 1.0",
+    "rollout.kl_penalty": "Stepwise, start: 0.1, metric: policy/entropy, target: 99, step: 0.2, lowest: 0, highest: 1",
+    "loss.kl_coef": "Proportional, start: 0.5, metric: policy/entropy, target: 99, rate: 0.5",
+}
+"""Key as the user writes it -> what stands there."""
+
+
+def varying_module():
+    words = [f"{key}={{_target_: grpo_lightning.varying.{number}}}" for key, number in BY_KEY.items()]
+    module = small_module(*words, "steps=3", "validation.max_new_tokens=10")
+    module.sampled = []
+    sample = module.policy.sample
+
+    def remembering(prompts, *, sampling, **arguments):
+        module.sampled.append((sampling.temperature, sampling.max_new_tokens))
+        return sample(prompts, sampling=sampling, **arguments)
+
+    module.policy.sample = remembering
+    return module
+
+
+def test_numbers_are_logged_and_kept_under_the_users_keys():
+    module = varying_module()
+    expected = [
+        {
+            "rollout.temperature": 1.0,
+            "rollout.max_new_tokens": 10,
+            "reward.format.weight": 1.0,
+            "reward.custom.weight": 2.0,
+            "rollout.kl_penalty": 0.1,
+            "loss.kl_coef": 0.5,
+        },
+        {
+            "rollout.temperature": 0.875,
+            "rollout.max_new_tokens": 6,
+            "reward.format.weight": 0.5,
+            "reward.custom.weight": 2.4,  # 20 % more at most
+            "rollout.kl_penalty": 0.3,
+            "loss.kl_coef": 0.45,  # 20 % less at most, times .5
+        },
+        {
+            "rollout.temperature": 0.75,
+            "rollout.max_new_tokens": 6,
+            "reward.format.weight": 0.0,
+            "reward.custom.weight": 2.88,
+            "rollout.kl_penalty": 0.5,
+            "loss.kl_coef": 0.405,
+        },
+    ]
+
+    def step(module):
+        metrics = module.train_step(["1 + 1 =", "what is 20 + 3 ?"])
+        logged = {name.removeprefix("varying/"): v for name, v in metrics.items() if name.startswith("varying/")}
+        weighted = [logged[f"reward.{name}.weight"] * metrics[f"reward/{name}"] for name in ("custom", "format")]
+        assert metrics["reward/total"] == pytest.approx(sum(weighted), abs=1e-6)
+        assert module.sampled.pop() == (logged["rollout.temperature"], logged["rollout.max_new_tokens"])
+        return logged
+
+    assert step(module) == pytest.approx(expected[0])
+    assert step(module) == pytest.approx(expected[1])
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    adaptive = {"reward.custom.weight", "rollout.kl_penalty", "loss.kl_coef"}
+    assert checkpoint["grpo"]["varying"] == pytest.approx({key: expected[2][key] for key in adaptive})
+    resumed = varying_module()
+    resumed.on_load_checkpoint(checkpoint)
+    assert step(resumed) == pytest.approx(expected[2])
+    assert step(module) == pytest.approx(expected[2])
 
 
 @pytest.mark.parametrize(

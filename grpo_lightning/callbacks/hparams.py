@@ -26,26 +26,26 @@ class HParams(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 # Only the settings: the metrics' values are the last scalars of the same names.
-                for summary in hparams(flat(module.config), final):  # type: ignore[arg-type]
+                for summary in hparams(flat(module.settings), final):  # type: ignore[arg-type]
                     logger.experiment._get_file_writer().add_summary(summary)
 
 
 def flat(
     config: Mapping[str, Any], *, prefix: str = "", parts: Collection[str] | None = None
 ) -> dict[str, bool | int | float | str]:
-    """Nested settings as ``a.b.c`` -> value; lists and null as text.
+    """Nested settings by their dotted keys, ``a.b.c`` -> value, with lists and null as text.
 
     Targets are left out, and whatever changes no result: where files go, and the copies of a part inside another one.
     """
     parts = config.keys() if parts is None else parts
-    found: dict[str, bool | int | float | str] = {}
+    flattened: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         copied = prefix and key in parts and isinstance(value, Mapping)
         if key.startswith("_") or copied or name in _NO_RESULT:
             continue
         if isinstance(value, Mapping):
-            found |= flat(value, prefix=f"{name}.", parts=parts)
+            flattened |= flat(value, prefix=f"{name}.", parts=parts)
         else:
-            found[name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            flattened[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flattened

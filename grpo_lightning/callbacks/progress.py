@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -9,11 +10,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-_SHOWN = {"reward/total": "reward", "val/pass@1": "pass@1", "perf/tokens_per_second": "tok/s"}
+_SHOWN = {
+    "reward/accuracy": ("accuracy", ".3g"),
+    "reward/format": ("format", ".3g"),
+    "reward/total": ("reward", ".3g"),
+    "advantage/mean": ("advantage", "z.1f"),
+    "advantage/std": ("±", ".2f"),
+    "policy/kl_divergence": ("kl", ".2g"),
+    "val/pass@1": ("pass@1", ".3g"),
+    "perf/tokens_per_second": ("tok/s", ".0f"),
+}
+"""Metric -> its label on a progress line, and the format of its value."""
 
 
 class _Live(ProgressColumn):
-    """Phase and metrics, read from the module at every refresh."""
+    """The column of the progress bar with phase and metrics, read from the module at every refresh."""
 
     def __init__(self, module: Any, trainer: Trainer) -> None:
         super().__init__()
@@ -25,13 +36,14 @@ class _Live(ProgressColumn):
         return Text(f"{phase:<10} {describe(self.module.metrics)}")
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """The few numbers of a progress line, those that are known."""
-    return "  ".join(f"{label} {metrics[name]:.4g}" for name, label in _SHOWN.items() if name in metrics)
+def describe(metrics: Mapping[str, float]) -> str:
+    """The few numbers of a progress line, those that were measured."""
+    parts = [f"{label} {metrics[name]:{form}}" for name, (label, form) in _SHOWN.items() if name in metrics]
+    return "  ".join(parts).replace("  ±", " ±")
 
 
 class RunProgress(Callback):
-    """Shows phase, reward, pass@1 and tokens per second.
+    """Shows the phase and a few metrics of the newest step.
 
     Args:
         every: Steps between two lines where the output is no terminal.

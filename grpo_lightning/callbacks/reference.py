@@ -7,12 +7,12 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from grpo_lightning.distributed.sharding import load_whole_weights, whole_weights
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.policy.sharding import load_whole_weights, whole_weights
 
 
 class ReferenceRefresh(Callback):
-    """Every so many rollouts  reference = alpha * policy + (1 - alpha) * reference.
+    """Moves the reference every so many rollouts:  reference = alpha * policy + (1 - alpha) * reference.
 
     With ``alpha=1`` it is iterative GRPO (arXiv:2402.03300, Algorithm 1: the reference becomes the policy); below, the
     soft update of TR-DPO (arXiv:2404.09656, Eq. 4), where alpha 0.6 every 512 steps serves well. The weights of a
@@ -20,7 +20,7 @@ class ReferenceRefresh(Callback):
 
     Args:
         every: Rollouts between two refreshes.
-        alpha: In (0, 1].
+        alpha: How far the reference moves towards the policy, in (0, 1].
 
     Raises:
         ValueError: On construction, if a number is out of range; when training starts, if there is no reference or its
@@ -44,9 +44,9 @@ class ReferenceRefresh(Callback):
                 "callbacks.reference: there is no reference to refresh; set loss.kl_coef or rollout.kl_penalty"
             )
         self._module = module
-        mine, theirs = _shapes(module.policy), _shapes(module.reference)
-        if mine != theirs:
-            other = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
+        in_policy, in_reference = _shapes(module.policy), _shapes(module.reference)
+        if in_policy != in_reference:
+            other = sorted(set(in_policy.items()) ^ set(in_reference.items()))[0][0]
             raise ValueError(f"callbacks.reference: the reference is another model than the policy, see {other}")
         if self._loaded is not None:
             load_whole_weights(module.reference, self._loaded)

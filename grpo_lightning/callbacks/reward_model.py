@@ -8,17 +8,16 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt
-from grpo_lightning.judge import Judged
+from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
 
 Example = tuple[Prompt, str, bool]
-"""A prompt, a completion and whether the outcome reward found it right."""
+"""A prompt, a completion, and whether it is right by the outcome reward."""
 
 
 class RewardModelTraining(Callback):
-    """Every so many rollouts the reward model trains on what the outcome reward said of them, and on older ones.
+    """Trains the reward model every so many rollouts, on what the outcome reward said of them and of older ones.
 
     The step "update r_phi through continuous training using a replay mechanism" of iterative GRPO (arXiv:2402.03300,
     Algorithm 1 and section 4.1.4: 10 % of the data are historical). The paper leaves the rest open; here the loss is
@@ -33,11 +32,11 @@ class RewardModelTraining(Callback):
         epochs: Passes over the new and the replayed examples of an update.
         batch_size: Examples per optimizer step.
         lr: Learning rate, constant; a continued run takes the new one.
-        replay: Share of an update's examples that are from before the last update, in [0, 1); fewer where there are
-            not so many.
-        buffer_size: Most examples kept to replay.
-        max_grad_norm: Clip threshold of the gradient's L2 norm.
-        seed: Of the draw and the order.
+        replay: The fraction of an update's examples that are from before the last update, in [0, 1); smaller where
+            there are not so many.
+        buffer_size: The most examples that are kept to be replayed.
+        max_grad_norm: The gradient's L2 norm from which on it is clipped.
+        seed: Decides which examples are replayed, and the order of all.
 
     Raises:
         ValueError: On construction, if a number is out of range; when training starts, if there is no such reward, it
@@ -61,7 +60,7 @@ class RewardModelTraining(Callback):
         counts = {"every": every, "epochs": epochs, "batch_size": batch_size}
         wrong = [f"{name}={value}: allowed is an integer >= 1" for name, value in counts.items() if value < 1]
         wrong += [f"buffer_size={buffer_size}: allowed is an integer >= 0"] * (buffer_size < 0)
-        wrong += [f"replay={replay}: allowed is a share in [0, 1)"] * (not 0 <= replay < 1)
+        wrong += [f"replay={replay}: allowed is a fraction in [0, 1)"] * (not 0 <= replay < 1)
         wrong += [f"lr={lr}: allowed is a number >= 0"] * (not lr >= 0)
         wrong += [f"max_grad_norm={max_grad_norm}: allowed is a number > 0"] * (not max_grad_norm > 0)
         if wrong:
@@ -76,9 +75,9 @@ class RewardModelTraining(Callback):
         self.max_grad_norm = max_grad_norm
         self.seed = seed
         self.pending: list[Example] = []
-        """Of the rollouts since the last update."""
+        """The examples of the rollouts since the last update."""
         self.buffer: list[Example] = []
-        """Of those before, oldest first."""
+        """The examples of the rollouts before, oldest first."""
         self._model: RewardModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] | None = None
@@ -110,16 +109,20 @@ class RewardModelTraining(Callback):
     ) -> None:
         if not isinstance(module, GRPOLightningModule) or self._model is None or not outputs:
             return
-        self.pending += examples(outputs["judged"], module.collect.judge.outcome)
+        self.pending += examples(outputs["scored"], module.rollout.judge.outcome_name)
         if module.completed_steps % self.every == 0 and self.pending:
             module.report(self.update(self._model, module.completed_steps))
 
     def update(self, model: RewardModel, step: int) -> dict[str, float]:
         """Train on the pending examples and replayed ones, then move the former to the buffer.
 
+        Args:
+            model: The reward model.
+            step: The number of completed steps, which with the seed decides the draw.
+
         Returns:
-            reward_model/accuracy of the pending ones before, by the sign of the logit, and reward_model/loss, the mean
-            over all examples and epochs as they were trained on.
+            "reward_model/accuracy" on the pending examples before the update, by the sign of the logit, and
+            "reward_model/loss", the mean over all examples and epochs as they were trained on.
         """
         chance = random.Random(f"{self.seed} {step}")
         prompts, texts, labels = zip(*self.pending, strict=True)
@@ -158,7 +161,7 @@ class RewardModelTraining(Callback):
         return total
 
     def _find(self, module: LightningModule) -> RewardModel:
-        judge = module.collect.judge if isinstance(module, GRPOLightningModule) else None
+        judge = module.rollout.judge if isinstance(module, GRPOLightningModule) else None
         rewards = judge.rewards if judge else {}
         model = rewards[self.reward].function if self.reward in rewards else None
         if judge is None or not isinstance(model, RewardModel):
@@ -167,9 +170,9 @@ class RewardModelTraining(Callback):
                 f"callbacks.reward_model.reward={self.reward}: allowed is a reward that is a reward model, of which "
                 f"there are {', '.join(models) or 'none: add one, reward=[accuracy,format,model]'}"
             )
-        if model.shares_weights(judge.rewards[judge.outcome].function):
+        if model.shares_weights(judge.rewards[judge.outcome_name].function):
             raise ValueError(
-                f"rollout.outcome={judge.outcome}: allowed is another reward than the model that is trained, "
+                f"rollout.outcome={judge.outcome_name}: allowed is another reward than the model that is trained, "
                 f"callbacks.reward_model.reward={self.reward}, which would learn from its own judgement"
             )
         return model
@@ -204,26 +207,29 @@ class RewardModelTraining(Callback):
         self._restored = state_dict["trained"]
 
 
-def examples(judged: Judged, outcome: str) -> list[Example]:
-    """A prompt, completion and label for every row to which the reward called ``outcome`` applies."""
-    applies = judged.rewards[outcome].isfinite().tolist()
+def examples(scored: Scored, outcome: str) -> list[Example]:
+    """The example that every row makes to which the reward called ``outcome`` applies."""
+    applies = scored.rewards[outcome].isfinite().tolist()
     return [
-        (judged.prompts.texts[row // judged.group_size], text, label)
-        for row, (text, label) in enumerate(zip(judged.sampled.texts, judged.right.tolist(), strict=True))
+        (scored.prompts.texts[row // scored.group_size], text, label)
+        for row, (text, label) in enumerate(zip(scored.sampled.texts, scored.right.tolist(), strict=True))
         if applies[row]
     ]
 
 
-def replayed(buffer: Sequence[Example], new: int, share: float, chance: random.Random) -> list[Example]:
-    """Examples of ``buffer`` that are, to the nearest one, ``share`` of themselves and ``new`` others.
+def replayed(buffer: Sequence[Example], new: int, fraction: float, chance: random.Random) -> list[Example]:
+    """Examples of ``buffer``, none twice, so many that together with ``new`` others they are a ``fraction`` of all.
 
-    With r of them and n others  r / (r + n) = share,  so  r = n * share / (1 - share).
+    With r of them and n others  r / (r + n) = fraction,  so  r = n * fraction / (1 - fraction), rounded; fewer where
+    the buffer holds fewer.
     """
-    return chance.sample(buffer, min(len(buffer), round(new * share / (1 - share))))
+    return chance.sample(buffer, min(len(buffer), round(new * fraction / (1 - fraction))))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-sum over rows of  label * log sigmoid(logit) + (1 - label) * log sigmoid(-logit),  in nats.
+    """The binary cross-entropy, summed over rows, in nats.
+
+    -sum of  label * log sigmoid(logit) + (1 - label) * log sigmoid(-logit).
 
     Args:
         logits: [B]
@@ -236,8 +242,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _plain(examples: Sequence[Example]) -> list[list[Any]]:
-    """As lists of texts and numbers, which a checkpoint may hold."""
+    """Examples as lists of texts and numbers, which a checkpoint may hold."""
     return [
-        [prompt if isinstance(prompt, str) else [dict(message) for message in prompt], text, label]
+        [
+            prompt if isinstance(prompt, str) else [dict(one) if isinstance(one, dict) else one for one in prompt],
+            text,
+            label,
+        ]
         for prompt, text, label in examples
     ]

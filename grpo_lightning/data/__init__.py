@@ -1,110 +1,41 @@
 """Data: text prompts and the columns rewards read, in an order that is a function of the seed and the step."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from grpo_lightning.batch import Prompt, Prompts
-from grpo_lightning.data.order import StepSampler, even_batches, permutation
+from grpo_lightning.allowed import integer, problems
+from grpo_lightning.batch import Prompts
+from grpo_lightning.data.batches import Batches, SizedBatches
+from grpo_lightning.data.order import StepSampler, even_batches
+from grpo_lightning.data.source import Fits, Generated, Row, Source, Subset, hold_out, keep
+
+__all__ = ["Fits", "Generated", "PromptData", "Row", "Source", "Subset", "hold_out", "keep"]
 
 _log = logging.getLogger(__name__)
-_CHUNK = 1024  # prompts measured at once
 
-Row = tuple[Prompt, dict[str, Any]]
-"""A prompt and its columns."""
-Fits = Callable[[list[Prompt]], list[bool]]
-"""Which of some prompts may be used."""
-
-
-class Source(Protocol):
-    """Prompts by index. Every row has the same columns."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Row: ...
-
-
-@runtime_checkable
-class Generated(Source, Protocol):
-    """A source that makes its rows on access and replaces an unfit one, where a stored source would lose it."""
-
-    def keep(self, fits: Fits) -> "tuple[Source, int]":
-        """The source with fit prompts only, and how many rows it has lost."""
-        ...
-
-
-class Subset:
-    """Some rows of a source."""
-
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self._source, self._indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._source[self._indices[index]]
-
-
-def keep(source: Source, fits: Fits) -> tuple[Source, int]:
-    """The source without the prompts that do not fit; a stored source is read through once.
-
-    Args:
-        source: Where the prompts are.
-        fits: Says which of a list of prompts may stay.
-
-    Returns:
-        The remaining source, in the same order, and how many rows it has lost.
-    """
-    if isinstance(source, Generated):
-        return source.keep(fits)
-    remaining: list[int] = []
-    indices: Iterator[int] = iter(range(len(source)))
-    while chunk := list(islice(indices, _CHUNK)):
-        verdicts = fits([source[i][0] for i in chunk])
-        remaining += [i for i, verdict in zip(chunk, verdicts, strict=True) if verdict]
-    return Subset(source, remaining), len(source) - len(remaining)
-
-
-def hold_out(source: Source, size: int) -> tuple[Source, Source]:
-    """Training and validation rows of one source: the last ones of a fixed random order validate.
-
-    The order does not depend on the run's seed, so all runs on a file are validated on the same rows. A training row
-    whose prompt is also held out is left out.
-
-    Args:
-        source: All rows.
-        size: Most rows to hold out; never more than a fifth of them, but at least one.
-
-    Returns:
-        The training source and the validation source, both in the source's order.
-
-    Raises:
-        ValueError: If there are fewer than two rows.
-    """
-    if len(source) < 2:
-        raise ValueError(f"data: {len(source)} rows; allowed: at least 2, as some are held out for validation")
-    share = min(size, max(len(source) // 5, 1))
-    if share < size:
-        _log.warning("held out %d of %d rows, fewer than data.validation_size=%d", share, len(source), size)
-    order = permutation(0, 0, len(source)).tolist()
-    training, validation = Subset(source, sorted(order[:-share])), Subset(source, sorted(order[-share:]))
-    held_out = {repr(validation[i][0]) for i in range(share)}
-    distinct, repeated = keep(training, lambda prompts: [repr(prompt) not in held_out for prompt in prompts])
-    if repeated:
-        _log.warning("left out %d training rows that repeat a held-out prompt", repeated)
-    return distinct, validation
+RULES = {
+    "prompts_per_step": integer(1),
+    "tries": integer(1),
+    "steps": integer(0),
+    "validate_every": integer(0, null=True),
+    "validation_size": integer(1),
+    "validation_batch_size": integer(1),
+    "max_prompt_length": integer(1, null=True),
+    "num_workers": integer(0),
+}
+"""Number of `PromptData` -> what it may be."""
 
 
 class PromptData(LightningDataModule):
     """Training and held-out prompts, as text.
 
-    Every epoch of the trainer is the stretch of steps up to the next validation, so the trainer must reload its
-    dataloaders every epoch, and must not insert samplers of its own.
+    Every epoch of the trainer is the stretch of steps up to the next validation: each time the training prompts are
+    iterated over, they begin after the last completed step. All processes read the same batches and divide them later,
+    so that any trainer's settings for samplers and reloading will do.
 
     Args:
         train: The training source, or a callable that opens it in ``load``.
@@ -113,9 +44,9 @@ class PromptData(LightningDataModule):
         tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
         steps: Rollouts of the whole run.
         validate_every: Steps between validations; None or 0 means one stretch until the end.
-        validation_size: Most held-out prompts that are used.
-        validation_batch_size: Most held-out prompts answered at once on one device.
-        max_prompt_length: Most tokens of a prompt, or None for any length; applied by ``limit_prompts``.
+        validation_size: The most held-out prompts that are used.
+        validation_batch_size: The most held-out prompts answered at once on one device.
+        max_prompt_length: The most tokens of a prompt, or None for any length; applied by ``limit_prompts``.
         seed: Decides the order of the training prompts.
         verifier: Dotted path of the function that ``reward=accuracy`` judges these answers by.
         verifier_timeout: Seconds that it has for one answer in a worker process; None: it runs in this one.
@@ -143,18 +74,8 @@ class PromptData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        least = {
-            "data.prompts_per_step": (prompts_per_step, 1),
-            "data.tries": (tries, 1),
-            "steps": (steps, 0),
-            "data.validate_every": (validate_every or 0, 0),
-            "data.validation_size": (validation_size, 1),
-            "data.validation_batch_size": (validation_batch_size, 1),
-            "data.max_prompt_length": (1 if max_prompt_length is None else max_prompt_length, 1),
-            "data.num_workers": (num_workers, 0),
-        }
-        wrong = [f"{key}={value}: allowed: {low} or more" for key, (value, low) in least.items() if value < low]
-        if wrong:
+        own = {name: value for name, value in locals().items() if name in RULES}
+        if wrong := problems(RULES, own, prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
         self.tries = tries
@@ -165,6 +86,7 @@ class PromptData(LightningDataModule):
         self.num_workers = num_workers
         self.dropped = 0
         self._sources: tuple[Source, Source] | None = None
+        self._followed: Callable[[], int] | None = None
 
     @property
     def train(self) -> Source:
@@ -178,7 +100,7 @@ class PromptData(LightningDataModule):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names that rewards may ask for."""
+        """The names of the columns, which rewards may ask for."""
         return tuple(self.validation[0][1])
 
     def load(self) -> tuple[Source, Source]:
@@ -225,7 +147,7 @@ class PromptData(LightningDataModule):
             )
 
     def describe(self) -> dict[str, Any]:
-        """What there is, for people to read."""
+        """Facts about the data, for people to read."""
         return {
             "training prompts": len(self.train),
             "held-out prompts": len(self.validation),
@@ -234,27 +156,32 @@ class PromptData(LightningDataModule):
         }
 
     def setup(self, stage: str) -> None:
-        """Refuse steps that would leave a process without a prompt, before the first validation."""
+        """Refuse steps that would leave a process without a prompt, before the first validation.
+
+        Raises:
+            ValueError: There are fewer prompts in a step than processes.
+        """
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
                 f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
                 f"{self._processes()}"
             )
 
-    def train_dataloader(self) -> DataLoader[Row]:
-        """The steps from the last completed one to the next validation, or to the end of the run."""
+    def train_dataloader(self) -> Batches:
+        """The batches from the last completed step to the next validation, or to the end of the run."""
+        _ = self.train[0]  # here, so that workers inherit what a source computes once
+        return Batches(lambda: self._loader(self.train, self._stretch()))
+
+    def val_dataloader(self) -> Batches:
+        """The held-out prompts, always in the same order."""
+        batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
+        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
+
+    def _stretch(self) -> StepSampler:
         start = self._completed_steps()
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
-        _ = self.train[0]  # here, so that workers inherit what a source computes once
-        prompts = self.prompts_per_step * self.tries
-        sampler = StepSampler(len(self.train), prompts, self.seed, start, num_steps)
-        return self._loader(self.train, sampler)
-
-    def val_dataloader(self) -> DataLoader[Row]:
-        """The held-out prompts, always in the same order."""
-        batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
-        return self._loader(self.validation, batches)
+        return StepSampler(len(self.train), self.prompts_per_step * self.tries, self.seed, start, num_steps)
 
     def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
         if self.prompts_per_step > len(train):
@@ -269,7 +196,13 @@ class PromptData(LightningDataModule):
             validation = Subset(validation, range(self.validation_size))
         return train, validation
 
+    def follow(self, completed_steps: Callable[[], int]) -> None:
+        """Begin after the steps that somebody has completed, instead of those of the trainer's module."""
+        self._followed = completed_steps
+
     def _completed_steps(self) -> int:
+        if self._followed is not None:
+            return self._followed()
         return int(self.trainer.lightning_module.completed_steps) if self.trainer else 0  # type: ignore[arg-type]
 
     def _processes(self) -> int:

@@ -1,152 +1,82 @@
-"""Flawed demonstrations for the supervised stage: short reasoning in tags, each step of it wrong now and then.
+"""Demonstrations for the supervised stage: files of one's own, or those that taught the shipped policy."""
 
-A slip is carried on to the answer. Slips are spread over many values, so a policy that imitates them is often wrong
-when it samples, while its likeliest answer stays right.
-"""
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-import operator
-import random
-import re
-import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
-
-import reasoning_gym
-
-Reason: TypeAlias = Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]
-"""(entry's metadata, random numbers, probability that a step slips) -> (reasoning, answer)."""
-
-_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
-# A slip adds one of these: together they may be likely, each alone is rare.
-_SHIFTS = (*range(-11, 0), *range(1, 12))
+from grpo_lightning.data import PromptData, Row, Source
+from grpo_lightning.data.jsonl import JsonLines
 
 
-def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Operations from left to right, one equation each; after a wrong result the later ones follow from it.
+class OwnDemonstrations:
+    """Prompts with the completions to imitate, of JSON lines or parquet files.
+
+    A row has a prompt and a completion, each as text or chat messages, and any further columns; or one column with a
+    whole conversation, whose last message is the assistant's and becomes the completion.
 
     Args:
-        first: Number that the first operation starts from.
-        operations: Operator and right-hand number of each step.
-        rng: Source of the slips' places and sizes.
-        slips: Probability that a step's result is wrong.
-
-    Returns:
-        The equations, separated by spaces, and the last result.
-    """
-    result, equations = first, []
-    for symbol, number in operations:
-        value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if rng.random() < slips else 0)
-        equations.append(f"{result}{symbol}{number}={value}")
-        result = value
-    return " ".join(equations), str(result)
-
-
-def _expression(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Sums and products: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
-    expression = metadata["expression"]
-    if not re.fullmatch(r"-?\d+( [-+*] -?\d+)+", expression):
-        raise ValueError(f"expression: expected whole numbers joined by +, - or *, got {expression!r}")
-    first, *rest = expression.split()
-    return _compute(int(first), list(zip(rest[::2], map(int, rest[1::2]), strict=True)), rng, slips)
-
-
-def _equation(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Linear equations: "57 - x = 12" becomes "57-12=45", "3*x + 4 = 10" becomes "10-4=6 6/3=2"."""
-    variable, equation = metadata["variable"], metadata["equation"]
-    left, _, right = equation.replace(" ", "").partition("=")
-    term = re.search(rf"([+-]?)(?:(\d+)\*)?{variable}", left)
-    constant = re.fullmatch(r"[+-]?\d*", left.replace(term[0], "", 1)) if term else None
-    if term is None or constant is None:
-        raise ValueError(f"equation: expected one variable {variable!r} and numbers, got {equation!r}")
-    number, division = int(constant[0] or 0), [("/", int(term[2]))] if term[2] else []
-    if term[1] == "-":
-        return _compute(number, [("-", int(right)), *division], rng, slips)
-    return _compute(int(right), [("+" if number < 0 else "-", abs(number)), *division], rng, slips)
-
-
-def _backward(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Words: "sun" is spelled "s u n", then read backward; a slip takes any letter of the alphabet for one of them."""
-    letters = [rng.choice(string.ascii_lowercase) if rng.random() < slips else letter for letter in metadata["word"]]
-    return " ".join(letters), "".join(reversed(letters))
-
-
-_REASONS: Mapping[str, Reason] = {
-    "basic_arithmetic": _expression,
-    "chain_sum": _expression,
-    "products": _expression,
-    "simple_equations": _equation,
-    "spell_backward": _backward,
-}
-
-
-def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
-    """A completion that reasons and answers, without an end of sequence.
-
-    Args:
-        task: Name of a reasoning_gym data set.
-        entry: One of its entries.
-        rng: Decides where the demonstration slips, and to what.
-        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
-    Returns:
-        ``<think>reasoning</think><answer>answer</answer>``.
+        path: One file or several, as in `JsonLines`.
+        prompt_column: Name of the column with the prompt, or with the conversation.
+        completion_column: Name of the column with the completion.
 
     Raises:
-        ValueError: If there are no demonstrations of the task, or its configuration asks for more than they show.
-    """
-    if task not in _REASONS:
-        raise ValueError(f"task: expected one of {sorted(_REASONS)}, got {task!r}")
-    reasoning, answer = _REASONS[task](entry["metadata"], rng, slip_rate)
-    return f"<think>{reasoning}</think><answer>{answer}</answer>"
-
-
-class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
-    """Questions with demonstrated completions, cycling over the tasks; item i is a function of (seed, i).
-
-    reasoning_gym makes its entry i from the number seed + i, so two ranges [seed, seed + size) that do not overlap
-    share no entry's seed.
-
-    Args:
-        tasks: Name of a reasoning_gym data set -> its configuration without size and seed.
-        size: Number of demonstrations.
-        seed: First of the entries' seeds.
-        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
-    Raises:
-        ValueError: If there is no task, or none of its demonstrations, or a size or rate is out of range.
+        ValueError: A row is malformed; names its number and column.
     """
 
-    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
-        if not tasks or not set(tasks) <= set(_REASONS):
-            raise ValueError(f"tasks: expected one or more of {sorted(_REASONS)}, got {list(tasks)}")
-        if size < 1:
-            raise ValueError(f"size: expected 1 or more, got {size}")
-        if not 0 <= slip_rate <= 1:
-            raise ValueError(f"slip_rate: expected 0 to 1, got {slip_rate}")
-        self._sources = [
-            (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
+    def __init__(self, path: str | Sequence[str], prompt_column: str, completion_column: str) -> None:
+        rows = JsonLines(path, prompt_column)
+        self._rows = [
+            _demonstration(rows[i], f"data.path={path}, row {i + 1}", completion_column) for i in range(len(rows))
         ]
-        self._size, self._seed, self._slip_rate = size, seed, slip_rate
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
-        """Question and columns of one demonstration: completion, answer, task and metadata.
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
 
-        Raises:
-            IndexError: If the index is not in [0, size).
-        """
-        if not 0 <= index < self._size:
-            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
-        task, source = self._sources[index % len(self._sources)]
-        entry = source[index]
-        rng = random.Random(f"demonstration {self._seed + index}")
-        completion = demonstrate(task, entry, rng, slip_rate=self._slip_rate)
-        columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
-        return entry["question"], {"completion": completion, **columns}
+
+def _demonstration(row: Row, where: str, column: str) -> Row:
+    prompt, columns = row
+    others = {name: value for name, value in columns.items() if name != column}
+    completion = columns.get(column)
+    if completion is None and isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[-1], dict):
+        *prompt, completion = prompt
+        completion = [completion]
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+        completion = completion[0].get("content") if completion[0].get("role") == "assistant" else completion
+    if not isinstance(completion, str) or not completion:
+        raise ValueError(
+            f"{where}, column {column!r}: {completion!r:.80}; allowed: text, one message of the assistant, or a "
+            "conversation in the prompt's column that the assistant ends"
+        )
+    return prompt, {**others, "completion": completion}
+
+
+def prompts(
+    *,
+    path: str | Sequence[str] | None,
+    validation_path: str | Sequence[str] | None,
+    prompt_column: str,
+    completion_column: str,
+    train: Callable[[], Source],
+    validation: Callable[[], Source],
+    **settings: Any,
+) -> PromptData:
+    """Data of demonstrations.
+
+    Args:
+        path: Training file or files; None takes ``train`` and ``validation``.
+        validation_path: File or files with held-out demonstrations; None holds out rows of the training files.
+        prompt_column: As in `OwnDemonstrations`.
+        completion_column: As in `OwnDemonstrations`.
+        train: Opens the demonstrations that taught the shipped policy.
+        validation: Opens those that measured it.
+        settings: Everything else that ``PromptData`` needs.
+    """
+    if path is None:
+        return PromptData(train=train, validation=validation, **settings)
+    own = partial(OwnDemonstrations, prompt_column=prompt_column, completion_column=completion_column)
+    return PromptData(
+        train=partial(own, path), validation=partial(own, validation_path) if validation_path else None, **settings
+    )

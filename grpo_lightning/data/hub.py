@@ -131,10 +131,10 @@ def prompts(
     map_row: RowMap | None,
     **settings: Any,
 ) -> PromptData:
-    """Data of a data set of the hub or a local copy.
+    """The data of a run from a data set of the hub or a local copy; most arguments go to ``Hub``.
 
     Args:
-        path: See ``Hub``, as for the other arguments.
+        path: Name on the hub, or a local folder or file.
         split: The training split.
         validation_split: The split with held-out prompts; None holds out rows of the training split.
         name: Configuration of the data set.

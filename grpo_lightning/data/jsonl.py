@@ -20,14 +20,14 @@ def checked_prompt(value: Any, where: str) -> Prompt:
     """The prompt of one row.
 
     Args:
-        value: What the row holds.
-        where: Which file, line and column that is, for the message.
+        value: What the row has in the column of the prompt.
+        where: Which file, line and column that is, for messages.
 
     Returns:
-        Text, or chat messages with the keys "role" and "content" only.
+        Text, chat messages with the keys "role" and "content" only, or token ids.
 
     Raises:
-        ValueError: If it is neither, or says nothing.
+        ValueError: If it is none of these, or says nothing.
     """
     if isinstance(value, str):
         _check_text(value, where)
@@ -36,6 +36,8 @@ def checked_prompt(value: Any, where: str) -> Prompt:
         return value
     if not isinstance(value, list):
         raise ValueError(f"{where}: {_kind(value)}; allowed: text or a list of chat messages")
+    if value and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
+        return value  # token ids
     messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
     if not any(message["content"].strip() for message in messages):
         raise ValueError(f"{where}: empty; allowed: text or a list of chat messages")
@@ -70,12 +72,12 @@ def _kind(value: Any) -> str:
 
 
 class Rows:
-    """Rows in memory.
+    """Rows that are held in memory, each checked when it is read.
 
     Args:
         rows: One mapping per row, all with the same keys.
         prompt_column: The key of the prompt; the other keys are the columns rewards see.
-        where: Says where row i comes from, for messages.
+        where: Number of a row -> where the row comes from, for messages.
 
     Raises:
         ValueError: If there is no row, or one lacks a column others have, or its prompt is malformed.
@@ -123,16 +125,16 @@ class JsonLines(Rows):
 
     def __init__(self, path: str | Sequence[str], prompt_column: str = "prompt") -> None:
         paths = [path] if isinstance(path, str | Path) else list(path)
-        found: list[tuple[str, Mapping[str, Any]]] = []
+        placed: list[tuple[str, Mapping[str, Any]]] = []
         for one in paths:
-            found += _read(Path(one))
+            placed += _read(Path(one))
         super().__init__(
-            [row for _, row in found], prompt_column, lambda i: found[i][0] if found else ", ".join(map(str, paths))
+            [row for _, row in placed], prompt_column, lambda i: placed[i][0] if placed else ", ".join(map(str, paths))
         )
 
 
 def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """Where each row is, and the row."""
+    """The rows of a file, each with its place: the file, and the number of the line or row."""
     if path.suffix not in (*_JSON, _PARQUET):
         raise ValueError(f"data.path={path}: allowed: a file ending in {', '.join((*_JSON, _PARQUET))}")
     if not path.is_file():
@@ -181,7 +183,7 @@ class Inline(Rows):
 def prompts(
     *, path: str | Sequence[str], validation_path: str | Sequence[str] | None, prompt_column: str, **settings: Any
 ) -> PromptData:
-    """Data of JSON lines or parquet files.
+    """The data of a run from JSON lines or parquet files.
 
     Args:
         path: Training file or files.

@@ -15,8 +15,8 @@ def permutation(seed: int, epoch: int, size: int) -> Tensor:
     """A random order of ``range(size)`` that depends on nothing but the arguments.
 
     Args:
-        seed: Of the run.
-        epoch: Each has an order of its own.
+        seed: The run's seed.
+        epoch: The number of the pass over the data; each has an order of its own.
         size: How many indices there are.
 
     Returns:
@@ -27,12 +27,12 @@ def permutation(seed: int, epoch: int, size: int) -> Tensor:
 
 
 def prompt_index(seed: int, i: int, size: int) -> int:
-    """Where prompt i of the run lies in the data: permutation(seed, i // size)[i % size].
+    """The index in the data of the run's prompt i: permutation(seed, i // size)[i % size].
 
     Args:
-        seed: Of the run.
+        seed: The run's seed.
         i: How many prompts the run has consumed before this one, over all devices.
-        size: Prompts in the data.
+        size: How many prompts the data have.
 
     Returns:
         An index in [0, size).
@@ -42,16 +42,16 @@ def prompt_index(seed: int, i: int, size: int) -> int:
 
 
 class StepSampler(Sampler[list[int]]):
-    """Indices of the prompts of every step, one list per step; the same in all processes, which share them out.
+    """The indices of every step's prompts, one list per step; the same in all processes, which divide them.
 
     Step s consumes prompts s·P to (s + 1)·P - 1 of the run.
 
     Args:
-        size: Prompts in the data.
-        prompts_per_step: P
-        seed: Of the run.
-        start_step: First step.
-        num_steps: How many steps.
+        size: How many prompts the data have.
+        prompts_per_step: Prompts of one step over all processes, P.
+        seed: The run's seed.
+        start_step: The first step.
+        num_steps: How many steps there are.
     """
 
     def __init__(self, size: int, prompts_per_step: int, seed: int, start_step: int, num_steps: int) -> None:
@@ -71,9 +71,9 @@ def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
     """``range(size)`` in order, in batches of which each process takes about ``batch_size``, and at least one.
 
     Args:
-        size: Prompts in all.
-        batch_size: Most prompts of a batch for one process, unless another would be left with none.
-        processes: How many share a batch.
+        size: How many prompts there are.
+        batch_size: The most prompts of a batch for one process, unless another would be left with none.
+        processes: Over how many processes a batch is divided.
 
     Returns:
         Batches of indices, whose sizes differ by at most one.

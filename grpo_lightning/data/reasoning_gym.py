@@ -27,7 +27,7 @@ _REMEMBERED = 1024  # entries; some tasks need a second for each
 
 
 def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> ProceduralDataset:
-    """The named data set of reasoning_gym.
+    """Open the data set of reasoning_gym that has this name.
 
     Raises:
         ValueError: If there is no such task, or the configuration is not one of its own.
@@ -54,7 +54,7 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
 
 @contextlib.contextmanager
 def _global_generators(seed: int) -> Iterator[None]:
-    """Python's and numpy's global generators seeded within, untouched outside: some tasks draw from or seed them."""
+    """Inside, Python's and numpy's global generators are seeded, which some tasks draw from or seed themselves."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(seed)
@@ -134,7 +134,7 @@ class ReasoningGym:
         )
 
     def keep(self, fits: Fits) -> "tuple[ReasoningGym, int]":
-        """The same entries, with others in place of those that do not fit; none is lost.
+        """A source of the same entries, with others in place of those that do not fit; none is lost.
 
         Args:
             fits: Says which of a list of prompts fit.
@@ -180,9 +180,10 @@ def prompts(
     validation_size: int,
     **settings: Any,
 ) -> PromptData:
-    """Data of one reasoning_gym task; training and held-out entries share neither a seed nor, if avoidable, a question.
+    """The data of a run from one reasoning_gym task.
 
-    Which entries there are does not depend on the run's seed, so that all runs are validated on the same ones.
+    No training entry has a held-out entry's seed or, if that can be avoided, its question. Which entries there are does
+    not depend on the run's seed, so that all runs are validated on the same ones.
 
     Args:
         task: Name of a reasoning_gym data set.

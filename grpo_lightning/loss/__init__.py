@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_lightning.batch import Rollout
 from grpo_lightning.loss.kl import k1, k2, k3, k3_weighted
-from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, reinforce, sapo
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, reinforce, response_clipped, sapo
 from grpo_lightning.loss.weight import completion_mean, completion_sum, constant, token_mean
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "k3",
     "k3_weighted",
     "reinforce",
+    "response_clipped",
     "sapo",
     "token_mean",
 ]
@@ -42,13 +43,13 @@ Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(log_ratio, advantages, mask), all [B, T] -> the objective to maximize, and where it is bounded (bool)."""
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, log_ratio), all [B, T] -> per-token KL(policy || reference) in nats, [B, T]."""
-Weights = Callable[[Tensor, Tensor], Tensor]
-"""(mask [B, T] of all rows of an optimizer step, whatever process they fall to, tokens [] in it) -> [B, T]."""
+Weights = Callable[[Tensor], Tensor]
+"""mask [B, T] of all rows of an optimizer step, whatever process they fall to -> [B, T]."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One surrogate, one KL estimator and one weighting, summed into a scalar."""
+    """A scalar made of one surrogate, one KL estimator and one weighting of tokens."""
 
     surrogate: Surrogate
     kl: Estimator
@@ -61,17 +62,20 @@ class PolicyLoss:
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, rows: Rollout, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of some rows of an optimizer step, under that step's ``weights``.
+        """The loss of some rows of an optimizer step, under that step's ``weights``.
 
         Args:
             logprobs: [B, T] of the sampled tokens, with gradient; 0 where masked.
             entropy: [B, T] of the distributions they were drawn from, with gradient; None where there is no bonus.
             rows: What was sampled, under which policy, and how good it was.
-            weights: [B, T] the rows' share of ``self.weights(mask, tokens)``.
+            weights: [B, T] the rows' part of ``self.weights(mask)``.
 
         Returns:
             The scalar to minimize, and detached parts of it, which add up over the rows of the step:
-            "total", "policy", "kl" (each times its coefficient).
+            "total", "policy", "kl" and "entropy", the last two times their coefficients and where these are not 0.
+
+        Raises:
+            ValueError: There is an entropy bonus and no entropy.
         """
         log_ratio = logprobs - rows.old_logprobs
         objective, _ = self.surrogate(log_ratio, rows.advantages, rows.mask)
@@ -85,17 +89,17 @@ class PolicyLoss:
         loss = torch.stack(list(parts.values())).sum()
         return loss, {name: part.detach() for name, part in (parts | {"total": loss}).items()}
 
-    def slope(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def gradient(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
         """The gradient of the loss with respect to some log-probabilities, known from these alone.
 
         Args:
-            rows: As in ``__call__``.
-            weights: As in ``__call__``.
+            rows: What was sampled, under which policy, and how good it was.
+            weights: [B, T] the rows' part of ``self.weights(mask)``.
             on_policy: Whether the log-probabilities take the place of the old ones.
 
         Returns:
             (log-probabilities [n], their numbers [n] in a flattened [B, T]) -> gradient [n]; None where the gradient
-            depends on other tokens, too, or an entropy bonus has one.
+            depends on other tokens, too, or on the entropy.
         """
         if self.entropy_coef or not getattr(getattr(self.surrogate, "func", self.surrogate), "per_token", False):
             return None
@@ -112,8 +116,8 @@ class PolicyLoss:
                 if self.kl_coef:
                     kl = self.kl(free.unsqueeze(0), ref[numbers].unsqueeze(0), log_ratio)
                     loss = loss + self.kl_coef * (given[numbers] * kl).sum()
-                found: Tensor = torch.autograd.grad(loss, free)[0]
-            return found
+                gradient: Tensor = torch.autograd.grad(loss, free)[0]
+            return gradient
 
         return at
 
@@ -122,8 +126,8 @@ class PolicyLoss:
 
         The others (advantage zero, or no token that counts) need no forward pass; they still count in the weights.
         """
-        counts = rows.mask.any(-1)
-        return counts if self.kl_coef or self.entropy_coef else counts & (rows.advantages != 0).any(-1)
+        has_tokens = rows.mask.any(-1)
+        return has_tokens if self.kl_coef or self.entropy_coef else has_tokens & (rows.advantages != 0).any(-1)
 
     @torch.no_grad()
     def statistics(self, logprobs: Tensor, rows: Rollout) -> dict[str, Tensor]:
@@ -131,11 +135,11 @@ class PolicyLoss:
 
         Args:
             logprobs: [B, T] of the sampled tokens.
-            rows: As in ``__call__``.
+            rows: What was sampled, under which policy, and how good it was.
 
         Returns:
-            Sums [] "tokens", "clip_fraction" and "ratio_mean", which become means when divided by "tokens"; and
-            "ratio_max" [], a maximum.
+            The scalars "tokens", "clip_fraction" and "ratio_mean", sums that become means when divided by "tokens";
+            and "ratio_max", a maximum.
         """
         log_ratio = (logprobs - rows.old_logprobs) * rows.mask
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -149,8 +153,8 @@ class PolicyLoss:
         """Scalars to log for an optimizer step, by name.
 
         Args:
-            parts: What ``__call__`` returns, added up over the step.
-            sums: What ``statistics`` returns, likewise; of "ratio_max" the largest.
+            parts: What ``__call__`` returned, added up over the step.
+            sums: What ``statistics`` returned, added up over the step; of "ratio_max" the largest.
         """
         count = sums["tokens"].clamp(min=1)
         means = {f"policy/{name}": sums[name] / count for name in ("clip_fraction", "ratio_mean")}

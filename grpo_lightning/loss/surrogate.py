@@ -33,7 +33,7 @@ def clipped(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Per-token pessimistic objective  min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
+    """The pessimistic objective of each token  min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     PPO (arXiv:1707.06347, Eq. 7), applied per token by GRPO (arXiv:2402.03300, Eq. 3).
     ``epsilon_high > epsilon_low`` is DAPO's clip-higher (arXiv:2503.14476). With A < 0 the plain objective falls
@@ -43,10 +43,11 @@ def clipped(
         log_ratio: [B, T] log pi - log pi_old of the sampled tokens.
         advantages: [B, T] an outcome advantage is the same along a row.
         mask: [B, T] True on the tokens that count.
-        epsilon_low: Largest decrease of the ratio that still earns gradient, in (0, 1).
-        epsilon_high: Largest increase that does, > 0.
-        dual_clip: c > 1; where A < 0 the objective is at least c A (arXiv:1912.09729, Eq. 5).
-        delta: The first term is min(r, delta) A, with delta > 1 + epsilon_high (INTELLECT-2, arXiv:2505.07291).
+        epsilon_low: The largest decrease of the ratio that still has a gradient, in (0, 1).
+        epsilon_high: The largest increase of the ratio that still has one, > 0.
+        dual_clip: A bound c > 1 for A < 0, where the objective is at least c A (arXiv:1912.09729, Eq. 5).
+        delta: A bound of the ratio in the first term, min(r, delta) A, > 1 + epsilon_high (INTELLECT-2,
+            arXiv:2505.07291).
 
     Returns:
         The objective [B, T], to be maximized, and where a bound is active [B, T] (bool): there, and only there, a
@@ -72,7 +73,7 @@ def gspo(
     its own log-probability, so that the mean over a completion's tokens has the gradient of s. Goes with
     ``completion_mean``: with ``token_mean`` long completions count more.
 
-    Args, returns and errors as in ``clipped``; the bound is active on all tokens of a completion or on none.
+    Args, returns and errors are those of ``clipped``; the bound is active on all tokens of a completion or on none.
     """
     _same_shape(log_ratio, advantages, mask)
     own = log_ratio - log_ratio.detach()
@@ -81,20 +82,41 @@ def gspo(
     return torch.minimum(ratio * advantages, bound), (bound < ratio * advantages) & mask
 
 
+def response_clipped(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, epsilon_low: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped objective of the whole response's ratio  R = exp(sum over its tokens of log_ratio), on each token.
+
+    PPO (arXiv:1707.06347, Eq. 7) with a response as one action, as some guides to GRPO write it. The sum leaves
+    [1 - epsilon_low, 1 + epsilon_high] after a small change of a long response; ``gspo`` takes the mean instead. Goes
+    with ``completion_mean``.
+
+    Args, returns and errors are those of ``clipped``; the bound is active on all tokens of a completion or on none.
+    """
+    _same_shape(log_ratio, advantages, mask)
+    total = (log_ratio * mask).sum(-1, keepdim=True)  # [B, 1]
+    ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+    return objective, (objective != ratio * advantages) & mask
+
+
 @per_token
 def cispo(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_max: float) -> tuple[Tensor, Tensor]:
-    """min(r, ratio_max) A log pi, the weight without gradient: every token keeps teaching, none too strongly.
+    """The objective  min(r, ratio_max) A log pi,  its weight without gradient: all tokens teach, none too strongly.
 
     CISPO of MiniMax-M1, arXiv:2506.13585, Eq. 4. In place of log pi stands log_ratio, which differs by a constant.
 
     Args:
-        log_ratio: As in ``clipped``, like the other tensors and the errors.
-        advantages: As in ``clipped``.
-        mask: As in ``clipped``.
-        ratio_max: Largest weight: an absolute ratio > 1, not a distance from 1.
+        log_ratio: [B, T] log pi - log pi_old of the sampled tokens.
+        advantages: [B, T] an outcome advantage is the same along a row.
+        mask: [B, T] True on the tokens that count.
+        ratio_max: The largest weight, an absolute ratio > 1, not a distance from 1.
 
     Returns:
         The objective [B, T], and where the weight is capped [B, T] (bool); the gradient passes there, too.
+
+    Raises:
+        ValueError: ``advantages`` or ``mask`` differ in shape from ``log_ratio``.
     """
     ratio = _ratio(log_ratio, advantages, mask).detach()
     return ratio.clamp(max=ratio_max) * advantages * log_ratio, (ratio > ratio_max) & mask
@@ -104,19 +126,22 @@ def cispo(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_max: flo
 def sapo(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, tau_positive: float, tau_negative: float
 ) -> tuple[Tensor, Tensor]:
-    """A sigmoid(tau (r - 1)) 4 / tau: the gradient fades with the distance from r = 1 instead of being cut.
+    """The objective  A sigmoid(tau (r - 1)) 4 / tau,  whose gradient fades away from r = 1 instead of being cut.
 
     Soft Adaptive Policy Optimization, arXiv:2511.20347, Eq. 5 and 6. The gradient at r = 1 is A.
 
     Args:
-        log_ratio: As in ``clipped``, like the other tensors and the errors.
-        advantages: As in ``clipped``.
-        mask: As in ``clipped``.
-        tau_positive: How fast it fades where A > 0.
-        tau_negative: How fast where A <= 0; larger is steadier.
+        log_ratio: [B, T] log pi - log pi_old of the sampled tokens.
+        advantages: [B, T] an outcome advantage is the same along a row.
+        mask: [B, T] True on the tokens that count.
+        tau_positive: How fast the gradient fades where A > 0.
+        tau_negative: How fast it fades where A <= 0; larger is steadier.
 
     Returns:
         The objective [B, T], and False everywhere: no bound is ever active.
+
+    Raises:
+        ValueError: ``advantages`` or ``mask`` differ in shape from ``log_ratio``.
     """
     ratio = _ratio(log_ratio, advantages, mask)
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
@@ -126,12 +151,12 @@ def sapo(
 def gmpo(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, epsilon_low: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """A times the geometric mean of a completion's clipped ratios, on each of its tokens.
+    """The objective A times the geometric mean of a completion's clipped ratios, on each of its tokens.
 
     Geometric-Mean Policy Optimization, arXiv:2507.20673, Eq. 4: log r is clipped to [-epsilon_low, epsilon_high],
     pessimistically by the sign of A, and averaged over the completion. Goes with ``completion_mean``.
 
-    Args, returns and errors as in ``clipped``, but for the bounds, which are those of log r.
+    Args, returns and errors are those of ``clipped``, but for the bounds, which are bounds of log r.
     """
     _same_shape(log_ratio, advantages, mask)
     sign = advantages.sign()
@@ -142,10 +167,10 @@ def gmpo(
 
 @per_token
 def reinforce(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A log pi, the policy gradient without any ratio: unbiased for a single update of each rollout.
+    """The objective  A log pi,  the policy gradient without any ratio: unbiased for a single update of each rollout.
 
-    Williams (1992). In place of log pi stands log_ratio, which differs by a constant. Args, returns and errors as in
-    ``clipped``; no bound is ever active.
+    Williams (1992). In place of log pi stands log_ratio, which differs by a constant. Args, returns and errors are
+    those of ``clipped``; no bound is ever active.
     """
     _same_shape(log_ratio, advantages, mask)
     return advantages * log_ratio, torch.zeros_like(mask)
@@ -157,7 +182,7 @@ def _ratio(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] mean over the tokens that count; 0 in a row without any."""
+    """The mean [B, 1] over the tokens of each row that count; 0 in a row without any."""
     return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 

@@ -8,16 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches, same_prompts
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
+from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.ranks import ALONE, Ranks
+from grpo_lightning.sampler.decode import Poll
+from grpo_lightning.transformer.head import LossGradient
+from grpo_lightning.transformer.packing import padded_microbatches, same_prompts
 
-Poll = Callable[[], None]
-"""Called between generated tokens; may raise to abandon the sampling."""
-Ended = Callable[[int, str, list[int]], None]
+OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
-Slope = Callable[[Tensor, Tensor], Tensor]
-"""(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there [n]."""
 
 
 class Policy(nn.Module, ABC):
@@ -26,22 +25,24 @@ class Policy(nn.Module, ABC):
     B = P * G rows, a prompt's own rows adjacent; T completion tokens.
     """
 
-    ranks: Ranks = ALONE
-    """The processes that hold parts of its weights."""
-    home: torch.device | None = None
+    idle_device: torch.device | None = None
     """Where the weights lie while they are not used; None: where they are used."""
+
+    def offload(self) -> None:
+        """Keep the weights in the computer's memory, except inside `present`."""
+        self.idle_device = torch.device("cpu")
 
     @contextmanager
     def present(self, device: torch.device) -> Iterator[None]:
-        """Inside, the weights are on ``device``."""
-        if self.home is None:
+        """Inside, the weights of an offloaded policy are on ``device``."""
+        if self.idle_device is None:
             yield
             return
         self.to(device)
         try:
             yield
         finally:
-            self.to(self.home)
+            self.to(self.idle_device)
 
     @abstractmethod
     def sample(
@@ -53,7 +54,8 @@ class Policy(nn.Module, ABC):
         seed: int,
         first_prompt: int = 0,
         poll: Poll | None = None,
-        ended: Ended | None = None,
+        on_finished: OnFinished | None = None,
+        ranks: Ranks = ALONE,
     ) -> Sampled:
         """``group_size`` completions of every prompt.
 
@@ -67,7 +69,8 @@ class Policy(nn.Module, ABC):
             seed: Of the random numbers, in [0, 2^64); no global random state is read or changed.
             first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called before every token.
-            ended: Called with every completion that ends before the length limit, as soon as it does.
+            on_finished: Called with every completion that ends before the length limit, as soon as it does.
+            ranks: Processes that sample in lockstep, since each holds a part of every weight only.
 
         Raises:
             ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do
@@ -76,8 +79,13 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
-    def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+    def logprobs_and_entropy(
+        self,
+        rows: Sampled | Rollout,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
@@ -85,22 +93,22 @@ class Policy(nn.Module, ABC):
             rows: Prompt and completion as token ids.
             temperature: Divides the logits.
             entropy: Whether the entropy is wanted; it passes a gradient.
-            slope: What the gradient with respect to the log-probabilities is going to be, if known: saves time,
-                changes no result.
+            loss_gradient: What the gradient with respect to the log-probabilities is going to be, if that is known:
+                saves time, changes no result.
 
         Returns:
             Two [B, T] float32 tensors in nats, 0 where masked; None in place of an entropy that is not wanted.
         """
 
     def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
-        """The first of what ``score`` returns, [B, T]."""
-        return self.score(rows, temperature=temperature)[0]
+        """The first of what ``logprobs_and_entropy`` returns, [B, T]."""
+        return self.logprobs_and_entropy(rows, temperature=temperature)[0]
 
-    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-        """Micro-batches of ``rows`` for ``score`` within a budget of tokens, as index tensors."""
-        return microbatches(rows, tokens, shared=False)
+    def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        """Index tensors that cut ``rows`` into micro-batches within a budget of tokens."""
+        return padded_microbatches(rows, tokens)
 
-    def shares(self, rows: Sampled | Rollout, tokens: int, ranks: Ranks) -> tuple[list[Tensor], int]:
+    def own_microbatches(self, rows: Sampled | Rollout, tokens: int, ranks: Ranks) -> tuple[list[Tensor], int]:
         """The micro-batches of ``rows`` that fall to this process, as many as to every other one.
 
         Args:
@@ -112,7 +120,7 @@ class Policy(nn.Module, ABC):
             Index tensors, and how many at the end are idle: there only to make as many forward passes as the others.
         """
         if ranks.size == 1:
-            return self.split(rows, tokens), 0
+            return self.microbatches(rows, tokens), 0
         lengths = rows.mask.sum(-1)
         prompts = rows.attention_mask.sum(-1) - lengths
         groups = same_prompts(rows)
@@ -120,22 +128,24 @@ class Policy(nn.Module, ABC):
         for group in groups:
             sizes[group[0]] += int(prompts[group[0]])
         device = rows.mask.device
-        chosen = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.spread(groups, sizes)]
-        splits = [[part[index] for index in self.split(rows[part], tokens)] if len(part) else [] for part in chosen]
-        mine = splits[ranks.rank]
-        idle = max(map(len, splits)) - len(mine)
-        return [*mine, *[torch.zeros(1, dtype=torch.long, device=device)] * idle], idle
+        of_rank = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.divide(groups, sizes)]
+        batches = [
+            [part[index] for index in self.microbatches(rows[part], tokens)] if len(part) else [] for part in of_rank
+        ]
+        own = batches[ranks.rank]
+        idle = max(map(len, batches)) - len(own)
+        return [*own, *[torch.zeros(1, dtype=torch.long, device=device)] * idle], idle
 
-    def work(self, rows: Sampled | Rollout) -> float:
-        """Least floating-point operations of ``score`` without gradient; 0 where that is not known."""
+    def flops(self, rows: Sampled | Rollout) -> float:
+        """Least floating-point operations of ``logprobs`` without gradient; 0 where that is not known."""
         return 0.0
 
-    def peak(self) -> float:
+    def flops_per_second(self) -> float:
         """The most of them that the machine does in a second, as measured now; 0 where that is not known."""
         return 0.0
 
     def shape(self) -> Shape | None:
-        """Of the model, for a prediction of memory; None where that is not known."""
+        """The model's sizes, for a prediction of memory; None where they are not known."""
         return None
 
     @abstractmethod

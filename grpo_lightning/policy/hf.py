@@ -1,34 +1,35 @@
 """Any causal language model of the Hugging Face hub, or a directory in its format, as a policy."""
 
-import bisect
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling, microbatches
+from grpo_lightning.batch import Rollout, Sampled
+from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy import Ended, Policy, Poll, Slope, score
-from grpo_lightning.policy.cache import Memory, PlainMemory
-from grpo_lightning.policy.decode import decode
-from grpo_lightning.policy.loading import check_embeddings, check_ids, evaluation, named, pretrained
-from grpo_lightning.policy.prefix import grouped
-from grpo_lightning.policy.sampler import uniforms
-from grpo_lightning.policy.shared import CannotShare, SharedPath, check, window
-from grpo_lightning.policy.text import decoded, end_ids, reporter, stop_test
-from grpo_lightning.policy.work import forward_flops, gemm_peak, shape_of
+from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, window
+from grpo_lightning.policy.tokenization import TextPolicy
+from grpo_lightning.sampler.cache import Cache, PlainCache
+from grpo_lightning.transformer import logprobs
+from grpo_lightning.transformer.attention import grouped
+from grpo_lightning.transformer.head import LossGradient
+from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
+from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 
 log = logging.getLogger(__name__)
 
 
-class HFPolicy(Policy):
+class HFPolicy(TextPolicy):
     """A transformers causal language model and its tokenizer.
 
     Whatever sampling options the model's ``generation_config`` holds are ignored: only its end tokens count.
@@ -41,6 +42,9 @@ class HFPolicy(Policy):
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
         share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
             not give the same results, as a trial at its first use shows, goes without.
+
+    Raises:
+        ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
     """
 
     def __init__(
@@ -53,110 +57,67 @@ class HFPolicy(Policy):
         template_kwargs: Mapping[str, Any] | None = None,
         share_prompts: bool = True,
     ) -> None:
-        super().__init__()
-        self._embeddings = check_embeddings(model, tokenizer)
+        super().__init__(
+            tokenizer,
+            end_ids=end_ids(model, tokenizer),
+            embeddings=check_embeddings(model, tokenizer),
+            context=getattr(model.config, "max_position_embeddings", None),
+            system_prompt=system_prompt,
+            plain_text=plain_text,
+            template_kwargs=template_kwargs,
+        )
         disable_progress_bar()  # one more beside the run's own says nothing
         self.model = model
-        self.tokenizer = tokenizer
-        self.system_prompt = system_prompt
-        self.templated = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
-        self.template_kwargs = dict(template_kwargs or {})
-        self.end_ids = end_ids(model, tokenizer)
-        self.pad_id = next(
-            (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), self.end_ids[0]
-        )
         self.share_prompts = share_prompts
-        self._tried = self._unroll = False
+        self._tried = self._use_flat_decoder = False
         if share_prompts and model.config._attn_implementation is not None:
             model.config._attn_implementation = grouped(model.config._attn_implementation)
         model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
+        without_dropout(model)
         for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # In evaluation mode bitsandbytes would pack 4-bit weights for a product that passes no gradient on.
+                module.support_avx512bf16_for_cpu = False
 
-    def render(self, prompt: Prompt) -> str:
-        """The text that the model continues: the chat template's, or the messages' own text where there is none."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if not self.templated:
-            return "\n\n".join(message["content"] for message in messages)
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-        )
-        return text
+    @property
+    def device(self) -> torch.device:
+        place: torch.device = self.model.device
+        return place
 
-    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of every prompt; a chat template brings its own special tokens, plain text gets the tokenizer's."""
-        texts = [self.render(prompt) for prompt in prompts]
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.templated)["input_ids"]
-        check_ids(texts, encoded, self._embeddings, least=1)
-        return encoded
+    def evaluation(self) -> AbstractContextManager[None]:
+        return evaluation(self.model)
 
-    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
-        return [len(ids) for ids in self.tokenize(prompts)]
+    def cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, ranks: Ranks) -> Cache:
+        if path := self._shared_path(longest):
+            return path.cache(prompts, group_size, flat=self._use_flat_decoder, ranks=ranks)
+        ids, attention_mask = self._pad_left([list(prompt) for prompt in prompts])
+        return PlainCache(self.model, ids, attention_mask, group_size)
 
-    def sample(
+    def logprobs_and_entropy(
         self,
-        prompts: Sequence[Prompt],
+        rows: Sampled | Rollout,
         *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        first_prompt: int = 0,
-        poll: Poll | None = None,
-        ended: Ended | None = None,
-    ) -> Sampled:
-        tokens = self.tokenize(prompts)
-        ids, attention_mask = self._pad_left(tokens)
-        longest = self.ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
-        self._check_context(longest, "rollout.max_new_tokens")
-        path = self._shared_path(longest)
-        memory: Memory = (
-            path.memory(tokens, group_size, unroll=self._unroll, ranks=self.ranks)
-            if path
-            else PlainMemory(self.model, ids, attention_mask, group_size)
-        )
-        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-        with evaluation(self.model):
-            completions, mask, logprobs, entropy, finished = decode(
-                memory,
-                uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
-                sampling=sampling,
-                end_ids=self.end_ids,
-                pad_id=self.pad_id,
-                stops=stop_test(self.tokenizer, sampling.stop),
-                poll=poll,
-                ended=reporter(self.tokenizer, ended),
-                ranks=self.ranks,
-            )
-        return Sampled(
-            ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),
-            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
-            mask=mask,
-            logprobs=logprobs,
-            entropy=entropy,
-            texts=decoded(self.tokenizer, completions, mask),
-            finished=tuple(finished.tolist()),
-        )
-
-    def score(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool = False, slope: Slope | None = None
+        temperature: float,
+        entropy: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if path := self._shared_path(rows.ids.shape[1]):
-            return path.score(rows, temperature=temperature, entropy=entropy, slope=slope)
-        return score.plain(self.model, rows, temperature=temperature, entropy=entropy)
+            return path.logprobs_and_entropy(
+                rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
+            )
+        return logprobs.separate(self.model, rows, temperature=temperature, entropy=entropy)
 
-    def split(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-        return microbatches(rows, tokens, shared=self.share_prompts and self._reaches(rows.ids.shape[1]))
+    def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        shares = self.share_prompts and self._reaches(rows.ids.shape[1])
+        return packed_microbatches(rows, tokens) if shares else padded_microbatches(rows, tokens)
 
-    def work(self, rows: Sampled | Rollout) -> float:
+    def flops(self, rows: Sampled | Rollout) -> float:
         return forward_flops(self._base.get_decoder(), self._base.config.get_text_config().vocab_size, rows)
 
-    def peak(self) -> float:
+    def flops_per_second(self) -> float:
         kind = self.model.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
-        return gemm_peak(self._base.config.get_text_config().hidden_size, device=self.model.device, dtype=dtype)
+        return matmul_rate(self._base.config.get_text_config().hidden_size, device=self.model.device, dtype=dtype)
 
     def shape(self) -> Shape:
         return shape_of(self.model)
@@ -164,35 +125,6 @@ class HFPolicy(Policy):
     @property
     def _base(self) -> Any:
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-
-    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
-        ids, attention_mask = self._pad_left(self.tokenize(prompts))
-        encoded = self.tokenizer(list(completions), add_special_tokens=False)["input_ids"]
-        check_ids(completions, encoded, self._embeddings)
-        answers = [[*tokens, self.tokenizer.eos_token_id] for tokens in encoded]
-        length = max(map(len, answers))
-        self._check_context(ids.shape[1] + length, "the demonstrations")
-        padded = torch.tensor([row + [self.pad_id] * (length - len(row)) for row in answers], device=ids.device)
-        mask = torch.tensor([[t < len(row) for t in range(length)] for row in answers], device=ids.device)
-        return Sampled(
-            ids=torch.cat([ids, padded], 1),
-            attention_mask=torch.cat([attention_mask, mask], 1),
-            mask=mask,
-            logprobs=torch.zeros(mask.shape, device=ids.device),
-            entropy=torch.zeros(mask.shape, device=ids.device),
-            texts=tuple(completions),
-            finished=(True,) * len(answers),
-        )
-
-    def token_at(self, ids: Sequence[int], end: int) -> int:
-        # The text of a longer prefix is never shorter, so the first prefix that reaches ``end`` can be searched.
-        def reaches(tokens: int) -> bool:
-            text = self.tokenizer.decode(
-                ids[: tokens + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            return len(text) >= end
-
-        return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
@@ -213,7 +145,7 @@ class HFPolicy(Policy):
         if self.share_prompts and not self._tried:
             self._tried = True
             try:
-                self._unroll = check(self.model)
+                self._use_flat_decoder = check(self.model)
             except CannotShare as error:
                 log.warning("policy.share_prompts is off: %s has another forward pass (%s)", type(self.model), error)
                 self.share_prompts = False
@@ -223,20 +155,20 @@ class HFPolicy(Policy):
         """Whether the model's attention sees all of rows of this length."""
         return longest <= (window(self.model) or longest)
 
-    def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        width = max(map(len, rows))
-        device = self.model.device
-        ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=device)
-        return ids, mask
 
-    def _check_context(self, tokens: int, key: str) -> None:
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and tokens > context:
-            raise ValueError(
-                f"prompt and completion need up to {tokens} tokens, the model's context holds {context}: "
-                f"lower {key} or data.max_prompt_length"
-            )
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
+
+    Raises:
+        ValueError: There is none.
+    """
+    own = model.generation_config or GenerationConfig()
+    ids: set[int] = set()
+    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids |= {value} if isinstance(value, int) else set(value or ())
+    if not ids:
+        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
+    return sorted(ids)
 
 
 def load(

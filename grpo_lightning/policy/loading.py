@@ -8,13 +8,14 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 log = logging.getLogger(__name__)
 
 _SHIPPED = "pkg://"
 _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""(in the files, in the model)"""
+"""A weight's shape in the files, and its shape in the model."""
 
 
 def pretrained(
@@ -43,7 +44,7 @@ def pretrained(
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         for name, value in config.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-                setattr(config, name, 0.0)  # what is sampled without dropout is scored without it
+                setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -60,15 +61,15 @@ def pretrained(
             f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
             f"can be asked for from here: {error}"
         ) from error
-    model, found = loaded
+    model, loading_info = loaded
     with named(path):
-        _check_whole(model, found)
+        _check_whole(model, loading_info)
     return model, tokenizer
 
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Inside, what a ValueError says of a model is said of that of ``policy.path``."""
+    """Inside, the message of every ValueError is preceded by the model's ``policy.path``."""
     try:
         yield
     except ValueError as error:
@@ -76,7 +77,9 @@ def named(path: str) -> Iterator[None]:
 
 
 def check_embeddings(model: Any, tokenizer: Any) -> int:
-    """That the model can read the tokenizer's tokens; it may have more embeddings, as where their number is rounded up.
+    """Check that the model can read the tokenizer's tokens.
+
+    It may have more embeddings than there are tokens, as where their number is rounded up.
 
     Special tokens that neither the chat template nor the tokenizer itself puts into a text may lack one, such as the
     placeholder of images in the tokenizer of Gemma 3's text models; `check_ids` looks for them.
@@ -105,14 +108,16 @@ def check_embeddings(model: Any, tokenizer: Any) -> int:
     return count
 
 
-def check_ids(texts: Sequence[str], encoded: Sequence[Sequence[int]], embeddings: int, *, least: int = 0) -> None:
-    """That the model can read encoded texts.
+def check_ids(
+    texts: Sequence[str], encoded: Sequence[Sequence[int]], embeddings: int | None, *, least: int = 0
+) -> None:
+    """Check that the model can read encoded texts.
 
     Args:
-        texts: For the message.
-        encoded: Token ids of each.
-        embeddings: The model's number of them.
-        least: Tokens that each must have.
+        texts: The texts, which messages show.
+        encoded: The token ids of each text.
+        embeddings: The number of the model's embeddings; None: not known.
+        least: How many tokens each text must have.
 
     Raises:
         ValueError: One has a token that the model has no embedding for, or no tokens where some are needed.
@@ -120,28 +125,29 @@ def check_ids(texts: Sequence[str], encoded: Sequence[Sequence[int]], embeddings
     for text, ids in zip(texts, encoded, strict=True):
         if len(ids) < least:
             raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
-        if max(ids, default=0) >= embeddings:
+        if embeddings is not None and max(ids, default=0) >= embeddings:
             raise ValueError(f"the model has {embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}")
 
 
-def _check_whole(model: Any, found: Mapping[str, Any]) -> None:
-    """That all weights were read.
+def _check_whole(model: Any, loading_info: Mapping[str, Any]) -> None:
+    """Check that all weights were read.
 
     Args:
-        model: As loaded.
-        found: What transformers says of the loading; without tied weights and buffers that are not saved.
+        model: The model that was loaded.
+        loading_info: What transformers says of the loading, in which tied weights and buffers that are not saved do not
+            count as missing.
 
     Raises:
-        ValueError: Some are not in the files, or of another shape there; they would be random.
+        ValueError: Some weights are not in the files, or of another shape there; they would be random.
     """
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(
             f"{len(missing)} of the model's weights are missing there, such as {', '.join(missing[:3])}: allowed are "
             "files with all weights of the model that their config.json describes"
         )
-    others = {name: (tuple(theirs), tuple(own)) for name, theirs, own in found["mismatched_keys"]}
+    others = {name: (tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
     if others := dict(sorted((others | _packed_otherwise(model)).items())):
-        shapes = [f"{name} {theirs} instead of {own}" for name, (theirs, own) in others.items()]
+        shapes = [f"{name} {stored} instead of {own}" for name, (stored, own) in others.items()]
         raise ValueError(
             f"{len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, such "
             f"as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
@@ -149,22 +155,31 @@ def _check_whole(model: Any, found: Mapping[str, Any]) -> None:
 
 
 def _packed_otherwise(model: Any) -> dict[str, _Shapes]:
-    """Shape in the files and in the model of quantized weights whose shapes differ: transformers compares none."""
-    found: dict[str, _Shapes] = {}
+    """The shapes of quantized weights that differ between files and model, by name: transformers compares none."""
+    differing: dict[str, _Shapes] = {}
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):  # bitsandbytes'
             state = getattr(module.weight, "quant_state", None)  # two 4-bit numbers are packed into one
-            theirs = tuple(module.weight.shape if state is None else state.shape)
+            stored = tuple(module.weight.shape if state is None else state.shape)
             own = module.out_features, module.in_features
-            if theirs != own:
-                found[f"{name}.weight"] = theirs, own
-    return found
+            if stored != own:
+                differing[f"{name}.weight"] = stored, own
+    return differing
 
 
 def _own_device() -> str:
-    """This process's GPU; the CPU where there is none."""
+    """The name of this process's GPU, or of the CPU where there is none."""
     number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     return f"cuda:{number}" if torch.cuda.is_available() else "cpu"
+
+
+def without_dropout(model: Any) -> None:
+    """Switch off all dropout of a transformers model: what is sampled without it has to be trained without it."""
+    for part in (model.config, *model.modules()):
+        for name, value in vars(part).items():
+            is_rate = "dropout" in name or "pdrop" in name or (name == "p" and isinstance(part, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def resolve(path: str) -> str:

@@ -26,7 +26,7 @@ def character_llama(
         num_layers: Decoder layers.
         num_heads: Attention heads.
         context: Most tokens, prompt and completion together.
-        seed: Of the weights.
+        seed: Decides the weights; the global random state is left as it is.
     """
     tokenizer = character_tokenizer(context)
     config = LlamaConfig(

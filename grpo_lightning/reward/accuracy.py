@@ -24,7 +24,7 @@ _NUMBER = re.compile(
 )
 
 verifier_failures: Counter[str] = Counter()
-"""Task -> how often its verifier raised on a model's text in this process."""
+"""How often the verifier of each task raised on a model's text in this process."""
 _scorers: dict[str, Scorer] = {}
 
 
@@ -55,7 +55,7 @@ def numeric(
     Args:
         completions: [B]
         answer: [B] the right answers; their last number counts, so that "… #### 72" is 72.
-        tolerance: At least 0.
+        tolerance: The largest difference that is right, at least 0.
 
     Returns:
         [B] 0.0 or 1.0
@@ -104,6 +104,31 @@ def reasoning_gym(
     return [score() for score in verified]
 
 
+def demonstrated(
+    completions: Sequence[str],
+    completion: Sequence[str],
+    answer: Sequence[Any] | None = None,
+    task: Sequence[str] | None = None,
+    metadata: Sequence[Mapping[str, Any]] | None = None,
+) -> list[float | None]:
+    """1.0 if the answer text is that of the demonstration; of reasoning_gym's tasks, what their verifiers give it.
+
+    Args:
+        completions: [B]
+        completion: [B] the demonstrations.
+        answer: [B] the right answers, where the data have them; else the demonstrations' own answer texts are.
+        task: [B] names of reasoning_gym's tasks, where the demonstrations are of these.
+        metadata: [B] their entries' metadata.
+
+    Returns:
+        [B] in [0, 1]
+    """
+    if task is not None and metadata is not None:
+        return reasoning_gym(completions, answer or [None] * len(completions), task, metadata)
+    right = answer if answer is not None else [answer_text(text) for text in completion]
+    return exact(completions, right)
+
+
 def last_number(text: str) -> Fraction | None:
     """The last number in ``text``, or None: there is none, its divisor is 0, or it has more than 50 digits."""
     end = max(text.rfind(digit) for digit in "0123456789") + 1
@@ -111,16 +136,16 @@ def last_number(text: str) -> Fraction | None:
     matches = list(_NUMBER.finditer(window))
     if not matches:
         return None
-    found = matches[-1]
-    number, divisor = (found[group] or "1" for group in ("number", "divisor"))
-    exponent = found["exponent"] or "0"
+    last = matches[-1]
+    number, divisor = (last[group] or "1" for group in ("number", "divisor"))
+    exponent = last["exponent"] or "0"
     if max(len(number), len(divisor), len(exponent)) > _MOST_DIGITS or abs(int(exponent)) > _MOST_DIGITS:
         return None
     bottom = Fraction(divisor.replace(",", ""))
     if not bottom:
         return None
     value = Fraction(number.replace(",", "")) * Fraction(10) ** int(exponent) / bottom
-    return -value if found["sign"] else value
+    return -value if last["sign"] else value
 
 
 def _right_answer(answer: Any) -> str:
@@ -133,7 +158,7 @@ def _right_answer(answer: Any) -> str:
 def _verified(
     text: str, right: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Callable[[], float]:
-    """The score, to be called for: what takes long has begun in a worker process when this returns."""
+    """A function that returns the score; what takes long has begun in a worker process when this returns."""
     if not isinstance(metadata, Mapping):
         raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
     source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from

@@ -38,14 +38,16 @@ def tag_count(completions: Sequence[str], **_: Any) -> list[float | None]:
 
 
 def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:
-    """min(1, markers / target): "Step 1:", lines with "1." or a bullet, "First,", "Second,", "Next," and "Finally,".
+    """The number of markers of steps over ``target``, at most 1.
+
+    Markers are "Step 1:", lines with "1." or a bullet, "First,", "Second,", "Next," and "Finally,".
 
     Open R1's reward of that name, github.com/huggingface/open-r1, src/open_r1/rewards.py, whose target is 3. There
     "1." counts at the beginning of the text only, here on every line; "1." and bullets (- * •) need a space after them.
 
     Args:
         completions: [B]
-        target: Markers that are enough; at least 1.
+        target: How many markers are enough; at least 1.
 
     Returns:
         [B] in [0, 1]

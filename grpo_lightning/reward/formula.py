@@ -74,14 +74,14 @@ def read_formula(text: str) -> str | None:
     inner = inner.rstrip(" .").removesuffix("%").removesuffix("\\").rstrip()
     if any(mark in inner for mark in ("$", "\\(", "\\[", _BOXED)):  # several formulas, or one in a sentence
         is_simple = inner.count("$") + 2 * (inner.count("\\[") + inner.count("\\(")) <= 2 * _MOST_FORMULAS
-        found = inner if is_simple and _BOXED not in inner else ""
+        formula = inner if is_simple and _BOXED not in inner else ""
     elif _WORD.search(_GROUPED.sub("", inner)):
         number = last_number(inner)
-        found = "" if number is None else f"${number}$"
+        formula = "" if number is None else f"${number}$"
     else:
-        found = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
-    found = found.translate(str.maketrans(_LATEX))
-    return found if _is_bounded(found) else None
+        formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
+    formula = formula.translate(str.maketrans(_LATEX))
+    return formula if _is_bounded(formula) else None
 
 
 def plain(text: str) -> str:
@@ -110,7 +110,7 @@ def _without_marks(text: str) -> str:
 def _latex(text: str) -> str:
     """Plain notation as LaTeX: 2**10, 2^(1/3), 1e5, 2pi, sqrt(2)."""
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text.replace("**", "^").replace("\u221a", "sqrt"))
-    text = _ROUND_EXPONENT.sub(lambda found: f"^{{{found[1] or found[2]}}}", text)
+    text = _ROUND_EXPONENT.sub(lambda exponent: f"^{{{exponent[1] or exponent[2]}}}", text)
     return _NAMES.sub(r"\\\1 ", text).replace("\\sqrt (", "sqrt(")
 
 
@@ -126,16 +126,16 @@ def _is_bounded(formula: str) -> bool:
 
 
 def _depths(formula: str) -> tuple[int, int]:
-    """How deep brackets are nested, and at most how deep functions: one without brackets may end at the next comma."""
+    """How deep brackets are nested, and how deep functions are at most: one without brackets may end at a comma."""
     depth = deepest = deepest_function = 0
     functions: list[tuple[int, int]] = []  # of each that has not ended, the depth of brackets that it needs, and weight
-    for found in _NESTING.finditer(formula):
-        depth += (found[0] in "([{") - (found[0] in ")]}")
-        if found["function"]:
-            begins = depth + (found["bracket"] is not None)
-            functions.append((begins, 2 if found["exp"] else 1))
-        elif found[0] in ")]},=<>":
-            ends_at = depth - (found[0] in ",=<>")
+    for mark in _NESTING.finditer(formula):
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if mark["function"]:
+            begins = depth + (mark["bracket"] is not None)
+            functions.append((begins, 2 if mark["exp"] else 1))
+        elif mark[0] in ")]},=<>":
+            ends_at = depth - (mark[0] in ",=<>")
             functions = [function for function in functions if function[0] <= ends_at]
         deepest = max(deepest, depth)
         deepest_function = max(deepest_function, sum(weight for _, weight in functions))
@@ -143,7 +143,7 @@ def _depths(formula: str) -> tuple[int, int]:
 
 
 def _nested_power(formula: str) -> int:
-    """At most how large the powers are, the largest exponent times those of brackets; too large for towers."""
+    """A bound of the powers: the largest exponent times those of brackets; for towers more than what is allowed."""
     largest = nested = 1
     for sign in _POWER_SIGN.finditer(formula):
         exponent, after = _argument(formula, sign.end())
@@ -177,5 +177,5 @@ def _argument(formula: str, start: int) -> tuple[str, int]:
             depth += (formula[position] in "{(") - (formula[position] in "})")
             if not depth:
                 return formula[start + 1 : position], position + 1
-    found = re.compile(r"[0-9]+|[^0-9]?").match(formula, start)
-    return (found[0], found.end()) if found else ("", start)
+    exponent = re.compile(r"[0-9]+|[^0-9]?").match(formula, start)
+    return (exponent[0], exponent.end()) if exponent else ("", start)

@@ -4,16 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lightning.reward.total import scalar
-from grpo_lightning.reward.weighted import Reward, arguments
+from grpo_lightning.reward.engine.total import scalar
+from grpo_lightning.reward.engine.weighted import Reward, arguments
 
 
 def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:
-    """min(1, max(0, 2 − n / target)) for n characters: 1 up to ``target``, falling to 0 at twice that.
+    """A reward for being short: 1 up to ``target`` characters, falling to 0 at twice that.
+
+    With n characters:  min(1, max(0, 2 − n / target)).
 
     Args:
         completions: [B]
-        target: Characters that are free; at least 1.
+        target: The most characters that get the full reward; at least 1.
 
     Returns:
         [B] in [0, 1]
@@ -27,9 +29,9 @@ def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float |
 
 
 def word_variety(completions: Sequence[str], **_: Any) -> list[float | None]:
-    """Distinct words / words, where words are separated by whitespace and case does not matter; 0 without words.
+    """The fraction of the words that are distinct, which are separated by whitespace and whose case is ignored.
 
-    A deterministic reward for open prompts, which have no right answer.
+    It is 0 without words. A deterministic reward for open prompts, which have no right answer.
 
     Args:
         completions: [B]
@@ -44,15 +46,15 @@ def word_variety(completions: Sequence[str], **_: Any) -> list[float | None]:
 def soft_overlong(
     completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: float, **_: Any
 ) -> list[float | None]:
-    """0 for short completions, falling linearly to -1 over the last ``buffer`` of ``max_length`` tokens.
+    """A penalty that falls linearly from 0 to -1 over the last ``buffer`` of ``max_length`` tokens.
 
     With n tokens and a buffer of b tokens:  min(0, max(-1, (max_length - b - n) / b)).
     DAPO, arXiv:2503.14476, Eq. 13, where b is 4,096 of 20,480.
 
     Args:
         completion_ids: [B] tokens of each completion.
-        max_length: Tokens from which on it is -1.
-        buffer: Share of ``max_length``, in (0, 1].
+        max_length: The tokens from which on the reward is -1.
+        buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
 
     Returns:
         [B] in [-1, 0]
@@ -67,14 +69,16 @@ def soft_overlong(
 
 
 def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: Any) -> list[float | None]:
-    """(1 − distinct n-grams / n-grams) · max_penalty, of words as in `word_variety`; 0 with fewer than n words.
+    """A penalty for n-grams of words that stood in the completion before; 0 with fewer than n words.
+
+    (1 − distinct n-grams / n-grams) · max_penalty, of words as in `word_variety`.
 
     Open R1's repetition penalty, github.com/huggingface/open-r1, src/open_r1/rewards.py; arXiv:2502.03373, appendix.
 
     Args:
         completions: [B]
-        n: Words of an n-gram; at least 1.
-        max_penalty: What endless repetition gets; at most 0.
+        n: How many words an n-gram has; at least 1.
+        max_penalty: The reward of endless repetition; at most 0.
 
     Returns:
         [B] in [max_penalty, 0]
@@ -99,7 +103,7 @@ def cosine_length(
     wrong: Sequence[float],
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """From its value at length 0 to that at ``max_length`` along a cosine, for right and wrong completions each.
+    """A value that follows a cosine from length 0 to ``max_length``, one for right and one for wrong completions.
 
     end + (start − end) · (1 + cos(π · min(n, L) / L)) / 2 for n tokens and L = ``max_length``. Yeo et al.,
     arXiv:2502.03373, Eq. 1, as in Open R1: without the paper's r_e, which completions that reach L get instead, and
@@ -110,13 +114,13 @@ def cosine_length(
         completion_ids: [B] the tokens of each completion.
         outcome: The reward that says what is right: a score of at least 1. It is called with the completions and with
             what it names of the columns.
-        max_length: Tokens; at least 1.
+        max_length: The tokens from which on the value stays at its end; at least 1.
         right: [start, end] for right completions.
         wrong: [start, end] for wrong ones.
         columns: Name -> [B] prompts and what else the data know.
 
     Returns:
-        [B] None where ``outcome`` is.
+        [B] between start and end; None where ``outcome`` is None.
 
     Raises:
         ValueError: A setting is out of range, or ``outcome`` needs a column that there is not, or returns
@@ -144,7 +148,7 @@ def _on_cosine(progress: float, start: float, end: float) -> float:
 
 
 def _repeated(words: Sequence[str], n: int) -> float:
-    """Share of the n-grams that stood there before."""
+    """The fraction of the n-grams that stood there before."""
     total = len(words) - n + 1
     if total < 1:
         return 0.0

@@ -21,14 +21,14 @@ for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the ala
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 unreadable: Counter[str] = Counter()
-"""Right answer that cannot be parsed -> how many completions it could not judge in this process."""
+"""How many completions each right answer that cannot be parsed has left without a score in this process."""
 
 
 def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
     r"""1.0 if the answer text is the right answer as mathematics, by the package math-verify, else 0.0.
 
-    Of the answer text counts what is in its last \boxed{…}, else its $…$ (several, joined by "and", are a set), else
-    the whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
+    What counts is the answer text's last \boxed{…}, else its $…$ (several, joined by "and", are a set), else the
+    whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
     Wrong unless it is the right answer to the letter, which needs no parsing: formulas of more than 300 characters,
     numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers,
     brackets deeper than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were left

@@ -1,18 +1,21 @@
-"""A Hugging Face sequence-classification model as a reward: its logit is the score."""
+"""A Hugging Face sequence-classification model, or a module of one's own, as a reward: its logit is the score."""
 
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
+
+from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -30,8 +33,8 @@ class RewardModel:
 
     What the model reads is its own chat template of the messages and the completion as the assistant's; without a
     template, the prompt's text and the completion, one after the other. Weights are loaded at the first call. Objects
-    with the same settings of the weights (path, dtype, device, quantization, trust_remote_code) share one copy of them,
-    trained or not, which goes with the last of these objects.
+    with the same settings of the weights (path, dtype, device, quantization, trust_remote_code) have one copy of them,
+    trained or not, which goes with the last of these objects. `of` makes one of weights that a program has.
 
     Args:
         path: Hub name or directory.
@@ -62,29 +65,57 @@ class RewardModel:
         trust_remote_code: bool,
     ) -> None:
         if dtype not in _DTYPES:
-            raise _unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
+            raise unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
         if quantization not in _QUANTIZATIONS:
-            raise _unsound("quantization", quantization, "8bit, 4bit or null")
+            raise unsound("quantization", quantization, "8bit, 4bit or null")
         if quantization and not is_accelerate_available():
-            raise _unsound("quantization", quantization, "null without the package accelerate")
-        for name, value, least in (
-            ("batch_tokens", batch_tokens, 1),
-            ("max_length", max_length, 1),
-            ("label", label, 0),
-        ):
-            if value < least:
-                raise _unsound(name, value, f"an integer >= {least}")
+            raise unsound("quantization", quantization, "null without the package accelerate")
+        self._limit(batch_tokens, max_length, label)
+        self._is_padded = True
         self.path = path
         self.dtype = dtype
-        self.device = torch.device(device or _own_device())
+        self._device = torch.device(device or _own_device())
+        self.quantization = quantization
+        self.trust_remote_code = trust_remote_code
+        key = (path, dtype, str(self._device), quantization, trust_remote_code)
+        self._holder = _holders.setdefault(key, _Holder())
+
+    def _limit(self, batch_tokens: int, max_length: int, label: int) -> None:
+        check_numbers(batch_tokens=batch_tokens, max_length=max_length, label=label)
         self.batch_tokens = batch_tokens
         self.max_length = max_length
-        self.quantization = quantization
         self.label = label
-        self.trust_remote_code = trust_remote_code
-        key = (path, dtype, str(self.device), quantization, trust_remote_code)
-        self._holder = _holders.setdefault(key, _Holder())
         self._warned = False
+
+    @staticmethod
+    def of(
+        network: nn.Module,
+        tokenizer: Any = None,
+        *,
+        batch_tokens: int = 16384,
+        max_length: int | None = None,
+        label: int = 0,
+    ) -> "RewardModel":
+        """A reward model of what a program has: ``compose(reward={"model": RewardModel.of(network, tokenizer)})``.
+
+        Nothing is loaded, copied or moved. The network is put into evaluation mode whenever it scores.
+
+        Args:
+            network: A sequence-classification model of transformers; or any module whose ``network(ids [B, N])`` is one
+                value per row, [B] or [B, 1], or several labels, [B, L]. Such a module gets rows of equal length
+                together and needs to know nothing of padding.
+            tokenizer: Of transformers, or any object with ``encode(text) -> ids``. None: prompts and completions are
+                token ids, in texts as numbers with spaces between.
+            batch_tokens: As in the class, like the errors.
+            max_length: As in the class; None: the context that the network's configuration names, without one all.
+            label: As in the class.
+        """
+        return _Given(network, tokenizer, batch_tokens=batch_tokens, max_length=max_length, label=label)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie, or will once they are loaded."""
+        return self._device
 
     def __call__(self, prompts: "Sequence[Prompt]", completions: Sequence[str], **_: Any) -> list[float]:
         """The logit of every completion.
@@ -116,38 +147,19 @@ class RewardModel:
 
     def encode(self, prompts: "Sequence[Prompt]", completions: Sequence[str]) -> list[list[int]]:
         """Token ids of every text that the model reads, cut to their last ``max_length``."""
-        tokenizer = self._loaded[1]
-        templated = bool(getattr(tokenizer, "chat_template", None))
-        texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        if not texts:
-            return []
-
-        def tokens(**cut: Any) -> list[list[int]]:  # a template brings its own special tokens
-            ids: list[list[int]] = tokenizer(texts, add_special_tokens=not templated, verbose=False, **cut)["input_ids"]
-            return ids
-
-        rows = tokens()
-        if long := sum(len(row) > self.max_length for row in rows):
-            if not self._warned:
-                log.warning(
-                    "%d of %d texts are longer than reward.model.function.max_length=%d tokens: the reward model reads "
-                    "their end; further ones are not reported",
-                    *(long, len(rows), self.max_length),
-                )
-                self._warned = True
-            rows = tokens(truncation=True, max_length=self.max_length)
-        for row, text in zip(rows, texts, strict=True):
-            if not row:
-                raise ValueError(f"a prompt and its completion have no tokens: {text!r}")
+        rows, long = token_ids(self._loaded[1], prompts, completions, most=self.max_length)
+        if long and not self._warned:
+            log.warning(
+                "%d of %d texts are longer than reward.model.function.max_length=%d tokens: the reward model reads "
+                "their end; further ones are not reported",
+                *(long, len(rows), self.max_length),
+            )
+            self._warned = True
         return rows
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of ``rows`` that go through the model together, longest first; a row above the budget goes alone."""
-        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        while order:
-            size = max(1, self.batch_tokens // len(rows[order[0]]))
-            yield order[:size]
-            order = order[size:]
+        return batches(rows, self.batch_tokens, padded=self._is_padded)
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B] in float32, with a gradient where one is recorded, from the token ids of some texts."""
@@ -156,9 +168,12 @@ class RewardModel:
         # On the right, where neither absolute positions nor causal attention notice it.
         ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
         mask = torch.tensor([[t < len(row) for t in range(width)] for row in rows], device=self.device)
-        logits: Tensor = network(input_ids=ids, attention_mask=mask.long()).logits
+        return self._labelled(network(input_ids=ids, attention_mask=mask.long()).logits)
+
+    def _labelled(self, logits: Tensor) -> Tensor:
+        """[B, L] values of several labels -> [B] float32 of this object's."""
         if not self.label < logits.shape[-1]:
-            raise _unsound("label", self.label, f"0 to {logits.shape[-1] - 1}, the logits of {self.path!r}")
+            raise unsound("label", self.label, f"0 to {logits.shape[-1] - 1}, the logits of {self.path!r}")
         return logits[:, self.label].float()
 
     def reset(self) -> None:
@@ -181,10 +196,9 @@ class RewardModel:
         if self._holder.loaded is None:
             with self.isolated():
                 self._holder.loaded = self._load()
-        config = self._holder.loaded[0].config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
+        context = context_of(self._holder.loaded[0])
         if context is not None and context < self.max_length:  # each object has a length of its own
-            raise _unsound("max_length", self.max_length, f"at most {context}, the context of {self.path!r}")
+            raise unsound("max_length", self.max_length, f"at most {context}, the context of {self.path!r}")
         return self._holder.loaded
 
     def _load(self) -> tuple[Any, Any]:
@@ -199,7 +213,7 @@ class RewardModel:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )
-            network, found = AutoModelForSequenceClassification.from_pretrained(
+            network, report = AutoModelForSequenceClassification.from_pretrained(
                 self.path,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
@@ -211,24 +225,67 @@ class RewardModel:
                 f"reward.model.function.path={self.path!r}: neither a directory with a sequence-classification model "
                 f"in Hugging Face format nor one that the hub can be asked for from here: {error}"
             ) from error
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"reward.model.function.path={self.path!r}: no reward model, its weights lack {', '.join(missing[:3])}"
             )
-        config = network.config.get_text_config()
-        # Models that judge by the last token find it by this id, so the model's own word goes first. A text can end
-        # with its end-of-sequence token, and is taken to end before it where that is the only one left to pad with.
-        ids = (config.pad_token_id, *(getattr(tokenizer, f"{n}_token_id") for n in ("pad", "unk", "bos", "eos")))
-        network.config.pad_token_id = config.pad_token_id = next((i for i in ids if i is not None and i >= 0), 0)
-        network.config.use_cache = config.use_cache = False
+        prepare(network, tokenizer)
         return (network if quantized else network.to(self.device)).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a reward model scores in the trainer's process: set reward.model.timeout=null")
 
 
+class _Given(RewardModel):
+    """A reward model around a network that a program has, see `RewardModel.of`."""
+
+    def __init__(
+        self, network: nn.Module, tokenizer: Any, *, batch_tokens: int, max_length: int | None, label: int
+    ) -> None:
+        self._is_padded = hasattr(getattr(network, "config", None), "get_text_config")  # transformers' own mask padding
+        context = (context_of(network) if self._is_padded else None) or sys.maxsize
+        if max_length is not None and max_length > context:
+            raise unsound("max_length", max_length, f"at most {context}, the context of {type(network).__name__}")
+        self._limit(batch_tokens, context if max_length is None else max_length, label)
+        if self._is_padded:
+            prepare(network, tokenizer)
+        self._network, self._tokenizer = network, cutting_left(tokenizer)
+        self.path = type(network).__name__
+        others = {weights.dtype for weights in network.parameters()} - {torch.float32}
+        self.dtype = str(min(others, key=str, default=torch.float32)).removeprefix("torch.")
+        self.quantization = None
+        self._holder = _Holder()
+
+    @property
+    def device(self) -> torch.device:
+        weights = next(self._network.parameters(), None)
+        return torch.device("cpu") if weights is None else weights.device
+
+    @property
+    def _loaded(self) -> tuple[Any, Any]:
+        return self._network.eval(), self._tokenizer
+
+    def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        if self._is_padded:
+            return super().logits(rows)
+        output = self.network(torch.tensor(rows, device=self.device))
+        values: Tensor = getattr(output, "logits", output)
+        if values.dim() > 2 or values.numel() % len(rows) or (values.dim() and len(values) != len(rows)):
+            raise ValueError(
+                f"{self.path} gave {tuple(values.shape)} for token ids {(len(rows), len(rows[0]))}: allowed are "
+                f"({len(rows)},) and ({len(rows)}, labels)"
+            )
+        return self._labelled(values.reshape(len(rows), -1))
+
+    def reset(self) -> None:
+        """Nothing: the program's network stays as it is."""
+
+    def shares_weights(self, other: object) -> bool:
+        return isinstance(other, _Given) and other._network is self._network
+
+
 class _Holder:
-    """The weights that equal settings share."""
+    """The one copy of the weights that objects of equal settings use."""
 
     loaded: tuple[Any, Any] | None = None
 
@@ -236,17 +293,5 @@ class _Holder:
 _holders: WeakValueDictionary[tuple[Any, ...], _Holder] = WeakValueDictionary()
 
 
-def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
-    messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    if not getattr(tokenizer, "chat_template", None):
-        return "\n\n".join(message["content"] for message in messages) + completion
-    text: str = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": completion}], tokenize=False)
-    return text
-
-
 def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-
-
-def _unsound(setting: str, value: Any, allowed: str) -> ValueError:
-    return ValueError(f"reward.model.function.{setting}={value}: allowed is {allowed}")

@@ -10,15 +10,15 @@ import regex
 _LOG = logging.getLogger(__name__)
 
 timed_out: Counter[str] = Counter()
-"""Expression -> how many searches for it were given up in this process."""
+"""How many searches for each expression were given up in this process."""
 
 
 def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
-    """Words that the completion contains / words; case does not matter, and a part of a longer word counts.
+    """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts.
 
     Args:
         completions: [B]
-        words: What to look for; at least one.
+        words: The words to look for; at least one.
 
     Returns:
         [B] in [0, 1]
@@ -38,8 +38,8 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
 
     Args:
         completions: [B]
-        expression: In the syntax of the package regex; (?i) at its beginning ignores case.
-        seconds: After which the search in one completion is given up, more than 0: it scores 0.0, which is counted and,
+        expression: The regular expression, in the syntax of the package regex; (?i) at its beginning ignores case.
+        seconds: How long the search in one completion may take, more than 0. Then it scores 0.0, which is counted and,
             the first time, logged.
 
     Returns:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_lightning.reward import pool
+from grpo_lightning.reward.engine import pool
 
 Scorer = Callable[..., float]
 
@@ -115,14 +115,14 @@ GATES: Mapping[str, Callable[[str], bool]] = {
     "rubiks_cube": has_small_steps,
     "rush_hour": has_small_steps,
 }
-"""Task -> what its verifier can be trusted with; any text for the others."""
+"""The texts that the verifier of each task can be trusted with; any text for the others."""
 
 TIMED = frozenset(("intermediate_integration", "propositional_logic", "rubiks_cube", "simple_integration"))
 """Tasks whose verifiers simplify formulas, try all truth values or turn a cube."""
 
 
 def begin(scorer: Scorer, **arguments: Any) -> Callable[[], float]:
-    """``scorer(**arguments)``, to be called for: a verifier in a worker process works on it until then."""
+    """A function that returns ``scorer(**arguments)``, on which a worker process works until it is called."""
     return scorer.begin(**arguments) if isinstance(scorer, _Timed) else partial(scorer, **arguments)
 
 
@@ -146,8 +146,8 @@ class _Timed:
     """A verifier in a worker process.
 
     Raises:
-        TimeoutError: From a call that took too long.
-        RuntimeError: From a call, if the verifier raised or its worker died.
+        TimeoutError: A call took too long.
+        RuntimeError: The verifier raised in a call, or its worker died.
     """
 
     def __init__(self, verifier: Callable[..., float]) -> None:
@@ -161,10 +161,10 @@ class _Timed:
 
 
 def _finished(pending: pool.Pending) -> float:
-    (found,) = pending.result()
-    if isinstance(found, pool.Failure):
-        raise (TimeoutError if found.kind == "timeout" else RuntimeError)(found.message)
-    return float(found)
+    (outcome,) = pending.result()
+    if isinstance(outcome, pool.Failure):
+        raise (TimeoutError if outcome.kind == "timeout" else RuntimeError)(outcome.message)
+    return float(outcome)
 
 
 def _own_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
@@ -200,7 +200,7 @@ def _is_allowed(node: ast.AST, kinds: tuple[type, ...], operators: tuple[type, .
 
 
 def _power(node: ast.AST) -> float:
-    """At most how many factors the powers in ``node`` have when they are multiplied out; infinite for towers."""
+    """A bound of the factors that the powers in ``node`` have when they are multiplied out; infinite for towers."""
     powers = [_power(child) for child in ast.iter_child_nodes(node)]
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
         return max(powers, default=1.0)

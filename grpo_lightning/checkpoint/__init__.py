@@ -1,0 +1,1 @@
+"""Checkpoints: reading and writing them, adapters, continuing a run, and cutting its event files back."""

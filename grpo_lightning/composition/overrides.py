@@ -1,0 +1,192 @@
+"""From overrides, and objects in place of settings, to a run.
+
+Worker processes of rewards import this file when they import the program that started them, so that nothing heavy is
+imported before it is needed.
+"""
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from grpo_lightning.run import Run
+
+_PACKAGE = Path(__file__).parents[1]
+CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
+"""The settings' files: inside the package where it is installed, beside it in a checkout."""
+
+log = logging.getLogger(__name__)
+
+_RUN_DIRECTORY = "hydra.run.dir="
+_CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
+_chosen_here: list[str] = []
+_live: ContextVar[Mapping[str, Any]] = ContextVar("live")
+
+
+def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) -> "Run":
+    """A run of some settings, in which parts may be live objects.
+
+    Args:
+        overrides: Those of the command line, such as ``"algorithm=dr_grpo"`` or ``"steps=20"``.
+        run_dir: Where the run writes; None takes a new directory ``runs/DATE/TIME``.
+        parts: Objects under the names of the groups of conf/, see `live.choices`: ``policy=`` a model with its
+            tokenizer, or a path; ``reward=`` a function, or functions by name; ``data=`` rows, a data set, a path or a
+            datamodule; any other part as what its settings would build.
+
+    Returns:
+        An object with ``module``, ``data``, ``trainer``, ``fit()``, ``validate()``, ``export()`` and ``metrics``.
+
+    Raises:
+        ConfigError: The settings cannot work; all problems with their keys.
+        ValueError: A part cannot be what it was given as.
+    """
+    from grpo_lightning.composition.live import choices
+
+    given = choices(parts, overrides)
+    words = [*given.overrides, *overrides]
+    named = [word.removeprefix(_RUN_DIRECTORY) for word in words if word.startswith(_RUN_DIRECTORY)]
+    words = [word for word in words if not word.startswith(_RUN_DIRECTORY)]
+    directory = Path(run_dir or (named[-1] if named else _new_directory()))
+    with _composing():
+        cfg = hydra_compose("train", words)
+        for name, file in given.files.items():
+            own = hydra_compose("train", [f"{name}={file}"])[name]
+            cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else cfg[name][key] for key in own}
+    OmegaConf.set_struct(cfg, False)
+    cfg.run_dir = str(directory)
+    for key, text in given.values.items():
+        if "${" in text:  # which OmegaConf would read, however it is escaped
+            given.objects[key] = text
+        OmegaConf.update(cfg, key, {"_target_": f"{__package__}.part", "name": key} if "${" in text else text)
+    for name in given.whole:
+        cfg[name] = _placeholder(name, given.objects[name], cfg[name])
+    if "reward" in parts:  # an experiment's settings of rewards that are not there
+        asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
+        for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
+            del cfg.reward[name]
+    if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
+        log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
+    return _run(
+        cfg,
+        live=given.objects,
+        overrides=list(overrides),
+        directory_given=run_dir is not None or bool(named),
+        on_start=lambda place: _write_settings(cfg, words, place),
+    )
+
+
+@contextlib.contextmanager
+def _composing() -> Iterator[None]:
+    """Inside, Hydra composes this project's settings, also where a program has initialized it for its own."""
+    state = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = state
+
+
+def _placeholder(name: str, value: Any, node: Any) -> Any:
+    """Settings in the place of an object: those that the part would have, with the object's own values of them."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kept = dict(node) if OmegaConf.is_dict(node) else {}
+    own = {key: getattr(value, key, None) for key in kept if not key.startswith("_")}
+    known = {key: one for key, one in own.items() if isinstance(one, bool | int | str) or _is_finite(one)}
+    return {**kept, **known, "_target_": f"{__package__}.part", "_partial_": False, "_recursive_": False, "name": name}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def part(name: str, **_: Any) -> Any:
+    """The live object of that name; what settings hold in its place, beside settings that others refer to."""
+    return _live.get()[name]
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def _main(cfg: DictConfig) -> float:
+    given = HydraConfig.get()
+    run = _run(
+        cfg,
+        overrides=list(given.overrides.task),
+        directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in given.overrides.hydra),
+        multirun=given.mode == RunMode.MULTIRUN,
+    )
+    try:
+        return run.execute()
+    finally:
+        del run
+        gc.collect()  # a trainer and its parts refer to one another: a sweep would hold the weights of two jobs
+
+
+def main() -> None:
+    """Train, validate or export, as the command line says."""
+    sys.path.insert(0, str(Path.cwd()))  # functions of one's own are found from wherever the command is
+    _main()
+
+
+def _run(cfg: DictConfig, *, live: Mapping[str, Any] | None = None, **options: Any) -> "Run":
+    from grpo_lightning.run import Run
+
+    config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+    def build(name: str, **more: Any) -> Any:
+        with _using(live or {}):
+            if not more:
+                return instantiate(cfg[name], _convert_="all")
+            return instantiate(cfg[name], _convert_="all", _partial_=True)(**more)
+
+    return Run(config, build, **options)
+
+
+@contextlib.contextmanager
+def _using(objects: Mapping[str, Any]) -> Iterator[None]:
+    token = _live.set(objects)
+    try:
+        yield
+    finally:
+        _live.reset(token)
+
+
+def _new_directory() -> Path:
+    """``runs/DATE/TIME``, as on the command line; with a number where it is taken.
+
+    A process that Lightning starts runs the program again, and takes the directories that the first one has chosen.
+    """
+    known = os.environ.get(_CHOSEN, "").split(os.pathsep) if os.environ.get("LOCAL_RANK", "0") != "0" else []
+    first = Path("runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    names = (first if not number else first.with_name(f"{first.name}-{number}") for number in range(1000))
+    free = (path for path in names if not path.exists() and str(path) not in _chosen_here)
+    directory = Path(known[len(_chosen_here)]) if len(_chosen_here) < len(known) else next(free)
+    _chosen_here.append(str(directory))
+    if not known:
+        os.environ[_CHOSEN] = os.pathsep.join(_chosen_here)
+    return directory
+
+
+def _write_settings(cfg: DictConfig, overrides: Sequence[str], directory: Path) -> None:
+    """The settings as composed, and what was overridden, as Hydra writes them."""
+    place = directory / ".hydra"
+    place.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, place / "config.yaml")
+    OmegaConf.save(OmegaConf.create(list(overrides)), place / "overrides.yaml")

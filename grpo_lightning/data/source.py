@@ -1,0 +1,97 @@
+"""Where prompts come from, as rows by index; which of them may be used, and which are held out."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from grpo_lightning.batch import Prompt
+from grpo_lightning.data.order import permutation
+
+_log = logging.getLogger(__name__)
+_CHUNK = 1024  # prompts measured at once
+
+Row = tuple[Prompt, dict[str, Any]]
+"""A prompt, and the values of its row in the columns by name."""
+Fits = Callable[[list[Prompt]], list[bool]]
+"""Prompts -> which of them may be used."""
+
+
+class Source(Protocol):
+    """Prompts by index. Every row has the same columns."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+@runtime_checkable
+class Generated(Source, Protocol):
+    """A source that makes its rows on access and replaces an unfit one, where a stored source would lose it."""
+
+    def keep(self, fits: Fits) -> "tuple[Source, int]":
+        """The source with fit prompts only, and how many rows it has lost."""
+        ...
+
+
+class Subset:
+    """Some rows of a source."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._source[self._indices[index]]
+
+
+def keep(source: Source, fits: Fits) -> tuple[Source, int]:
+    """The source without the prompts that do not fit; a stored source is read through once.
+
+    Args:
+        source: The rows.
+        fits: Says which of a list of prompts may stay.
+
+    Returns:
+        The remaining rows in the same order, and how many were lost.
+    """
+    if isinstance(source, Generated):
+        return source.keep(fits)
+    remaining: list[int] = []
+    indices: Iterator[int] = iter(range(len(source)))
+    while chunk := list(islice(indices, _CHUNK)):
+        verdicts = fits([source[i][0] for i in chunk])
+        remaining += [i for i, verdict in zip(chunk, verdicts, strict=True) if verdict]
+    return Subset(source, remaining), len(source) - len(remaining)
+
+
+def hold_out(source: Source, size: int) -> tuple[Source, Source]:
+    """Training and validation rows of one source: the last ones of a fixed random order validate.
+
+    The order does not depend on the run's seed, so all runs on a file are validated on the same rows. A training row
+    whose prompt is also held out is left out.
+
+    Args:
+        source: All rows.
+        size: The most rows to hold out; never more than a fifth of them, but at least one.
+
+    Returns:
+        The training source and the validation source, both in the source's order.
+
+    Raises:
+        ValueError: If there are fewer than two rows.
+    """
+    if len(source) < 2:
+        raise ValueError(f"data: {len(source)} rows; allowed: at least 2, as some are held out for validation")
+    count = min(size, max(len(source) // 5, 1))
+    if count < size:
+        _log.warning("held out %d of %d rows, fewer than data.validation_size=%d", count, len(source), size)
+    order = permutation(0, 0, len(source)).tolist()
+    training, validation = Subset(source, sorted(order[:-count])), Subset(source, sorted(order[-count:]))
+    held_out = {repr(validation[i][0]) for i in range(count)}
+    distinct, repeated = keep(training, lambda prompts: [repr(prompt) not in held_out for prompt in prompts])
+    if repeated:
+        _log.warning("left out %d training rows that repeat a held-out prompt", repeated)
+    return distinct, validation

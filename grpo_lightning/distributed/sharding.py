@@ -1,0 +1,102 @@
+"""Fully sharded data parallelism: every process holds a part of every weight, gathered when a layer is used.
+
+PyTorch's ``fully_shard`` (FSDP2): https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+
+Three functions say whether weights are sharded, by a trainer's settings, a trainer, or a module.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+
+def settings_shard(trainer: Mapping[str, Any]) -> bool:
+    """Whether the settings of a trainer are those of ``trainer=fsdp``."""
+    strategy = trainer.get("strategy")
+    return isinstance(strategy, Mapping) and "FullySharded" in str(strategy.get("_target_"))
+
+
+def trainer_shards(trainer: Trainer) -> bool:
+    """Whether a trainer distributes the weights of its module."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `shard` was applied to a module."""
+    return isinstance(module, FSDPModule)
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model: of all lists of modules inside, the one with most weights."""
+    lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda parts: sum(p.numel() for part in parts for p in part.parameters()), default=[])
+
+
+def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...]) -> None:
+    """Distribute every decoder layer and, as one more part, all that lies outside of them; gradients are added up.
+
+    Args:
+        module: The model whose weights are distributed, in place.
+        mesh: A device mesh of one dimension.
+        methods: Names of the methods of ``module`` that gather weights when they are called.
+    """
+    # The layers first: `fully_shard` takes what no part inside has taken yet.
+    for part in (*layers(module), module):
+        # FSDP2 would leave the weights of the outermost part gathered for a backward pass, and there may be none.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        sharded: Any = part
+        # The loss's weights are those of the whole optimizer step, so gradients are parts of a sum, not of a mean. The
+        # factor alone would be applied in the exchange, by an operation that only NCCL has.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    # FSDP2 gathers weights in `forward` only, which a policy does not have.
+    for name in methods:
+        register_fsdp_forward_method(module, name)
+    # `gathered` may come before the first forward pass, which else does this.
+    root: Any = module
+    root._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, every process holds all weights, so that each may call the module as often as it likes.
+
+    All processes enter together. Where `shard` was not applied it does nothing.
+    """
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        # Else the first forward pass would let the weights go again, part by part.
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """All weights, by their names in ``state_dict``; all processes call it together.
+
+    Sharded ones are returned on the CPU, and in the first process only.
+    """
+    if not is_sharded(module):
+        return dict(module.state_dict())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(module, options=options)
+    return weights
+
+
+def load_whole_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load what `whole_weights` returned; all processes call it together, each with all weights."""
+    if is_sharded(module):
+        set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(weights)

@@ -1,0 +1,157 @@
+"""Lightning's strategies for several processes, as this project uses them."""
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch.optim import Optimizer
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """DDP: every process holds all weights and the optimizer's state.
+
+    Args:
+        timeout: Minutes that a process waits for the others before the run ends.
+    """
+
+    def __init__(self, *, timeout: float) -> None:
+        # Gradients lie in the buffers that are exchanged, which else would take as much memory once more.
+        super().__init__(timeout=timedelta(minutes=timeout), gradient_as_bucket_view=True)
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """FSDP2 over all processes, whatever their number; the module shards itself in ``configure_model``.
+
+    Gradients are added up, not averaged.
+
+    Args:
+        tensor_parallel_size: Processes that split a layer among them; allowed is 1.
+        sharded_checkpoints: Whether a checkpoint is a directory into which every process writes its own part, rather
+            than a file that the first process writes.
+        timeout: Minutes that a process waits for the others before the run ends.
+
+    Raises:
+        ValueError: ``tensor_parallel_size`` is not 1.
+    """
+
+    def __init__(self, *, timeout: float, tensor_parallel_size: int = 1, sharded_checkpoints: bool = False) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"trainer.strategy.tensor_parallel_size={tensor_parallel_size}: allowed: 1 (layers are sharded, not "
+                "split: every process computes whole layers on its own completions)"
+            )
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=sharded_checkpoints,
+            timeout=timedelta(minutes=timeout),
+        )
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        # Lightning takes the number of machines unless it is given, and the strategy is made before it is known.
+        self._data_parallel_size = self.world_size
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state, as Lightning gathers it, also before the optimizer's first step.
+
+        To have a state to write, PyTorch lets an optimizer without one make a step with gradients of zero. That step
+        would count: AdamW would correct the first true step as if it were the second, to 0.74 of its length.
+        """
+        fresh = not optimizer.state
+        written = super().optimizer_state(optimizer)
+        if fresh:
+            for tensor in _tensors((dict(optimizer.state), written.get("state", {}))):
+                tensor.zero_()
+        return written
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, of which after a kill at any moment the old or the new one is there, whole.
+
+        A directory is written beside its place, which then becomes a link to it.
+        """
+        if not self._save_distributed_checkpoint:
+            # Not ModelParallelStrategy's, which first removes a sharded checkpoint there, and cannot remove a link.
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
+        step = checkpoint.get("step", {}).get("completed", 0)
+        path = Path(filepath)
+        # A name that is not taken, since the old directory has to stay until the link leads to the new one. All
+        # processes write to the one that the first of them has chosen.
+        names = (path.with_name(f"{path.stem}_{step}_{number}{path.suffix}") for number in itertools.count())
+        target = Path(self.broadcast(str(next(name for name in names if not name.exists()))))
+        path = target.with_name(path.name)
+        super().save_checkpoint(checkpoint, target, storage_options)
+        # The link must not lead to a directory that another process is still writing to.
+        self.barrier()
+        if self.is_global_zero:
+            staged = path.with_name(f".{path.name}.{os.getpid()}")
+            staged.symlink_to(target.name)
+            staged.replace(path)
+            # Both last.ckpt and best.ckpt may be links; what neither leads to any more is removed.
+            used = {link.resolve() for link in path.parent.iterdir() if link.is_symlink()}
+            for other in path.parent.glob(f"{path.stem}_*{path.suffix}"):
+                if other.resolve() not in used:
+                    shutil.rmtree(other)
+        self.barrier()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(part)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints; known before the processes are in contact."""
+    return getattr(rank_zero_only, "rank", 0) in (0, None)
+
+
+def started_from_outside() -> bool:
+    """Whether torchrun or SLURM has started the processes, rather than Lightning in the first one."""
+    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+
+
+def check_processes(config: Mapping[str, Any], *, directory_given: bool, multirun: bool) -> None:
+    """Refuse what several processes would do differently from one another.
+
+    Raises:
+        ValueError: Processes started by torchrun or SLURM would each choose a run directory; or a sweep would start
+            processes of its own, each of which would run the sweep.
+    """
+    # Neither Lightning nor torch.distributed runs yet: the launchers' variables are all there is to ask.
+    where = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+    if started_from_outside():
+        if number > 1 and not directory_given:
+            raise ValueError(
+                f"{where}: name a directory, such as {where}=runs/mine; each of the {number} processes would make one "
+                "of its own"
+            )
+    elif multirun and (devices := processes(config["trainer"])) > 1:
+        raise ValueError(
+            f"trainer.devices={config['trainer']['devices']}: allowed is 1 in a sweep (-m), since each further process "
+            "would start the sweep anew; or start all processes together: "
+            f"torchrun --nproc_per_node={devices} train.py -m ... {where}=DIRECTORY"
+        )
+
+
+def processes(trainer: Mapping[str, Any]) -> int:
+    """How many processes the settings of a trainer ask for on this machine."""
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return len(devices)
+    if devices in ("auto", -1, "-1"):
+        on_gpu = trainer.get("accelerator", "auto") != "cpu"
+        return max(torch.cuda.device_count(), 1) if on_gpu else 1
+    return int(devices)

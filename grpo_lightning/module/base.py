@@ -1,0 +1,253 @@
+"""What every trained module here shares: counting steps, reporting metrics, validation, optimizer and checkpoints.
+
+A step is one batch of prompts, whatever the number of optimizer steps made from it; Lightning's ``global_step`` counts
+the latter, so nothing here relies on it.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from grpo_lightning.batch import Prompt, Prompts
+from grpo_lightning.checkpoint import adapter
+from grpo_lightning.clock import Clock, peak_memory
+from grpo_lightning.distributed.ranks import Preempted
+from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
+from grpo_lightning.module.gradient_step import GradientStep
+from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.validation import Validation
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Schedule = Callable[..., float]
+
+
+class StepModule(LightningModule):
+    """Trains a policy for ``steps`` steps by manual optimization and validates it.
+
+    Args:
+        policy: Trained.
+        validation: Run before the first step, after every ``validation.every`` and after the last.
+        optimizer: Called with the trainable parameters.
+        schedule: (steps completed, total_steps=) -> multiplier of the learning rate.
+        steps: Batches of prompts to train on.
+        seed: Decides all sampling and shuffling.
+        gather_weights: Where weights are sharded, whether each process holds all of them while it samples; else all
+            make every forward pass together, layer by layer, until the last completion ends.
+        max_grad_norm: As in `GradientStep`, like ``max_skipped``.
+        max_skipped: As in `GradientStep`.
+        settings: The run's settings as plain values, which callbacks write into checkpoints, logs and model cards.
+    """
+
+    loop: Loop
+    """What carries the steps; known once they begin."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        validation: Validation,
+        optimizer: OptimizerFactory,
+        schedule: Schedule,
+        *,
+        steps: int,
+        seed: int,
+        max_grad_norm: float,
+        max_skipped: int,
+        gather_weights: bool = True,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy = policy
+        self.validation = validation
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.steps = steps
+        self.seed = seed
+        self.gather_weights = gather_weights
+        self.settings = dict(settings or {})
+        self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
+        self.base = adapter.fingerprint(policy)
+        """Tells apart the weights that are not trained, as below an adapter; checkpoints hold the others only."""
+        self.strict_loading = self.base is None
+        self.clock = Clock()
+        self.flops_per_second = 0.0
+        self.completed_steps = 0
+        self.validated_at = -1
+        self.metrics: dict[str, float] = {}
+        self._own_loop: OwnLoop | None = None
+
+    def seed_of(self, *what: object) -> int:
+        """A seed for one purpose, such as ("rollout", 7); the same in every run with the same ``seed``."""
+        key = repr((self.seed, *what)).encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
+
+    def context(self, *what: object) -> StepContext:
+        """What sampling for a purpose needs, see `seed_of`."""
+        return StepContext(seed=self.seed_of(*what), clock=self.clock, poll=self.poll, ranks=self.loop.ranks)
+
+    def poll(self) -> None:
+        """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
+        if self.loop.asked_to_end:
+            raise Preempted(f"SIGTERM during step {self.completed_steps + 1}")
+
+    def train_step(self, prompts: Prompts | list[Prompt], **columns: Any) -> dict[str, float]:
+        """Make one step without a Trainer, for a loop of one's own in one process.
+
+        Args:
+            prompts: As the data would yield them, or a list of texts, chat messages or token ids.
+            columns: What rewards ask for by name, one value per prompt.
+
+        Returns:
+            The step's metrics by name.
+        """
+        if self._own_loop is None:
+            self.to(next(self.policy.parameters()).device)
+            self.loop = self._own_loop = OwnLoop(self, precision=self.settings.get("trainer", {}).get("precision"))
+            self.on_fit_start()
+            self.on_train_start()
+        self.loop = self._own_loop  # a validation by a Trainer has its own
+        if not isinstance(prompts, Prompts):
+            prompts = Prompts(tuple(prompts), {name: tuple(values) for name, values in columns.items()})
+        with self.loop.precision():
+            self.training_step(prompts)
+        return dict(self.metrics)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
+
+    def configure_model(self) -> None:
+        """Shard the policy, where the strategy shards."""
+        if trainer_shards(self.trainer) and not is_sharded(self.policy):
+            mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
+            for policy in self.policies():
+                shard(policy, mesh, methods=("logprobs_and_entropy", "sample"))
+
+    def policies(self) -> list[Policy]:
+        """All whose weights this module holds, trained or not."""
+        return [self.policy]
+
+    def on_fit_start(self) -> None:
+        self.loop.begin(epochs=math.ceil(self.steps / self.validation.every))
+
+    def on_train_start(self) -> None:
+        self.loop.listen()
+        with self.loop.precision():
+            self.flops_per_second = self.policy.flops_per_second()
+
+    def on_validation_start(self) -> None:
+        self.loop.listen()
+
+    def report(self, values: Mapping[str, float | Tensor]) -> None:
+        """Publish scalars at the number of completed steps, averaged over processes (``*_max``: the largest).
+
+        What is not finite is left out, such as a mean over nothing.
+        """
+        averaged = self.loop.ranks.average(values, device=self.device, largest={"perf/peak_memory_gb"})
+        finite = {name: value for name, value in averaged.items() if math.isfinite(value)}
+        self.metrics = {name: value for name, value in self.metrics.items() if name not in averaged} | finite
+        self.loop.log(finite, step=self.completed_steps)
+
+    def apply_gradients(self) -> float:
+        """Make one optimizer step and return the gradient's norm before clipping, see `GradientStep.apply`."""
+        return self.gradient_step.apply(self.loop.optimizer, step=self.completed_steps + 1)
+
+    def complete_step(self, values: Mapping[str, float | Tensor]) -> None:
+        """Count the step, report its metrics, and move the schedule on."""
+        rate = self.loop.optimizer.param_groups[0]["lr"]
+        self.completed_steps += 1
+        self.report({**values, "optim/lr": rate, "optim/skipped": float(self.gradient_step.skipped)})
+        self.loop.schedule.step()
+        if self.completed_steps >= self.steps:
+            self.loop.stop()
+
+    def performance(self, num_tokens: int, flops: float = 0.0) -> dict[str, float]:
+        """Seconds of the step's phases, its speed and memory.
+
+        Args:
+            num_tokens: Sampled in it.
+            flops: Least floating-point operations that it takes, as ``Policy.flops`` counts them.
+        """
+        seconds = self.clock.read()
+        on_gpu = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
+        metrics = {f"time/{phase}": value for phase, value in seconds.items()}
+        if flops and self.flops_per_second:
+            possible = self.loop.ranks.size * seconds["step"] * self.flops_per_second
+            metrics["perf/gemm_fraction"] = flops / possible
+        metrics["perf/tokens_per_second"] = num_tokens / seconds["step"]
+        metrics["perf/peak_memory_gb"] = peak / 1e9
+        return metrics
+
+    @property
+    def _validation_due(self) -> bool:
+        """False where a resumed run starts between two validations, or right after one that it already has."""
+        if self.trainer.state.fn != "fit":
+            return True
+        if self.trainer.sanity_checking and self.trainer.num_sanity_val_steps != float("inf"):
+            return False  # a look at a few batches, not a validation
+        done = self.completed_steps
+        return self.validated_at != done and (done in (0, self.steps) or done % self.validation.every == 0)
+
+    def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
+        if not self._validation_due:
+            return None
+        with self.loop.sampling(self.policy):
+            scored = self.validation.step(
+                self.policy, prompts, completed_steps=self.completed_steps, context=self.context("validation")
+            )
+        return {"scored": scored}
+
+    def on_validation_epoch_end(self) -> None:
+        if not self._validation_due:
+            return
+        self.validated_at = self.completed_steps
+        self.report(self.validation.compute())
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        if coarse := {str(p.dtype).removeprefix("torch.") for p in trained} - {"float32", "float64"}:
+            raise ValueError(
+                f"policy: the trained weights are {', '.join(sorted(coarse))}; allowed is float32, with "
+                "trainer.precision=bf16-mixed for speed: small updates vanish in 16-bit weights"
+            )
+        optimizer = self.optimizer(trained)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.schedule(step, total_steps=self.steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning's own progress would restore a position within an epoch of another length.
+        checkpoint.pop("loops", None)
+        if self.base is not None:
+            checkpoint["base"] = self.base
+            trained = adapter.names(self.policy)
+            checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
+        checkpoint["step"] = {
+            "completed": self.completed_steps,
+            "processes": self.loop.ranks.size,
+            "sharded": is_sharded(self.policy),
+            "validated_at": self.validated_at,
+            "skipped": self.gradient_step.state(),
+            "metrics": dict(self.metrics),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over what a checkpoint says of the run.
+
+        Raises:
+            ValueError: It holds an adapter of another base, or of other shape than this policy's.
+        """
+        adapter.check(self.policy, self.base, checkpoint)
+        state = checkpoint["step"]
+        self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
+        self.gradient_step.restore(state["skipped"])
+        self.metrics = dict(state["metrics"])

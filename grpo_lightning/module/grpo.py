@@ -1,0 +1,154 @@
+"""GRPO as a LightningModule: when things happen. What happens lives in the parts it is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from grpo_lightning import varying
+from grpo_lightning.batch import Prompts, Scored
+from grpo_lightning.checkpoint.io import module_state
+from grpo_lightning.loss import PolicyLoss
+from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
+from grpo_lightning.module.selfcheck import check_rollout
+from grpo_lightning.module.update import Update, accumulate, mean_metrics
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout.collector import Collected
+from grpo_lightning.validation import Validation
+
+
+class GRPOLightningModule(StepModule):
+    """Per batch of prompts: collect one rollout, then ``ppo_epochs`` passes of minibatch updates over it.
+
+    Args:
+        policy: Trained.
+        reference: Makes the frozen policy of the KL term from ``policy`` as it is now, or None; the result stays out
+            of checkpoints, optimizer and parameter counts. Not called where no KL term has a coefficient.
+        rollout: Turns prompts into a scored rollout; its numbers and those of ``loss`` may vary with the step.
+        loss: Turns log-probabilities and a rollout into a scalar.
+        validation: As in ``StepModule``, like ``optimizer``, ``schedule`` and the keywords not listed here.
+        optimizer: Called with the trainable parameters.
+        schedule: Multiplier of the learning rate by step.
+        ppo_epochs: Passes over each rollout.
+        minibatch_size: Completions per optimizer step, over all processes; null takes the whole rollout.
+        microbatch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
+        skip_dead: Whether completions that cannot have a gradient are left out of the forward pass.
+        self_check: Whether the first rollout of the run is checked for errors that training would hide.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Callable[[Policy], Policy | None],
+        rollout: Collector,
+        loss: PolicyLoss,
+        validation: Validation,
+        optimizer: OptimizerFactory,
+        schedule: Schedule,
+        *,
+        ppo_epochs: int,
+        minibatch_size: int | None,
+        microbatch_tokens: int,
+        skip_dead: bool,
+        self_check: bool,
+        **common: Any,
+    ) -> None:
+        super().__init__(policy, validation, optimizer, schedule, **common)
+        self.rollout = rollout
+        self.loss = loss
+        self.ppo_epochs = ppo_epochs
+        self.minibatch_size = minibatch_size
+        self.microbatch_tokens = microbatch_tokens
+        self.self_check = self_check
+        self.skip_dead = skip_dead
+        self.carried: Scored | None = None
+        # What may hold numbers that vary with the step, by the user's keys.
+        own = {name: value for name, value in vars(rollout).items() if name != "reward"}
+        self._varying = {"loss": loss, "reward": rollout.reward, "rollout": own}
+        # a tuple, so not a submodule
+        self._reference = (reference(policy) if loss.kl_coef or rollout.kl_penalty else None,)
+
+    @property
+    def reference(self) -> Policy | None:
+        """The frozen policy of the KL term, if there is one."""
+        return self._reference[0]
+
+    def policies(self) -> list[Policy]:
+        # a reference without weights of its own is the policy
+        return [policy for policy in (self.policy, self.reference) if policy and any(True for _ in policy.parameters())]
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.reference is not None and self.reference.idle_device is None:
+            self.reference.to(self.device)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        # Its rewards are objects of their own, whose adaptive weights follow those of training.
+        varying.restore(self.validation.judge.rewards, varying.state(self.rollout.reward))
+
+    def training_step(self, prompts: Prompts) -> dict[str, Any]:
+        step = self.completed_steps
+        self.clock.restart()
+        numbers = varying.values(self._varying, step)
+        rollout, loss = varying.at(self.rollout, step), varying.at(self.loss, step)
+        with self.loop.sampling(self.policy):
+            collected = rollout.collect(
+                self.policy,
+                self.reference,
+                prompts,
+                microbatch_tokens=self.microbatch_tokens,
+                context=self.context("rollout", step),
+                carried=self.carried,
+            )
+        self.carried = collected.carried
+        if self.self_check and step == 0:
+            check_rollout(self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
+        with self.clock("update"):
+            updates = self._updates(collected, loss, rollout.temperature)
+        flops = collected.flops + 3 * sum(update.flops for update in updates)  # backward costs two forwards
+        metrics: dict[str, Any] = {
+            **collected.metrics,
+            **mean_metrics(updates),
+            **self.performance(collected.num_tokens, flops),
+        }
+        varying.observe(self._varying, metrics)
+        self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
+        ratio = torch.cat([update.ratio for update in updates])
+        return {"scored": collected.scored, "advantages": collected.advantages, "ratio": ratio}
+
+    def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[Update]:
+        """Every optimizer step on a rollout."""
+        rollout = collected.rollout
+        size = self.minibatch_size or len(rollout)
+        generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
+        # The only step, on rows that the policy as it is has sampled: the ratio is 1 without looking.
+        single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
+        updates = []
+        for minibatch in rollout.minibatches(size=size, epochs=self.ppo_epochs, generator=generator):
+            update = accumulate(
+                self.policy,
+                loss,
+                minibatch,
+                temperature=temperature,
+                microbatch_tokens=self.microbatch_tokens,
+                skip_dead=self.skip_dead,
+                on_policy_step=single,
+                ranks=self.loop.ranks,
+                backward=self.loop.backward,
+            )
+            update.metrics["optim/grad_norm"] = torch.tensor(self.apply_gradients())
+            updates.append(update)
+        return updates
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        carried = self.carried.state() if self.carried else None
+        checkpoint["grpo"] = {"varying": varying.state(self._varying), "carried": carried}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        state = module_state(checkpoint)
+        varying.restore(self._varying, state["varying"])
+        self.carried = Scored.from_state(state["carried"]).to(self.device) if state["carried"] else None

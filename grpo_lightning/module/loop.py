@@ -1,0 +1,186 @@
+"""What carries a module from step to step: Lightning's Trainer, or a loop of one's own."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from grpo_lightning.distributed.gradients import add_up_gradients
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.sharding import gathered, trainer_shards
+from grpo_lightning.distributed.signals import SigtermListener
+
+
+class Loop(Protocol):
+    """What a step needs of its surroundings."""
+
+    ranks: Ranks
+    """The processes that divide the work among them."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one optimizer of the run."""
+        ...
+
+    @property
+    def schedule(self) -> Any:
+        """The learning-rate scheduler, which makes one step per rollout."""
+        ...
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether the process got SIGTERM."""
+        ...
+
+    def begin(self, *, epochs: int) -> None:
+        """Get ready to train, for so many stretches between validations; the module is on its device."""
+
+    def listen(self) -> None:
+        """Take note of SIGTERM from now on."""
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Inside, arithmetic is that of a training step."""
+        ...
+
+    def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the policy may be sampled from."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a micro-batch; processes exchange gradients after the ``last`` one."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Publish scalars at a step."""
+
+    def stop(self) -> None:
+        """Make this step the last one."""
+
+
+class TrainerLoop:
+    """Steps under Lightning's Trainer, on any number of processes.
+
+    Args:
+        module: Trained by manual optimization.
+        trainer: The module's, once it has chosen its strategy.
+        gather_weights: Where weights are sharded, whether each process holds all of them while it samples.
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer, *, gather_weights: bool) -> None:
+        self._module = module
+        self._trainer = trainer
+        self._sigterm = SigtermListener(trainer)
+        lockstep = trainer_shards(trainer) and not gather_weights
+        self.ranks = Ranks(trainer.global_rank, trainer.world_size, lockstep=lockstep)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer: Any = self._module.optimizers()
+        return optimizer  # type: ignore[no-any-return]  # Lightning's wrapper of it
+
+    @property
+    def schedule(self) -> Any:
+        return self._module.lr_schedulers()
+
+    @property
+    def asked_to_end(self) -> bool:
+        return self._sigterm.was_heard
+
+    def begin(self, *, epochs: int) -> None:
+        """Make the strategy add gradients up, and refuse a trainer that would end or round otherwise than asked.
+
+        Raises:
+            ValueError: The trainer's strategy, precision or limits do not fit.
+        """
+        add_up_gradients(self._trainer.strategy)
+        if self._trainer.precision == "16-mixed":
+            raise ValueError(
+                "trainer.precision=16-mixed: allowed are 32-true and bf16-mixed (gradients would be clipped before "
+                "they are unscaled)"
+            )
+        if self._trainer.max_steps != -1:
+            raise ValueError(
+                f"trainer.max_steps={self._trainer.max_steps}: allowed is -1; it counts optimizer steps, of which a "
+                "rollout may have several, and the module ends after its own number of steps"
+            )
+        limit = self._trainer.max_epochs
+        if limit is not None and -1 < limit < epochs:
+            raise ValueError(
+                f"trainer.max_epochs={limit}: allowed is -1, or at least {epochs}: an epoch lasts from one validation "
+                "to the next"
+            )
+
+    def listen(self) -> None:
+        self._sigterm.listen()
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return self._trainer.precision_plugin.train_step_context()
+
+    @contextmanager
+    def sampling(self, policy: nn.Module) -> Iterator[None]:
+        if self.ranks.lockstep:
+            yield
+            return
+        with gathered(policy):
+            yield
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        wrapped: Any = self._trainer.strategy.model
+        with nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync():
+            self._module.manual_backward(loss)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write scalars to the trainer's loggers; they are also its ``callback_metrics``."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*sync_dist=True")  # the values are the same in all processes
+            self._module.log_dict(dict(metrics), logger=False, batch_size=1)
+        if self._trainer.state.fn == "fit":
+            for logger in self._trainer.loggers:
+                logger.log_metrics(dict(metrics), step=step)
+
+    def stop(self) -> None:
+        self._trainer.should_stop = True
+
+
+class OwnLoop:
+    """Steps that a program makes one by one, without a Trainer, in this process.
+
+    Args:
+        module: Whose optimizer and schedule are made here.
+        precision: bf16-mixed computes in bfloat16, anything else in the weights' own type.
+    """
+
+    ranks = ALONE
+    asked_to_end = False
+
+    def __init__(self, module: LightningModule, *, precision: Any = None) -> None:
+        self._autocast = module.device.type if precision == "bf16-mixed" else None
+        made: Any = module.configure_optimizers()
+        self.optimizer: Optimizer = made["optimizer"]
+        self.schedule: Any = made["lr_scheduler"]
+
+    def begin(self, *, epochs: int) -> None:
+        """Do nothing: there is no strategy to prepare."""
+
+    def listen(self) -> None:
+        """Do nothing: signals are the program's own."""
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._autocast, dtype=torch.bfloat16) if self._autocast else nullcontext()
+
+    def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Do nothing: the step returns its metrics."""
+
+    def stop(self) -> None:
+        """Do nothing: whoever makes the steps decides."""

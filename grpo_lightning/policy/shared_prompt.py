@@ -1,0 +1,172 @@
+"""The path through a model on which a group's prompt is computed once, and a check that it computes the same."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from grpo_lightning.batch import Rollout, Sampled, Sampling
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.sampler.cache import SharedPromptCache
+from grpo_lightning.sampler.decode import decode
+from grpo_lightning.sampler.draw import uniforms
+from grpo_lightning.sampler.flat_decoder import FlatDecoder, Packed
+from grpo_lightning.transformer import logprobs
+from grpo_lightning.transformer.head import Head, LossGradient
+
+log = logging.getLogger(__name__)
+
+
+class CannotShare(Exception):
+    """The model would compute something else if prompts were shared; the message says why."""
+
+
+@dataclass(frozen=True)
+class SharedPath:
+    """A decoder whose attention can be replaced, and its head."""
+
+    decoder: Any
+    head: Head
+
+    @classmethod
+    def of(cls, model: Any) -> "SharedPath":
+        """The shared path of a transformers causal language model, with or without an adapter.
+
+        Raises:
+            CannotShare: The model has no such parts.
+        """
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        head = Head.of(base)
+        if head is None:
+            raise CannotShare("its last layer is not a plain linear one")
+        if getattr(base.config.get_text_config(), "attention_dropout", 0.0):
+            raise CannotShare("its attention has dropout")
+        decoder = base.get_decoder()
+        if decoder is base:
+            raise CannotShare("its decoder cannot be told from its head")
+        return cls(decoder, head)
+
+    def logprobs_and_entropy(
+        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool, loss_gradient: LossGradient | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``Policy.logprobs_and_entropy`` with every prompt computed once."""
+        return logprobs.shared(
+            self.decoder, self.head, rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
+        )
+
+    @torch.no_grad()
+    def cache(
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, flat: bool, ranks: Ranks = ALONE
+    ) -> SharedPromptCache:
+        """The model at the beginning of its completions, for `decode`.
+
+        Args:
+            prompts: The token ids of each prompt.
+            group_size: Completions per prompt.
+            flat: Whether single tokens go through a `FlatDecoder`, where there can be one.
+            ranks: Processes that may have to make every forward pass together; if so, there is no `FlatDecoder`.
+        """
+        head = self.head
+        flat_copy = flat_decoder(self.decoder) if flat and not ranks.lockstep else None
+        if flat_copy is None:
+            return SharedPromptCache(
+                self.decoder,
+                lambda h: head.logits(h, head.weight, head.bias, 1.0),
+                prompts,
+                group_size,
+                flat=None,
+                ranks=ranks,
+            )
+        packed = Packed(head.weight, head.bias)
+        return SharedPromptCache(
+            self.decoder, lambda h: head.scaled(packed(h), 1.0), prompts, group_size, flat=flat_copy
+        )
+
+
+def flat_decoder(decoder: Any) -> FlatDecoder | None:
+    """The decoder's copy for single tokens; None where the decoder does not allow one."""
+    if torch.is_autocast_enabled("cpu"):
+        return None
+    try:
+        return FlatDecoder(decoder)
+    except (TypeError, AttributeError) as error:
+        log.debug("no flat decoder: %s", error)
+        return None
+
+
+def window(model: Any) -> int | None:
+    """How many tokens back the model's attention reaches; None where it reaches all the way."""
+    config = model.config.get_text_config()
+    size = getattr(config, "sliding_window", None)
+    return int(size) if size and getattr(config, "use_sliding_window", True) is not False else None
+
+
+@torch.no_grad()
+def check(model: Any) -> bool:
+    """Compare the shared path with the model's own, on a few tokens that are given and a few that are sampled.
+
+    Returns:
+        Whether a `FlatDecoder` computes the same, too.
+
+    Raises:
+        CannotShare: The two differ, or the shared path fails.
+    """
+    path = SharedPath.of(model)
+    device, size = model.device, path.head.weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(size, (5, 8), generator=generator)
+    ids[1:3, :4] = ids[0, :4]  # a group of three and one of two with a shorter prompt
+    ids[4, :4] = ids[3, :4]
+    attention = torch.ones(5, 8, dtype=torch.bool)
+    attention[3:, :2] = False
+    attention[torch.tensor([0, 1, 1, 4, 4, 4]), torch.tensor([7, 6, 7, 5, 6, 7])] = False
+    rows = _rows(ids.to(device), attention.to(device), attention[:, 4:].to(device))
+    expected = logprobs.separate(model, rows, temperature=0.9, entropy=True)
+    try:
+        shared = path.logprobs_and_entropy(rows, temperature=0.9, entropy=True, loss_gradient=None)
+    except Exception as error:
+        raise CannotShare(f"{type(error).__name__}: {error}") from error
+    _compare(model, expected, shared)
+    prompts = [ids[0, :4].tolist(), ids[3, 2:4].tolist()]
+    for flat in (True, False):
+        try:
+            completions, mask, *sampled_values, _ = decode(
+                path.cache(prompts, 2, flat=flat),
+                uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
+                sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
+                end_ids=[],
+                pad_id=0,
+                stops=None,
+            )
+            chosen = torch.tensor([0, 0, 3, 3], device=device)
+            tokens = torch.cat([rows.ids[chosen, :4], completions], 1)
+            sampled = _rows(tokens, torch.cat([rows.attention_mask[chosen, :4], mask], 1), mask)
+            _compare(model, logprobs.separate(model, sampled, temperature=1.0, entropy=True), sampled_values)
+        except Exception as error:
+            if not flat:
+                raise CannotShare(f"{type(error).__name__}: {error}") from error
+            log.info("no flat decoder for sampling: %s", error)
+        else:
+            return flat
+    return False
+
+
+def _compare(model: Any, expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> None:
+    """Raise `CannotShare` where log-probabilities or entropies differ by more than rounding."""
+    weights = next(model.parameters())
+    half = weights.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(weights.device.type)
+    for one, other in zip(expected, actual, strict=True):
+        if one is None or other is None:
+            raise CannotShare("an entropy is missing")
+        gap = (one - other).abs()
+        if not (gap.mean() < 0.05 if half else gap.max() < 1e-3):
+            raise CannotShare(f"log-probabilities or entropies differ by up to {float(gap.max()):.2g} nats")
+
+
+def _rows(ids: Tensor, attention_mask: Tensor, mask: Tensor) -> Sampled:
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    return Sampled(ids, attention_mask, mask, zeros, zeros, ("",) * len(ids), (True,) * len(ids))

@@ -1,0 +1,226 @@
+"""From prompts to token ids and back: what every policy with a tokenizer shares."""
+
+import bisect
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Prompt, Sampled, Sampling
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.policy import OnFinished, Policy
+from grpo_lightning.policy.loading import check_ids
+from grpo_lightning.sampler.cache import Cache
+from grpo_lightning.sampler.decode import OnRowsFinished, Poll, StopTest, decode
+from grpo_lightning.sampler.draw import uniforms
+
+
+class TextPolicy(Policy):
+    """Renders prompts, samples token by token, and decodes; subclasses know how logits are computed.
+
+    Args:
+        tokenizer: Of transformers, or anything that behaves like one.
+        end_ids: Token ids that end a completion.
+        embeddings: How many token ids the model can read; None: not known.
+        context: Most tokens of prompt and completion together; None: any number.
+        system_prompt: Put before every prompt that has no system message of its own; null for none.
+        plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
+        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        end_ids: Sequence[int],
+        embeddings: int | None,
+        context: int | None,
+        system_prompt: str | None,
+        plain_text: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.templated = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
+        self.template_kwargs = dict(template_kwargs or {})
+        self.end_ids = list(end_ids)
+        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
+        self.pad_id = next(number for number in padding if number is not None)
+        self._embeddings = embeddings
+        self._context = context
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @abstractmethod
+    def cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, ranks: Ranks) -> Cache:
+        """The model at the beginning of ``group_size`` completions of every prompt.
+
+        Args:
+            prompts: Token ids of each.
+            group_size: Completions of each.
+            longest: Tokens that a prompt and its completion may have together.
+            ranks: Processes that may have to make every forward pass together.
+        """
+
+    @abstractmethod
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Inside, the model is as it should be for sampling."""
+
+    def render(self, prompt: str | list[dict[str, str]]) -> str:
+        """The text that the model continues: the chat template's, or the messages' own text where there is none."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if not self.templated:
+            return "\n\n".join(message["content"] for message in messages)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+        return text
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of every prompt; those that are token ids already stay as they are.
+
+        A chat template brings its own special tokens, plain text gets the tokenizer's.
+        """
+        texts = ["" if is_ids(prompt) else self.render(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.templated)["input_ids"]
+        for number, prompt in enumerate(prompts):
+            if is_ids(prompt):
+                encoded[number] = [int(one) for one in prompt]  # type: ignore[arg-type]
+                texts[number] = str(prompt)
+        check_ids(texts, encoded, self._embeddings, least=1)
+        return encoded
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
+        return [len(ids) for ids in self.tokenize(prompts)]
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        poll: Poll | None = None,
+        on_finished: OnFinished | None = None,
+        ranks: Ranks = ALONE,
+    ) -> Sampled:
+        tokens = self.tokenize(prompts)
+        ids, attention_mask = self._pad_left(tokens)
+        longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
+        self._check_context(longest, "rollout.max_new_tokens")
+        cache = self.cache(tokens, group_size, longest=longest, ranks=ranks)
+        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
+        with self.evaluation():
+            completions, mask, logprobs, entropy, finished = decode(
+                cache,
+                uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
+                sampling=sampling,
+                end_ids=self.end_ids,
+                pad_id=self.pad_id,
+                stops=stop_test(self.tokenizer, sampling.stop),
+                poll=poll,
+                on_finished=reporter(self.tokenizer, on_finished),
+                ranks=ranks,
+            )
+        return Sampled(
+            ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),  # [P, S] -> [B, S] -> [B, S + T]
+            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
+            mask=mask,
+            logprobs=logprobs,
+            entropy=entropy,
+            texts=decoded(self.tokenizer, completions, mask),
+            finished=tuple(finished.tolist()),
+        )
+
+    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
+        ids, attention_mask = self._pad_left(self.tokenize(prompts))
+        encoded = self.tokenizer(list(completions), add_special_tokens=False)["input_ids"]
+        check_ids(completions, encoded, self._embeddings)
+        answers = [[*tokens, self.tokenizer.eos_token_id] for tokens in encoded]
+        length = max(map(len, answers))
+        self._check_context(ids.shape[1] + length, "the demonstrations")
+        padded = torch.tensor([row + [self.pad_id] * (length - len(row)) for row in answers], device=ids.device)
+        mask = torch.tensor([[t < len(row) for t in range(length)] for row in answers], device=ids.device)
+        return Sampled(
+            ids=torch.cat([ids, padded], 1),
+            attention_mask=torch.cat([attention_mask, mask], 1),
+            mask=mask,
+            logprobs=torch.zeros(mask.shape, device=ids.device),
+            entropy=torch.zeros(mask.shape, device=ids.device),
+            texts=tuple(completions),
+            finished=(True,) * len(answers),
+        )
+
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        # The text of a longer prefix is never shorter, so the first prefix that reaches ``end`` can be searched.
+        def reaches(tokens: int) -> bool:
+            text = self.tokenizer.decode(
+                ids[: tokens + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return len(text) >= end
+
+        return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
+
+    def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids [n, S] and which of them are real [n, S]."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=self.device)
+        mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=self.device)
+        return ids, mask
+
+    def _check_context(self, tokens: int, key: str) -> None:
+        if self._context is not None and tokens > self._context:
+            raise ValueError(
+                f"prompt and completion need up to {tokens} tokens, the model's context holds {self._context}: "
+                f"lower {key} or data.max_prompt_length"
+            )
+
+
+def is_ids(prompt: Prompt) -> bool:
+    """Whether a prompt is given as token ids."""
+    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
+
+
+def decoded(tokenizer: Any, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
+    """Texts of completions [B, T] without special tokens."""
+    rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
+    return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def reporter(tokenizer: Any, on_finished: OnFinished | None) -> OnRowsFinished | None:
+    """``on_finished`` as `decode` calls it: with several rows at once, not decoded."""
+    if on_finished is None:
+        return None
+
+    def report(rows: list[int], completions: Tensor, mask: Tensor) -> None:
+        texts = decoded(tokenizer, completions, mask)
+        for row, text, ids, is_real in zip(rows, texts, completions, mask, strict=True):
+            on_finished(row, text, ids[is_real].tolist())
+
+    return report
+
+
+def stop_test(tokenizer: Any, stop: tuple[str, ...]) -> StopTest | None:
+    """Which completions contain one of the texts in ``stop``, in the last of their tokens."""
+    if not stop:
+        return None
+    # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
+    tail = max(len(text.encode()) for text in stop) + 1
+
+    def ends(completions: Tensor) -> Tensor:
+        texts = tokenizer.batch_decode(completions[:, -tail:], clean_up_tokenization_spaces=False)
+        return torch.tensor([any(s in text for s in stop) for text in texts], device=completions.device)
+
+    return ends

@@ -1,0 +1,1 @@
+"""How rewards are called, checked, gated, weighted and run in worker processes."""

@@ -1,0 +1,5 @@
+"""Prompts -> samples -> rewards -> advantages. Runs without a Trainer."""
+
+from grpo_lightning.rollout.collector import Collector
+
+__all__ = ["Collector"]

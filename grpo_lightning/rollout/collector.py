@@ -1,0 +1,255 @@
+"""One rollout: prompts in, completions judged against one another out. Runs without a Trainer."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, Scored
+from grpo_lightning.loss import k1
+from grpo_lightning.policy import Policy
+from grpo_lightning.reward import Weighted
+from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.metrics import sampled_metrics, token_metrics
+from grpo_lightning.rollout.selection import top_entropy
+from grpo_lightning.rollout.step_context import StepContext
+
+log = logging.getLogger(__name__)
+
+Advantage = Callable[..., Tensor]
+"""What it names of rewards [P, G], scores [K, P, G], weights [K] and steps [P, G, T] -> [P, G] or [P, G, T]."""
+GroupFilter = Callable[[Tensor], Tensor]
+"""Outcome rewards [P, G] -> which groups to train on, [P] (bool)."""
+Downsample = Callable[[Tensor], Tensor]
+"""Rewards [P, G] -> indices [P, n] of the completions to train on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """One rollout and what there is to say about it."""
+
+    rollout: Rollout
+    scored: Scored
+    """The rows of ``rollout``."""
+    advantages: Tensor
+    """[B] mean over each row's tokens."""
+    metrics: Mapping[str, Tensor]
+    carried: Scored | None
+    """Groups that passed the filter and were too many; for the next rollout."""
+    num_tokens: int
+    """Sampled for it, whether or not they are trained on."""
+    flops: float
+    """Floating-point operations that sampling and the reference take at least, see ``Policy.flops``."""
+    is_fresh: bool
+    """Whether all rows were sampled by the policy as it is now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """One rollout: ``group_size`` completions per prompt, judged against one another.
+
+    The fields are the keys of conf/rollout. Numbers may vary with the step, see `grpo_lightning.varying`.
+    """
+
+    reward: Mapping[str, Weighted]
+    """Name -> function and weight."""
+    advantage: Advantage
+    outcome: str | None
+    """The reward that says whether a completion is right, as in `Judge`."""
+    threshold: float
+    """Its least score that counts as right."""
+    group_size: int
+    """Completions per prompt, G >= 2."""
+    temperature: float
+    """Divides the logits; this and the next five are the fields of `Sampling`."""
+    top_p: float
+    top_k: int
+    min_p: float
+    max_new_tokens: int
+    stop: Sequence[str]
+    kl_penalty: float = 0.0
+    """k1 to the reference, summed over the completion, is taken off the total reward times this."""
+    group_filter: GroupFilter | None = None
+    """Says by the outcome rewards which groups to train on; None for all."""
+    max_tries: int = 1
+    """How often to sample, as many prompts each time, until enough groups pass the filter."""
+    downsample: Downsample | None = None
+    """Says by the rewards which completions of a group to train on; None for all."""
+    mask_truncated: bool = False
+    """Whether completions cut at the length limit are left out of the loss; they stay in their group's mean."""
+    top_entropy: float = 1.0
+    """Fraction of the tokens, those of highest entropy, that have an advantage."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are drawn."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+            stop=tuple(self.stop),
+        )
+
+    @property
+    def judge(self) -> Judge:
+        """What samples completions and scores them."""
+        return Judge(self.reward, self.outcome, self.threshold)
+
+    @torch.no_grad()
+    def collect(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        prompts: Prompts,
+        *,
+        microbatch_tokens: int,
+        context: StepContext,
+        carried: Scored | None = None,
+    ) -> Collected:
+        """Sample, score, compare.
+
+        Args:
+            policy: Samples.
+            reference: Gives log-probabilities of the samples, once; None for no KL term.
+            prompts: [P * max_tries] those of each try.
+            microbatch_tokens: Most tokens in one forward pass of the reference.
+            context: The step's seed and what watches over it. All its processes return the whole rollout.
+            carried: Groups that the last rollout had left over, which come first; their old log-probabilities are
+                those of the policy that sampled them. Left out if ``group_size`` or the rewards are others by now.
+
+        Returns:
+            A rollout of P prompts, whose old log-probabilities are the sampler's.
+        """
+        fresh: list[Scored] = []
+        failed: list[dict[str, float]] = []
+        if carried and (carried.group_size != self.group_size or carried.rewards.keys() != {*self.reward, "total"}):
+            log.warning(
+                "%d groups of the last rollout have another size or other rewards: left out", len(carried.prompts)
+            )
+            carried = None
+        kept = [carried] if carried else []
+        wanted = len(prompts) // self.max_tries
+        # at least once, though the last rollout may have been of more prompts and have left enough over
+        while not fresh or (sum(len(part.prompts) for part in kept) < wanted and len(fresh) < self.max_tries):
+            scored, failures = self.judge.score(
+                policy,
+                prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
+                group_size=self.group_size,
+                sampling=self.sampling,
+                context=replace(context, seed=context.seed + len(fresh)),
+            )
+            fresh.append(scored)
+            failed.append(failures)
+            kept.append(scored.groups(self._passing(scored)))
+        chosen, left_over = self._chosen(kept, fresh, wanted)
+        if self.downsample is not None:
+            rewards = chosen.rewards["total"].view(len(chosen.prompts), -1)
+            inside = self.downsample(rewards)
+            chosen = chosen.rows((torch.arange(len(rewards)).unsqueeze(-1) * rewards.shape[-1] + inside).flatten())
+        with context.clock("score"):
+            ref_logprobs = self._ref_logprobs(reference, chosen.sampled, microbatch_tokens, context)
+        rollout = self._rollout(chosen, ref_logprobs)
+        advantages = rollout.advantages.sum(-1) / rollout.mask.sum(-1).clamp(min=1)
+        everything = Scored.concatenate(fresh)
+        metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, reference)
+        metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
+        metrics |= {
+            f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]
+        }
+        if self.group_filter is not None:
+            metrics |= {
+                "group/tries": torch.tensor(float(len(fresh))),
+                "group/kept": torch.tensor(sum(len(part.prompts) for part in kept) / (len(fresh) * wanted)),
+                "group/carried": torch.tensor(len(carried.prompts) / wanted if carried else 0.0),
+            }
+        return Collected(
+            rollout=rollout,
+            scored=chosen,
+            advantages=advantages,
+            metrics=metrics,
+            carried=left_over,
+            num_tokens=int(everything.sampled.mask.sum()),
+            flops=policy.flops(everything.sampled) + (reference.flops(chosen.sampled) if reference else 0.0),
+            is_fresh=carried is None,
+        )
+
+    def _passing(self, scored: Scored) -> list[int]:
+        """Numbers of the groups that pass the filter."""
+        if self.group_filter is None:
+            return list(range(len(scored.prompts)))
+        outcomes = scored.rewards[self.judge.outcome_name].view(len(scored.prompts), -1)
+        passed: list[int] = self.group_filter(outcomes).nonzero().flatten().tolist()
+        return passed
+
+    def _chosen(self, kept: Sequence[Scored], fresh: Sequence[Scored], wanted: int) -> tuple[Scored, Scored | None]:
+        """``wanted`` groups, and those beyond; filled up with groups that the filter refused if they are too few."""
+        parts = [part for part in kept if len(part.prompts)]
+        if (missing := wanted - sum(len(part.prompts) for part in parts)) > 0:
+            everything = Scored.concatenate(fresh)
+            passed = {number * wanted + group for number, part in enumerate(fresh) for group in self._passing(part)}
+            refused = [group for group in range(len(everything.prompts)) if group not in passed]
+            parts = [*parts, everything.groups(refused[:missing])]
+            log.warning(
+                "%d of %d groups passed rollout.group_filter after %d tries (rollout.max_tries): filled up with "
+                "others, which teach nothing",
+                wanted - missing,
+                wanted,
+                self.max_tries,
+            )
+        together = Scored.concatenate(parts)
+        if len(together.prompts) == wanted:
+            return together, None
+        return together.groups(range(wanted)), together.groups(range(wanted, len(together.prompts)))
+
+    def _ref_logprobs(
+        self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, context: StepContext
+    ) -> Tensor:
+        """[B, T] under the reference; each process computes its portion and gathers the others'."""
+        logprobs = torch.zeros_like(sampled.logprobs)
+        if reference is None:
+            return logprobs
+        parts, _ = reference.own_microbatches(sampled, microbatch_tokens, context.ranks)
+        with reference.present(logprobs.device):
+            for rows in parts:
+                logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.temperature)
+        if context.ranks.size == 1:
+            return logprobs
+        own = torch.cat(parts).unique()
+        for rows, values in context.ranks.gather((own.cpu(), logprobs[own].cpu())):
+            logprobs[rows.to(logprobs.device)] = values.to(logprobs.device)
+        return logprobs
+
+    def _rollout(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
+        sampled, groups = scored.sampled, (len(scored.prompts), scored.group_size)
+        total = scored.rewards["total"]
+        if unscored := int(total.isnan().sum()):
+            log.warning("%d completions got None from every reward: their advantage is 0", unscored)
+        if self.kl_penalty:
+            total = total - self.kl_penalty * (k1(sampled.logprobs, ref_logprobs) * sampled.mask).sum(-1).cpu()
+        available = {
+            "rewards": total.view(groups),  # [B] -> [P, G]
+            "scores": scored.scores.T.reshape(-1, *groups),  # [B, K] -> [K, P, G]
+            "weights": self.judge.weights,
+            "steps": scored.steps.view(*groups, -1),  # [B, T] -> [P, G, T]
+        }
+        named = [name for name in inspect.signature(self.advantage).parameters if name in available]
+        advantages = self.advantage(**{name: available[name] for name in named}).to(sampled.mask.device)
+        mask = sampled.mask
+        if self.mask_truncated:
+            mask = mask & torch.tensor(sampled.finished, device=mask.device).unsqueeze(-1)
+        teaching = mask
+        if self.top_entropy < 1:
+            teaching = top_entropy(sampled.entropy, mask, fraction=self.top_entropy)
+        return Rollout(
+            ids=sampled.ids,
+            attention_mask=sampled.attention_mask,
+            mask=mask,
+            old_logprobs=sampled.logprobs,
+            ref_logprobs=ref_logprobs,
+            advantages=advantages.reshape(len(mask), -1) * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
+        )

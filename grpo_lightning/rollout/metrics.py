@@ -1,0 +1,34 @@
+"""What is logged of every rollout: its rewards, groups, completions and tokens."""
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Scored
+from grpo_lightning.loss import k3
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout.selection import replace_nan
+
+
+def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
+    """Metrics of everything that was sampled, whether or not it is trained on."""
+    rewards = scored.rewards["total"].view(len(scored.prompts), -1)
+    right = scored.right.view_as(rewards).float().mean(-1)
+    lengths = scored.sampled.mask.sum(-1).float()
+    return {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()} | {
+        "reward/std": replace_nan(rewards).std(-1).mean(),
+        "group/all_right": (right == 1).float().mean(),
+        "group/all_wrong": (right == 0).float().mean(),
+        "group/mixed": ((right > 0) & (right < 1)).float().mean(),
+        "completion/length_mean": lengths.mean(),
+        "completion/length_max": lengths.max(),
+        "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
+    }
+
+
+def token_metrics(scored: Scored, ref_logprobs: Tensor, reference: Policy | None) -> dict[str, Tensor]:
+    """Metrics of the tokens that are trained on, under the policy that sampled them."""
+    sampled = scored.sampled
+    metrics = {"policy/entropy": sampled.entropy[sampled.mask].mean()}
+    if reference is not None:
+        metrics["policy/kl_divergence"] = k3(sampled.logprobs, ref_logprobs)[sampled.mask].mean()
+    return metrics

@@ -1,0 +1,1 @@
+"""Engines that continue prompts, token by token."""

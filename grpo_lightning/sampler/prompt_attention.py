@@ -1,0 +1,87 @@
+"""Attention of single tokens to keys and values that the rows of a group share.
+
+Shapes: b rows in the batch now, p prompts that they belong to, m rows of the largest group; Hq query heads, Hkv key
+heads, R = Hq / Hkv query heads that read one key head, D the size of a head; S tokens of the longest prompt.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Grouping:
+    """Which rows belong to one prompt, and where they stand once every group is padded to the largest one.
+
+    Args:
+        group_of: [b] the number of each row's prompt, rising from 0 without gaps.
+    """
+
+    def __init__(self, group_of: Tensor) -> None:
+        self._slots: Tensor | None = None
+        """[p * m] the row in every place; a smaller group repeats its last row. None where all are as large."""
+        self._places: Tensor | None = None
+        """[b] the place of every row."""
+        sizes = group_of.bincount()
+        largest = int(sizes.max())
+        if len(sizes) * largest == len(group_of):
+            return
+        starts = sizes.cumsum(0) - sizes
+        members = torch.arange(largest, device=group_of.device)
+        # [p, 1] with [m] -> [p, m] -> [p * m]
+        self._slots = (starts.unsqueeze(-1) + members.minimum(sizes.unsqueeze(-1) - 1)).flatten()
+        within = torch.arange(len(group_of), device=group_of.device) - starts[group_of]
+        self._places = group_of * largest + within
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of every row to its prompt, whose keys and values are read once for the whole group.
+
+        Args:
+            query: [b, Hkv, R, D]
+            key: [p, Hkv, S, D]
+            value: [p, Hkv, S, D]
+            bias: [p, 1, 1, S] what is added to the attention scores, if anything.
+            scale: What the attention scores are multiplied by before.
+
+        Returns:
+            The output [b, Hkv, R, D] and the log-sum-exp of the attention scores [b, Hkv, R].
+        """
+        groups, heads, width = len(key), key.shape[1], key.shape[-1]
+        placed = query if self._slots is None else query.index_select(0, self._slots)
+        # [p * m, Hkv, R, D] -> [p, m, Hkv, R, D] -> [p, Hkv, m, R, D] -> [p, Hkv, m * R, D]
+        asked = placed.view(groups, -1, *query.shape[1:]).transpose(1, 2).reshape(groups, heads, -1, width)
+        output, sums = attend(asked, key, value, bias, scale)
+        # [p, Hkv, m * R, D] -> [p, Hkv, m, R, D] -> [p, m, Hkv, R, D] -> [p * m, Hkv, R, D]
+        output = output.view(groups, heads, -1, query.shape[2], width).transpose(1, 2).reshape(-1, *query.shape[1:])
+        # [p, Hkv, m * R] -> [p, Hkv, m, R] -> [p, m, Hkv, R] -> [p * m, Hkv, R]
+        sums = sums.reshape(groups, heads, -1, query.shape[2]).transpose(1, 2).reshape(-1, *query.shape[1:3])
+        if self._places is not None:  # [p * m, ...] -> [b, ...]
+            output, sums = output.index_select(0, self._places), sums.index_select(0, self._places)
+        return output, sums
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to all keys.
+
+    Args:
+        query: [n, Hkv, L, D] for n rows or groups, and L queries for each head of each.
+        key: [n, Hkv, S, D]
+        value: [n, Hkv, S, D]
+        bias: [n, 1, 1, S] what is added to the attention scores, if anything.
+        scale: What the attention scores are multiplied by before.
+
+    Returns:
+        The output [n, Hkv, L, D] and the log-sum-exp of the attention scores [n, Hkv, L].
+    """
+    if query.device.type == "cpu":
+        if bias is not None:
+            bias = bias.expand(-1, -1, query.shape[2], -1)  # [n, 1, 1, S] -> [n, 1, L, S]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        results: tuple[Tensor, Tensor] = flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+        return results
+    # Written out: for a single token of each row the attention scores are few.
+    scores = (query @ key.transpose(2, 3)).float() * scale  # [n, Hkv, L, D] [n, Hkv, D, S] -> [n, Hkv, L, S]
+    if bias is not None:
+        scores = scores + bias
+    sums = scores.logsumexp(-1)
+    return (scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value, sums

@@ -1,0 +1,279 @@
+"""The head: log-probabilities of the chosen tokens and entropies out of hidden states, a few tokens at a time.
+
+The logits of all tokens together would be the largest tensor of a step by far: N * V. Here no more than a chunk of them
+ever exists; the backward pass makes them again, or, where the gradient of the loss is known beforehand, the forward
+pass makes the gradient at once.
+
+Shapes: N tokens, of which n are in a chunk; H the size of a hidden state, V of the vocabulary; B rows of T completion
+tokens where log-probabilities are numbered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LossGradient = Callable[[Tensor, Tensor], Tensor]
+"""(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
+ChunkGradient = Callable[[Tensor, slice], Tensor]
+"""(log-probabilities [n] of the tokens in a slice of all N, the slice) -> the loss's gradient there, [n]."""
+
+CHUNK = 1 << 24
+"""The most logits that exist at a time: 64 MiB in float32. Larger chunks would read the weights less often."""
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, [..., V] and [..., V] -> [...], in their dtype under autocast, too."""
+    kind = one.device.type
+    if not torch.is_autocast_enabled(kind):
+        sums: Tensor = torch.linalg.vecdot(one, other)
+        return sums
+    # Autocast would round both, and the sums, to 16 bits.
+    with torch.autocast(kind, enabled=False):
+        return dot(one, other)
+
+
+def token_logprobs(
+    logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log softmax(logits / temperature) at ``ids``, and the entropy of the whole distribution.
+
+    All logits are there at once; `Head` does the same in chunks.
+
+    Args:
+        logits: [..., V] of any float dtype; the sums run in float32.
+        ids: [...] the chosen tokens.
+        temperature: What the logits are divided by, > 0.
+        entropy_gradient: Whether the entropy passes a gradient, which holds more tensors of the logits' size.
+
+    Returns:
+        Log-probabilities [...] and entropies [...], float32, in nats.
+    """
+    scaled = logits.float() / temperature
+    normalizer = scaled.logsumexp(-1)
+    logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalizer  # [..., V] -> [..., 1] -> [...]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        # A token that the model rules out has p z = 0 * -inf, which counts as 0.
+        expected = ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).nan_to_num(0.0).sum(-1)
+        entropy = normalizer - expected
+    return logprobs, entropy
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer whose outputs are scaled, bounded and divided by the temperature, as the model does it itself.
+
+    z = scale * (weight h + bias); with a soft-cap c, z = c tanh(z / c) (Gemma 2, arXiv:2408.00118, section 2); the
+    logits are z / temperature.
+    """
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> "Head | None":
+        """The head of a transformers causal language model; None where the last layer is more than a linear one."""
+        layer = model.get_output_embeddings()
+        # Exactly this type: what inherits from it, such as a quantized layer, computes something else.
+        if type(layer) is not torch.nn.Linear:
+            return None
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        return cls(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float,
+        entropy: bool,
+        loss_gradient: ChunkGradient | None = None,
+        chunk: int = CHUNK,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies as `token_logprobs` gives them.
+
+        Args:
+            hidden: [N, H]
+            ids: [N] the chosen tokens.
+            temperature: What the logits are divided by, > 0.
+            entropy: Whether the entropy is wanted; it passes a gradient.
+            loss_gradient: What the gradient with respect to the log-probabilities is going to be. With it the logits
+                are made once, not twice. If another gradient arrives after all, that is the one that counts.
+            chunk: The most logits at a time, which decides the memory and no result.
+
+        Returns:
+            Log-probabilities [N] and entropies [N], float32, in nats; None in place of entropies that are not wanted.
+        """
+        size = max(1, chunk // len(self.weight))
+        if not torch.is_grad_enabled():
+            loss_gradient = None
+        tensors = (hidden, self.weight, self.bias)
+        results: tuple[Tensor, Tensor] = _Logprobs.apply(*tensors, ids, self, temperature, entropy, loss_gradient, size)
+        return results[0], results[1] if entropy else None
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+        """The logits [n, V] of hidden states [n, H], in float32."""
+        return self.scaled(torch.nn.functional.linear(hidden, weight, bias).float(), temperature)
+
+    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
+        """The logits that weight h + bias, which is overwritten, becomes by scale, soft-cap and temperature."""
+        if self.softcap is not None:
+            logits = logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
+        elif (factor := self.scale / temperature) != 1.0:
+            logits = logits.mul_(factor)
+        return logits
+
+    def inner(self, dlogits: Tensor, logits: Tensor | None, temperature: float) -> Tensor:
+        """The gradient with respect to scale (weight h + bias) from that with respect to the ``logits``.
+
+        Overwrites both.
+        """
+        if self.softcap is not None and logits is not None:
+            # z = c tanh(x / c), so dz/dx = 1 - (z / c)^2, which needs no x: it was overwritten.
+            capped = logits.mul_(temperature / self.softcap).square_().neg_().add_(1.0)
+            dlogits = dlogits.mul_(capped)
+        return dlogits
+
+
+class _Logprobs(torch.autograd.Function):
+    """The chunks of `Head`, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        head: Head,
+        temperature: float,
+        entropy: bool,
+        loss_gradient: ChunkGradient | None,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
+        entropies = torch.empty_like(logprobs) if entropy else logprobs.new_empty(0)
+        # With the gradient of each log-probability at hand, that of hidden states and weights is made while the logits
+        # are there: three large products instead of four. At V = 152k that takes 0.62 of the time.
+        early = loss_gradient is not None and not entropy and any(ctx.needs_input_grad[:3])
+        dlogprobs = torch.empty_like(logprobs) if early else None
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if early else None
+        for start in range(0, len(ids), size):
+            part = slice(start, start + size)
+            logits = head.logits(hidden[part], weight, bias, temperature)
+            chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
+            log_total = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+            logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
+            if entropy:
+                entropies[part] = log_total.squeeze(-1) - _expected(logits, log_total)
+            if loss_gradient is not None and dlogprobs is not None and gradients is not None:
+                dlogprobs[part] = loss_gradient(logprobs[part], part)
+                gradients.add(
+                    part, *_logit_gradients(head, logits, log_total, chosen, dlogprobs[part], None, temperature)
+                )
+            # Else two chunks of them would exist while the next ones are made.
+            del logits
+        ctx.head, ctx.temperature, ctx.size, ctx.entropy = head, temperature, size, entropy
+        ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
+        ctx.save_for_backward(hidden, weight, bias, ids, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dlogprobs: Tensor, dentropies: Tensor) -> Any:
+        hidden, weight, bias, ids, entropies = ctx.saved_tensors
+        gradients: _Gradients | None = ctx.gradients
+        # The early gradients hold for the gradient that was foretold, bit for bit; any other takes the long way.
+        if gradients is None or not torch.equal(dlogprobs, ctx.dlogprobs):
+            gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+            for start in range(0, len(ids), ctx.size):
+                part = slice(start, start + ctx.size)
+                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature)
+                log_total = logits.logsumexp(-1, keepdim=True)
+                also = (entropies[part], dentropies[part]) if ctx.entropy else None
+                chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
+                gradients.add(
+                    part, *_logit_gradients(ctx.head, logits, log_total, chosen, dlogprobs[part], also, ctx.temperature)
+                )
+                del logits  # before the next ones are made
+        # Whoever received them may have changed them in place: another backward pass makes its own.
+        ctx.gradients = None
+        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 6
+
+
+class _Gradients:
+    """The gradients of hidden states, weight and bias, summed over chunks; None where none is needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._inputs = hidden, weight
+        # In float32 whatever the inputs are: a sum over chunks in 16 bits would be rounded once for each.
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
+
+    def add(self, part: slice, dlogits: Tensor, factors: Tensor) -> None:
+        """Add what a chunk contributes whose logits have the gradient ``factors`` [n] times ``dlogits`` [n, V]."""
+        hidden, weight = self._inputs
+        if self.bias is not None:
+            self.bias.addmv_(dlogits.T, factors)  # [n, V] -> [V, n], times [n] -> [V]
+        dlogits, factors = dlogits.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)  # [n, V], [n, 1]
+        # Factors are multiplied with rows of H numbers, not of V, which are many more.
+        if self.hidden is not None:
+            torch.mm(dlogits, weight, out=self.hidden[part])  # [n, V] [V, H] -> [n, H]
+            self.hidden[part] *= factors
+        if self.weight is not None and weight.dtype == torch.float32:
+            self.weight.addmm_(dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
+        elif self.weight is not None:
+            # addmm_ wants one dtype for all: the product is made in 16 bits, its sum over chunks in float32.
+            self.weight += dlogits.T @ (hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
+
+
+def _logit_gradients(
+    head: Head,
+    logits: Tensor,
+    log_total: Tensor,
+    chosen: Tensor,
+    dlogprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
+
+    It is made from the gradients of log-probability and entropy, and overwrites ``logits``. A factor of a row costs
+    nothing when it is multiplied with its hidden state.
+
+    d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
+    """
+    # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
+    kept = logits.clone() if head.softcap is not None else None
+    factor = head.scale / temperature
+    if entropy is None:
+        dlogits = logits.sub_(log_total).exp_()
+        dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
+        return head.inner(dlogits, kept, temperature), dlogprobs * -factor
+    logp = logits.sub_(log_total).clamp_(min=_LEAST)
+    entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
+    dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
+    dlogits.mul_(logp.exp_())
+    dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
+    return head.inner(dlogits, kept, temperature), torch.full_like(dlogprobs, factor)
+
+
+_LEAST = -1e4
+"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
+
+
+def _expected(logits: Tensor, log_total: Tensor) -> Tensor:
+    """The mean [n] of the logits [n, V] under their own softmax."""
+    logp = (logits - log_total).clamp_(min=_LEAST)
+    return dot(logp.exp(), logp) + log_total.squeeze(-1)

@@ -1,0 +1,101 @@
+"""The sizes of a model, how much arithmetic it needs, and how fast the machine could do that."""
+
+import math
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_lightning.batch import Rollout, Sampled
+from grpo_lightning.memory import Shape
+from grpo_lightning.transformer.packing import same_prompts
+
+
+def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> float:
+    """The least floating-point operations that log-probabilities of completions take, every prompt computed once.
+
+    2 W (S + sum T) + 2 V H sum T for the matrices, with W weights in those of the decoder, prompts of S tokens and
+    completions of T, and 4 H per layer for every pair of a token and one that it attends to. Of a mixture of experts
+    all experts are counted.
+
+    Args:
+        decoder: The model without its head; its hidden size is H.
+        vocabulary: The number of tokens in the vocabulary, V.
+        rows: Prompts and completions.
+    """
+    config = decoder.config.get_text_config()
+    matrices = matrix_weights(decoder)
+    lengths = rows.mask.sum(-1).tolist()
+    widths = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
+    tokens = prompts = pairs = 0.0
+    for group in same_prompts(rows):
+        width = widths[group[0]]
+        prompts += width
+        pairs += width * width / 2
+        for row in group:
+            tokens += lengths[row]
+            pairs += lengths[row] * (width + lengths[row] / 2)
+    head = 2.0 * vocabulary * config.hidden_size * tokens
+    attention = 4.0 * config.hidden_size * config.num_hidden_layers * pairs
+    return float(2.0 * matrices * (prompts + tokens) + head + attention)
+
+
+def matrix_weights(decoder: Any) -> int:
+    """The number of weights in the decoder's linear layers, an adapter's included."""
+    total = 0
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear):
+            total += module.in_features * module.out_features
+        elif type(module).__name__ == "Conv1D":  # GPT-2's
+            total += module.weight.numel()
+    return total
+
+
+def shape_of(model: Any) -> Shape:
+    """The sizes of a transformers causal language model, with or without an adapter; on the meta device, too."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    sizes = [(weight.requires_grad, _elements(weight)) for weight in model.parameters()]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(
+        trained=sum(size for is_trained, size in sizes if is_trained),
+        frozen=sum(size for is_trained, size in sizes if not is_trained),
+        body=matrix_weights(base.get_decoder()),
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+        keys=width * (getattr(config, "num_key_value_heads", None) or heads),
+    )
+
+
+def _elements(weight: Any) -> int:
+    # bitsandbytes packs two 4-bit numbers into one.
+    state = getattr(weight, "quant_state", None)
+    return int(weight.numel() if state is None else math.prod(state.shape))
+
+
+@cache
+def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """The best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second; measured once.
+
+    Args:
+        hidden: The size of a hidden state, H.
+        device: Where the product is computed.
+        dtype: The type of its factors.
+        seconds: How long to try.
+    """
+    left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((2048, hidden), (hidden, 4 * hidden)))
+    # The best of several: whatever else the machine does can only make one slower.
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            # The product is only queued until here: without this the rate would be that of starting kernels.
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 2048 * hidden * 4 * hidden / best

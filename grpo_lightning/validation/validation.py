@@ -1,0 +1,113 @@
+"""Validation on held-out prompts, with its own sampling: pass@1, pass@k, maj@k and the rewards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from grpo_lightning import varying
+from grpo_lightning.batch import Prompts, Sampling, Scored
+from grpo_lightning.policy import Policy
+from grpo_lightning.reward import Weighted
+from grpo_lightning.reward.text import answer_text
+from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.validation.metric import MajorityAtK, PassAtK
+
+
+class Validation(nn.Module):
+    """Collects metrics over the held-out prompts.
+
+    Args:
+        reward: The rewards by name, the same as in training.
+        outcome: The reward that says whether a completion is right; None as in `Judge`.
+        threshold: The least score of that reward that is right.
+        every: Steps between validations; kept for whoever schedules them.
+        samples_per_prompt: Completions per prompt, n.
+        ks: pass@k and maj@k are reported for these, each at most n; pass@1 always is.
+        temperature: What the logits are divided by; 0 takes the likeliest token.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 keeps all.
+        top_k: Keep this many of the likeliest tokens; 0 keeps all.
+        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
+        max_new_tokens: The longest completion, in tokens.
+        stop: Texts that end a completion, besides the model's own end tokens.
+    """
+
+    def __init__(
+        self,
+        reward: Mapping[str, Weighted],
+        outcome: str | None,
+        threshold: float,
+        *,
+        every: int,
+        samples_per_prompt: int,
+        ks: Sequence[int],
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        min_p: float,
+        max_new_tokens: int,
+        stop: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.judge = Judge(reward, outcome, threshold)
+        self.seen = 0
+        self.every = every
+        self.samples_per_prompt = samples_per_prompt
+        self.sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens,
+            stop=tuple(stop),
+        )
+        own: dict[str, Any] = {"sync_on_compute": False}  # every process counts everything
+        self.passes = {f"val/pass@{k}": PassAtK(k, **own) for k in sorted({1, *ks})}
+        self.majorities = {f"val/maj@{k}": MajorityAtK(k, **own) for k in sorted(set(ks)) if k > 1}
+        self.rewards = {name: MeanMetric(nan_strategy="ignore", **own) for name in (*reward, "total")}
+        # Registered, so that they move to the device with the module.
+        self._metrics = nn.ModuleList([*self.passes.values(), *self.majorities.values(), *self.rewards.values()])
+
+    def step(self, policy: Policy, prompts: Prompts, *, completed_steps: int, context: StepContext) -> Scored:
+        """Sample completions of the next prompts and count them.
+
+        Args:
+            policy: The policy that answers.
+            prompts: The next held-out prompts.
+            completed_steps: Which values varying weights have: those of the step after these.
+            context: The seed, and what watches over the sampling.
+
+        Returns:
+            What was sampled, with its rewards.
+        """
+        scored, _ = varying.at(self.judge, completed_steps).score(
+            policy,
+            prompts,
+            group_size=self.samples_per_prompt,
+            sampling=self.sampling,
+            context=context,
+            first_prompt=self.seen,
+        )
+        self.seen += len(prompts)
+        right = scored.right.view(len(prompts), self.samples_per_prompt)
+        answers = [answer_text(text) for text in scored.sampled.texts]
+        groups = [answers[i : i + self.samples_per_prompt] for i in range(0, len(answers), self.samples_per_prompt)]
+        for passes in self.passes.values():
+            passes.update(right)
+        for majority in self.majorities.values():
+            majority.update(right, groups)
+        for name, mean in self.rewards.items():
+            mean.update(scored.rewards[name].to(mean.device))
+        return scored
+
+    def compute(self) -> dict[str, Tensor]:
+        """The metrics over everything counted since the last call, by name."""
+        self.seen = 0
+        rewards = {f"val/reward/{name}": mean for name, mean in self.rewards.items()}
+        values: dict[str, Tensor] = {}
+        for name, metric in (self.passes | self.majorities | rewards).items():
+            values[name] = metric.compute()
+            metric.reset()
+        return values

@@ -1,0 +1,95 @@
+"""A script for tests: some runs after one another in each of several processes, recorded step by step.
+
+python -m tests.support.processes DIRECTORY TRAINER RUNS, with RUNS a JSON object: name -> overrides.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning import Callback
+
+from grpo_lightning.run import Run
+from tests.support.composed import ROOT, build, composed
+
+
+class Record(Callback):
+    """One line per step: what was sampled, and every metric."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        if trainer.is_global_zero:
+            judged = outputs["scored"]
+            rewards = judged.rewards["total"].view(len(judged.prompts), -1)
+            line = {
+                "texts": list(judged.sampled.texts),
+                "dead": int((rewards == rewards[:, :1]).all(-1).sum()),
+                "metrics": module.metrics,
+            }
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def start(processes: int, directory: Path, trainer: str, runs: dict[str, list[str]], *, port: int | None = None):
+    """Start the script in as many processes, as torchrun does; returns them."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        several = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": processes,
+            "LOCAL_WORLD_SIZE": processes,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.processes", str(directory), trainer, json.dumps(runs)],
+                cwd=ROOT,
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1"}
+                | ({name: str(value) for name, value in several.items()} if processes > 1 else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return started
+
+
+def finish(started, seconds: float = 300) -> list[str]:
+    """What the processes printed, once all have ended well."""
+    printed = [process.communicate(timeout=seconds)[0] for process in started]
+    for process, text in zip(started, printed, strict=True):
+        assert process.returncode == 0, text[-4000:]
+    return printed
+
+
+def main(directory: Path, trainer: str, runs: dict[str, list[str]]) -> None:
+    for name, overrides in runs.items():
+        place = directory / name
+        given = [
+            f"trainer={trainer}",
+            "trainer.accelerator=cpu",
+            f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}",
+            f"run_dir={place}",
+            "+callbacks.record._target_=tests.support.processes.Record",
+            f"+callbacks.record.path={directory / (name + '.jsonl')}",
+            *overrides,
+        ]
+        Run(composed(*given), build(*given), overrides=given, directory_given=True).execute()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,43 @@
+"""A whole run in this process, as train.py makes it, on a policy small enough for milliseconds."""
+
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.run import Run
+from tests.support.composed import build, composed
+
+SMALL = (
+    "policy=scratch",
+    "policy.hidden_size=16",
+    "policy.intermediate_size=32",
+    "policy.num_layers=1",
+    "policy.num_heads=2",
+    "data.prompts_per_step=2",
+    "data.train_size=50",
+    "data.validation_size=4",
+    "validation.samples_per_prompt=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=10",
+    "rollout.stop=[a,e,i,o,u,A,B,C,D,E,F,G]",  # a random policy would never end: this makes lengths ragged
+    "reward=[custom,format]",
+    "reward.custom.function._target_=tests.support.rewards.vowels",
+    "trainer=cpu",
+    "steps=1",
+)
+
+
+def small_run(directory: Path, *overrides: str) -> GRPOLightningModule:
+    """Train as ``overrides`` say, which may choose another policy, and return the module."""
+    own_policy = any(override.startswith("policy=") for override in overrides)
+    small = [setting for setting in SMALL if not (own_policy and setting.startswith("policy"))]
+    arguments = [*small, f"run_dir={directory}", *overrides]
+    run = Run(composed(*arguments), build(*arguments), overrides=list(overrides), directory_given=True)
+    run.execute()
+    module: Any = run.module
+    return module
+
+
+def small_module(*overrides: str) -> Any:
+    """A module without a trainer."""
+    return build(*SMALL, *overrides)("module")

@@ -1,0 +1,149 @@
+"""Tokens drawn from logits: by hand, by chi-square, and whatever else is drawn beside them."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.sampler import draw as module
+from grpo_lightning.sampler.draw import draw, inverse_cdf, truncate, uniforms
+from grpo_lightning.transformer.head import token_logprobs
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_k": 2}, [True, True, False, False]),
+        ({"top_p": 0.5}, [True, False, False, False]),  # .5 reaches it alone
+        ({"top_p": 0.51}, [True, True, False, False]),
+        ({"top_p": 0.95}, [True, True, True, True]),
+        ({"top_p": 1e-9}, [True, False, False, False]),
+        ({"min_p": 0.3}, [True, True, False, False]),  # .15 < .3 x .5 <= .25... : .5, .3 stay, .14 goes
+        ({"top_k": 3, "top_p": 0.9}, [True, True, True, False]),  # of .5 .3 .14 renormalized: .532 .319 .149
+        ({"top_k": 99}, [True] * 4),
+        ({}, [True] * 4),
+    ],
+)
+def test_truncation_by_hand(options, kept):
+    logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
+    shuffle = torch.tensor([2, 0, 3, 1])
+    assert truncate(logits, **options).isfinite().tolist() == [kept]
+    assert truncate(logits[:, shuffle], **options).isfinite().tolist() == [[kept[i] for i in shuffle]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1),
+        Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1),
+        Sampling(temperature=1.0, top_p=0.8, top_k=0, min_p=0.0, max_new_tokens=1),
+        Sampling(temperature=2.0, top_p=1.0, top_k=3, min_p=0.0, max_new_tokens=1),
+        Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.2, max_new_tokens=1),
+        Sampling(temperature=1.5, top_p=0.9, top_k=6, min_p=0.05, max_new_tokens=1),
+    ],
+    ids=["plain", "temperature", "top_p", "top_k", "min_p", "all"],
+)
+def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 8) * 2
+    rows = 20_000
+    tokens, logprobs, entropy = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
+    scaled = logits / sampling.temperature
+    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
+    counts = tokens.bincount(minlength=8)
+    assert counts[kept == 0].sum() == 0
+    live = kept > 0
+    chi_square = ((counts[live] - rows * kept[live]).square() / (rows * kept[live])).sum()
+    assert chi_square < 29.9  # 0.9999 quantile at 7 degrees of freedom
+    assert_close(logprobs, scaled.log_softmax(-1)[0][tokens])
+    assert_close(entropy, torch.distributions.Categorical(logits=scaled).entropy().expand(rows))
+
+
+def test_a_large_nucleus_is_found_although_only_the_likeliest_are_sorted(monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(5, 300) * torch.tensor([0.0, 0.1, 1.0, 3.0, 20.0])[:, None]  # 0: all equally likely
+    descending, order = logits.double().softmax(-1).sort(descending=True, stable=True)
+    kept = descending.cumsum(-1) - descending < 0.9 - 1e-9
+    kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    assert int(kept[0].sum()) == 270
+    assert kept.sum(-1).unique().numel() == 5
+    expected = logits.masked_fill(~kept, -torch.inf)
+    for prefix in (1, 4, 64, 299, 1024):
+        monkeypatch.setattr(module, "PREFIX", prefix)
+        assert torch.equal(truncate(logits, top_k=0, top_p=0.9, min_p=0.0), expected)
+
+
+def test_inverse_cdf_by_hand():
+    weights = torch.tensor([[0.0, 2.0, 0.0, 1.0, 1.0, 0.0]]).expand(7, 6)  # borders at 0, .5, .75 and 1
+    goals = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, 1 - 2**-24])
+    assert inverse_cdf(weights, goals).tolist() == [1, 1, 3, 3, 4, 4, 4]
+
+
+def test_the_last_token_that_can_be_drawn_is_not_passed_by_rounding():
+    torch.manual_seed(0)
+    weights = torch.rand(2000, 37)
+    weights[:, 30:] = 0.0
+    assert inverse_cdf(weights, torch.full((2000,), 1 - 2**-24)).max() == 29
+
+
+def test_a_greedy_draw_takes_the_likeliest():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, -1.0]])
+    tokens, logprobs, entropy = draw(
+        logits, Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.99, 0.99])
+    )
+    assert tokens.tolist() == [1, 0]
+    expected = token_logprobs(logits, tokens, 1.0)
+    assert_close((logprobs, entropy), expected)
+
+
+def test_tokens_that_the_model_rules_out():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    tokens, logprobs, entropy = draw(
+        logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.0])
+    )
+    assert tokens.tolist() == [1]
+    assert_close(logprobs, torch.tensor([0.5]).log())
+    assert_close(entropy, torch.tensor([2.0]).log())
+
+
+@pytest.mark.parametrize("ruled_out", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_autocast_changes_no_draw(temperature, ruled_out):
+    torch.manual_seed(0)
+    logits, uniform = torch.randn(20, 300) * 3, torch.rand(20)
+    if ruled_out:
+        logits[3:9, 5:200] = -torch.inf
+    sampling = Sampling(temperature=temperature, top_p=0.9, top_k=50, min_p=0.01, max_new_tokens=1)
+    expected = draw(logits.clone(), sampling, uniform)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = draw(logits.clone(), sampling, uniform)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+    tokens, logprobs, entropy = found
+    exact = torch.distributions.Categorical(logits=logits.double() / (temperature or 1.0))
+    assert_close(logprobs.double(), exact.log_prob(tokens), rtol=0, atol=1e-5)
+    assert_close(entropy.double(), exact.entropy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_are_an_error(bad):
+    logits = torch.zeros(2, 3)
+    logits[1] = bad
+    with pytest.raises(FloatingPointError, match="not finite"):
+        draw(logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.zeros(2))
+
+
+def test_random_numbers_depend_on_their_place_only():
+    rows = [(prompt, member) for prompt in range(3) for member in range(4)]
+    numbers = uniforms(7, rows, 50)
+    assert numbers.shape == (12, 50)
+    assert 0 <= numbers.min() < 0.01 < 0.99 < numbers.max() < 1
+    assert numbers.unique().numel() == 600
+    assert torch.equal(uniforms(7, rows[5:7], 20), numbers[5:7, :20])
+    assert not torch.equal(uniforms(8, rows[:1], 50), numbers[:1])
+    assert torch.equal(
+        uniforms(2**64 - 1, [(2**32 - 1, 2**32 - 1)], 3), uniforms(2**64 - 1, [(2**32 - 1, 2**32 - 1)], 3)
+    )
+    mean = uniforms(1, rows, 2000).mean(-1)
+    assert_close(mean, torch.full((12,), 0.5), rtol=0, atol=5 / (12 * 2000) ** 0.5)  # five standard errors

@@ -1,0 +1,278 @@
+"""A network that a program has scores as one that is loaded by its path; one of its own needs to know no padding."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import grpo_lightning as grpo
+from grpo_lightning.reward import Weighted, score
+from grpo_lightning.reward.model import RewardModel
+from tests.support.checkpoints import write_reward_model
+from tests.support.composed import ROOT
+from tests.test_reward_model import COMPLETIONS, PROMPTS, reward_model
+
+TINY = ROOT / "grpo_lightning" / "policy" / "tiny"
+SMALL = (
+    "trainer=cpu",
+    "steps=1",
+    "data.prompts_per_step=2",
+    "data.validation_size=2",
+    "validation.samples_per_prompt=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=6",
+    "callbacks={}",
+    "logger=none",
+)
+
+
+class Mean(nn.Module):
+    """Scores token ids by their mean, so that padding would show; remembers how it was called."""
+
+    def __init__(self, shape=lambda values: values, labels=1):
+        super().__init__()
+        self.shape = shape
+        self.scale = nn.Parameter(torch.arange(1.0, labels + 1))
+        self.dropout = nn.Dropout(0.5)
+        self.calls = []
+
+    def forward(self, ids):
+        self.calls.append((tuple(ids.shape), self.training, torch.is_grad_enabled()))
+        self.device = ids.device
+        return self.shape(self.dropout(ids.float()).mean(-1, keepdim=True) * self.scale)
+
+
+class Letters:
+    """A tokenizer of one's own: a letter is its number in the alphabet, and a space none."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
+
+    def decode(self, ids):
+        return "".join(chr(one + ord("a")) for one in ids)
+
+
+@pytest.fixture(scope="module", params=["chat", "plain"])
+def path(request, tmp_path_factory):
+    chat = request.param == "chat"
+    directory = tmp_path_factory.mktemp(request.param)
+    return write_reward_model(directory, "qwen3" if chat else "gpt2", chat=chat, pad=chat, labels=3)
+
+
+def loaded(path):
+    return AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_a_live_network_scores_as_the_one_of_its_path(path, label):
+    network, words = loaded(path)
+    expected = reward_model(path, label=label)(PROMPTS, COMPLETIONS)
+    assert RewardModel.of(network, words, label=label)(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-6)
+    assert len(set(expected)) == 4
+
+
+def test_the_programs_tokenizer_stays_as_it_is_and_texts_are_cut_on_the_left(path, caplog):
+    network, words = loaded(path)
+    words.truncation_side = "right"
+    model = RewardModel.of(network, words, max_length=8)
+    with caplog.at_level(logging.WARNING):
+        rows = model.encode(PROMPTS[:2], COMPLETIONS[:2])
+    assert words.truncation_side == "right"
+    assert rows == reward_model(path, max_length=8).encode(PROMPTS[:2], COMPLETIONS[:2])
+    assert "2 of 2 texts are longer" in caplog.text
+
+
+def test_a_live_network_reads_as_much_as_its_context(path):
+    network, words = loaded(path)
+    assert RewardModel.of(network, words).max_length == 512
+    (row,) = RewardModel.of(network, words).encode(["a"], [" pizza" * 2000])
+    assert len(row) == 512
+    with pytest.raises(ValueError, match="max_length=513: allowed is at most 512, the context of"):
+        RewardModel.of(network, words, max_length=513)
+
+
+def test_rows_of_ones_own_network_are_of_equal_length_and_keep_their_order():
+    network = Mean()
+    model = RewardModel.of(network, Letters(), batch_tokens=8)
+    # a=0 b=1 c=2 d=3: means of (a b d) 4/3, (c c) 2, (d) 3, (b d d d d) 13/5, (b b) 1, (c c a) 4/3, (d d d) 3
+    found = model(["ab", "c", "", "bd", "b", "c c", "dd"], ["d", "c", "d", "ddd", "b", "a", "d"])
+    assert found == pytest.approx([4 / 3, 2, 3, 13 / 5, 1, 4 / 3, 3])
+    # within 8 tokens, longest first: 1 x 5; 2 of the 3 x 3, then 1; 2 x 2; 1 x 1
+    assert [shape for shape, _, _ in network.calls] == [(1, 5), (2, 3), (1, 3), (2, 2), (1, 1)]
+
+
+def test_it_scores_in_evaluation_mode_and_without_a_gradient():
+    network = Mean().train()
+    model = RewardModel.of(network, Letters())
+    first = model(["ab"], ["cd"])
+    network.train()
+    assert model(["ab"], ["cd"]) == first == [1.5]  # (0 + 1 + 2 + 3) / 4, which dropout would change
+    assert [(training, grad) for _, training, grad in network.calls] == [(False, False)] * 2
+    assert network.scale.grad is None
+    model.logits([[1, 2]]).sum().backward()  # training it is possible all the same
+    assert float(network.scale.grad) == 1.5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda values: values[:, 0],
+        lambda values: values,
+        lambda values: type("Output", (), {"logits": values}),
+        lambda values: values.transpose(0, 1)[0],
+    ],
+    ids=["[B]", "[B, 1]", "logits", "not contiguous"],
+)
+def test_a_value_per_row_may_have_several_shapes(shape):
+    assert RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"]) == [1.0, 3.0]
+
+
+def test_one_row_may_be_a_number_without_dimensions_as_in_the_guide():
+    assert RewardModel.of(Mean(lambda values: values.squeeze()), Letters(), batch_tokens=1)(["b"], ["d"]) == [2.0]
+
+
+def test_a_label_is_chosen_of_several():
+    assert RewardModel.of(Mean(labels=3), Letters(), label=2)(["b"], ["d"]) == [6.0]
+    with pytest.raises(ValueError, match="label=3: allowed is 0 to 2, the logits of 'Mean'"):
+        RewardModel.of(Mean(labels=3), Letters(), label=3)(["b"], ["d"])
+
+
+@pytest.mark.parametrize(
+    "shape, gave",
+    [
+        (lambda values: values.mean(), r"\(\)"),
+        (lambda values: values.T, r"\(1, 2\)"),
+        (lambda values: values.unsqueeze(-1), r"\(2, 1, 1\)"),
+        (lambda values: values[:1], r"\(1, 1\)"),
+    ],
+)
+def test_other_shapes_are_an_error(shape, gave):
+    with pytest.raises(ValueError, match=rf"Mean gave {gave} for token ids \(2, 2\): allowed are \(2,\) and"):
+        RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"])
+
+
+def test_without_a_tokenizer_texts_are_token_ids():
+    model = RewardModel.of(Mean())
+    assert model([[1, 2], "3 4", [5]], ["3", "11", ""]) == [2.0, 6.0, 5.0]
+    with pytest.raises(ValueError, match=r"'What is 1 2': a reward model without a tokenizer reads token ids"):
+        model(["What is 1 2"], ["3"])
+
+
+def test_a_tokenizer_of_ones_own_reads_token_ids_and_cuts():
+    model = RewardModel.of(Mean(), Letters(), max_length=3)
+    assert model.encode([[0, 1, 2]], ["dz"]) == [[2, 3, 25]]
+    with pytest.raises(ValueError, match="no tokens"):
+        model([" "], [""])
+    assert model([], []) == []
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"batch_tokens": 0}, "batch_tokens=0: allowed is an integer >= 1"),
+        ({"max_length": 0}, "max_length=0: allowed is an integer >= 1"),
+        ({"label": -1}, "label=-1: allowed is an integer >= 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_at_once(settings, message):
+    with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
+        RewardModel.of(Mean(), Letters(), **settings)
+
+
+def test_a_value_that_is_not_finite_is_an_error():
+    with pytest.raises(ValueError, match=r"'Mean' gave nan for row 0"):
+        RewardModel.of(Mean(lambda values: values * float("nan")), Letters())(["b"], ["d"])
+
+
+def test_it_goes_where_its_network_goes():
+    network = Mean()
+    model = RewardModel.of(network, Letters())
+    assert (model.device, model.dtype) == (torch.device("cpu"), "float32")
+    network.to("meta")
+    assert model.device == torch.device("meta")
+    model.logits([[1, 2]])
+    assert network.device == torch.device("meta")
+    half = RewardModel.of(Mean().to(torch.bfloat16), Letters())
+    assert half.dtype == "bfloat16"
+    assert half.logits([[1, 2]]).dtype == torch.float32
+    quantized = Mean()
+    quantized.stored = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    assert RewardModel.of(quantized, Letters()).dtype == "uint8"
+    assert RewardModel.of(nn.Flatten(), Letters()).device == torch.device("cpu")
+
+
+def test_objects_around_one_network_share_its_weights():
+    network = Mean()
+    model, other = RewardModel.of(network, Letters()), RewardModel.of(network)
+    assert model.shares_weights(other)
+    assert other.shares_weights(model)
+    assert not model.shares_weights(RewardModel.of(copy.deepcopy(network)))
+    model.reset()
+    assert model.network is network
+
+
+def test_it_is_a_reward_like_any_other():
+    rewards = {"model": Weighted(RewardModel.of(Mean(), Letters()), 2.0)}
+    assert score(rewards, ["b"], ["d"], {"answer": ["d"]})["model"] == [2.0]
+
+
+class Scored(nn.Module):
+    """The guide's ``reward_model(input_ids)``: one value per row."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size, 1)
+
+    def forward(self, input_ids):
+        return self.embedding(input_ids).mean(1).squeeze(-1)
+
+
+def test_a_run_trains_by_it(tmp_path):
+    network, words = Scored(200), AutoTokenizer.from_pretrained(TINY)
+    before = copy.deepcopy(network)
+    run = grpo.compose(
+        *SMALL,
+        run_dir=tmp_path,
+        reward={"model": RewardModel.of(network, words)},
+        data=["Spell sun backward", "Spell moon backward"],
+    )
+    metrics = run.fit().metrics
+    assert metrics["reward/model"] == metrics["reward/total"] != 0
+    assert metrics["reward/std"] > 0
+    assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
+
+
+def test_it_may_learn_from_the_runs_outcomes(tmp_path):
+    network, words = Scored(200), AutoTokenizer.from_pretrained(TINY)
+    before = network.embedding.weight.detach().clone()
+    run = grpo.compose(
+        *[word for word in SMALL if not word.startswith("callbacks")],
+        "callbacks=reward_model",
+        "callbacks.reward_model.every=1",
+        "callbacks.reward_model.lr=0.1",
+        run_dir=tmp_path,
+        reward={"model": RewardModel.of(network, words), "accuracy": odd},
+        data=[{"prompt": "Spell sun backward"}, {"prompt": "Spell moon backward"}],
+    )
+    metrics = run.fit().metrics
+    assert 0 <= metrics["reward_model/accuracy"] <= 1
+    assert metrics["reward_model/loss"] > 0
+    assert not torch.equal(network.embedding.weight, before)
+
+
+def odd(completions, **_):
+    return [float(len(text) % 2) for text in completions]
+
+
+def test_token_id_prompts_need_no_tokenizer(tmp_path):
+    torch.manual_seed(0)
+    policy = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
+    run = grpo.compose(
+        *SMALL, run_dir=tmp_path, policy=policy, reward={"model": RewardModel.of(Scored(12))}, data=[[1, 2, 3], [4, 5]]
+    )
+    metrics = run.module.train_step([[1, 2, 3], [4, 5]])
+    assert metrics["reward/model"] == metrics["reward/total"]
+    assert metrics["optim/grad_norm"] > 0

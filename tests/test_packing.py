@@ -1,0 +1,80 @@
+"""Which rows go through the model together: by hand, and within the budget whatever they are."""
+
+import random
+
+import pytest
+import torch
+
+from grpo_lightning.batch import Rollout
+from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches, same_prompts
+
+
+def ragged(prompts, completions) -> Rollout:
+    """Rows with prompts given as lists of ids and completions by their lengths."""
+    width, length = max(map(len, prompts)), max(completions)
+    mask = torch.arange(length) < torch.tensor(completions)[:, None]
+    ids = torch.tensor([[9] * (width - len(prompt)) + prompt for prompt in prompts])
+    real = torch.tensor([[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts])
+    zeros = torch.zeros(mask.shape)
+    return Rollout(torch.cat([ids, zeros.long()], 1), torch.cat([real, mask], 1), mask, zeros, zeros, zeros)
+
+
+def test_rows_with_the_same_prompt_are_found():
+    # 9 is what shorter prompts are padded with, and a token of the third
+    rows = ragged([[1, 2], [2], [9, 2], [1, 2], [2]], [1, 2, 3, 4, 1])
+    assert same_prompts(rows) == [[0, 3], [1, 4], [2]]
+
+
+def test_padded_microbatches_by_hand():
+    # prompt + completion:  2+1   2+4   3+4   1+1 ; sorted 7, 6, 3, 2
+    rows = ragged([[1, 2], [3, 4], [5, 6, 7], [8]], [1, 4, 4, 1])
+
+    def split(tokens):
+        return [rows.tolist() for rows in padded_microbatches(rows, tokens)]
+
+    assert split(28) == [[2, 1, 0, 3]]  # 4 rows x (3 + 4)
+    assert split(27) == [[2, 1, 0], [3]]
+    assert split(14) == [[2, 1], [0, 3]]  # 2 x 7, 2 x (2 + 1)
+    assert split(13) == [[2], [1, 0], [3]]  # 2 x 7 is too many; 2 x 6 is not
+    assert split(1) == [[2], [1], [0], [3]]  # longer than the budget: alone
+
+
+def test_packed_microbatches_by_hand():
+    # groups of 2 + (1 + 4), 3 + (4 + 2), 1 + 1 tokens
+    rows = ragged([[1, 2], [5, 6, 7], [1, 2], [8], [5, 6, 7]], [1, 4, 4, 1, 2])
+
+    def split(tokens):
+        return [rows.tolist() for rows in packed_microbatches(rows, tokens)]
+
+    assert split(18) == [[1, 4, 0, 2, 3]]  # 9 + 7 + 2
+    assert split(17) == [[1, 4, 0, 2], [3]]
+    assert split(16) == [[1, 4, 0, 2], [3]]
+    assert split(15) == [[1, 4], [0, 2, 3]]  # 9 and 7 + 2
+    assert split(9) == [[1, 4], [0, 2, 3]]
+    assert split(8) == [[1], [4], [0, 2], [3]]  # 3 + 4 | 3 + 2, no room for 7 | 7, no room for 2
+    assert split(6) == [[1], [4], [0], [2], [3]]
+    assert split(1) == [[1], [4], [0], [2], [3]]
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 10_000])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_packed_microbatches_cover_every_row_once_within_the_budget(tokens, group_size):
+    chance = random.Random(0)
+    prompts = [[number] * chance.randint(1, 20) for number in range(12) for _ in range(group_size)]
+    prompts = [prompts[row - row % group_size] for row in range(len(prompts))]
+    rows = ragged(prompts, [chance.randint(1, 12) for _ in prompts])
+    found = packed_microbatches(rows, tokens)
+    assert sorted(torch.cat(found).tolist()) == list(range(len(prompts)))
+    for batch in found:
+        numbers = {tuple(prompts[row]) for row in batch.tolist()}
+        assert len(batch) == 1 or int(rows.mask[batch].sum()) + sum(map(len, numbers)) <= tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 10_000])
+def test_padded_microbatches_cover_every_row_once_within_the_budget(tokens):
+    torch.manual_seed(0)
+    lengths, prompts = torch.randint(1, 12, (40,)), torch.randint(1, 9, (40,))
+    found = padded_microbatches(ragged([[1] * n for n in prompts], lengths.tolist()), tokens)
+    assert sorted(torch.cat(found).tolist()) == list(range(40))
+    for rows in found:
+        assert len(rows) == 1 or len(rows) * int(lengths[rows].max() + prompts[rows].max()) <= tokens

@@ -1,0 +1,234 @@
+"""rlox (Rust and PyTorch, by others) as an oracle: its group advantages, and whole updates of its GRPO.
+
+rlox's conventions, as of 1.2.0: the deviation is the population's (divisor G), nothing is added to it, and a group
+whose deviation is below 1e-8 gets zeros. Its loss is the mean over rows of
+-A sum log pi + kl_coef sum (log pi - log pi_ref), over all tokens of what ``generate`` returns but the first one, so
+over those of the prompt, too.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import grpo_lightning as grpo
+from grpo_lightning.advantage import centered, standardized
+from grpo_lightning.loss import k3
+
+rlox = pytest.importorskip("rlox", reason="a development requirement", exc_type=ImportError)
+GRPO = pytest.importorskip("rlox.algorithms.grpo", exc_type=ImportError).GRPO
+
+SETTINGS = (
+    "experiment=rlox_quickstart",
+    "~data.train_size",
+    "data.prompts_per_step=3",
+    "data.max_prompt_length=null",
+    "advantage.correction=0",
+    "advantage.eps=1e-12",
+    "loss.kl._target_=grpo_lightning.loss.k1",
+    "loss.weights._target_=grpo_lightning.loss.completion_sum",
+    "~loss.weights.length",
+    "trainer=cpu",
+)
+SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.fused", "optimizer.lr=1.0")
+VOCABULARY = 11
+
+
+def groups(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("scale, shift", [(1.0, 0.0), (1e-3, 5.0), (1e4, -1e4)])
+def test_standardized_advantages_are_rloxs(size, scale, shift):
+    rewards = groups(7, size, seed=size) * scale + shift
+    expected = rlox.compute_batch_group_advantages(rewards.flatten().numpy(), size).reshape(7, size)
+    found = standardized(rewards, eps=0.0, correction=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
+    single = np.stack([rlox.compute_group_advantages(group) for group in rewards.numpy()])
+    np.testing.assert_allclose(single, expected)
+    # and centered ones are these times the deviation that rlox divides by
+    deviation = rewards.numpy().std(-1, keepdims=True)
+    np.testing.assert_allclose(centered(rewards), expected * deviation, rtol=1e-8, atol=1e-8)
+
+
+def test_the_other_conventions_differ_by_known_factors():
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.5]], dtype=torch.float64)
+    theirs = torch.from_numpy(rlox.compute_group_advantages(rewards[0].numpy()))
+    # the sample deviation is sqrt(4 / 3) times the population's, sqrt(.171875) = .41458
+    torch.testing.assert_close(standardized(rewards, eps=0.0, correction=1)[0], theirs * (3 / 4) ** 0.5)
+    torch.testing.assert_close(standardized(rewards, eps=0.1, correction=0)[0], theirs * 0.41457809 / 0.51457809)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.6, 1 / 3, 1e6])
+def test_equal_rewards_have_none_in_either(value):
+    rewards = torch.full((1, 6), value, dtype=torch.float64)
+    assert rlox.compute_group_advantages(rewards[0].numpy()).tolist() == [0.0] * 6
+    assert standardized(rewards, eps=0.0, correction=0)[0].tolist() == [0.0] * 6
+    assert standardized(rewards.float(), eps=0.0, correction=0)[0].tolist() == [0.0] * 6
+
+
+def test_almost_equal_rewards_are_equal_to_rlox_and_not_here():
+    rewards = torch.tensor([[1.0, 1.0 + 1e-9]], dtype=torch.float64)  # a deviation of 5e-10
+    assert rlox.compute_group_advantages(rewards[0].numpy()).tolist() == [0.0, 0.0]
+    assert standardized(rewards, eps=0.0, correction=0)[0].tolist() == pytest.approx([-1, 1], abs=1e-6)
+    # the default eps leaves nothing of it: 5e-10 / (5e-10 + 1e-4)
+    assert standardized(rewards, correction=0)[0].tolist() == pytest.approx([-5e-6, 5e-6], rel=1e-3)
+
+
+def test_k3_is_rloxs_schulman_estimate_with_its_arguments_swapped():
+    # rlox has exp(d) - d - 1 with d = log pi - log ref, whose mean over the policy's samples is no KL; k3 has exp(-d).
+    logprobs, reference = -groups(5, 7, seed=1).abs(), -groups(5, 7, seed=2).abs()
+    expected = rlox.compute_batch_token_kl_schulman(reference.flatten().numpy(), logprobs.flatten().numpy(), 7)
+    np.testing.assert_allclose(k3(logprobs, reference).sum(-1), expected, rtol=1e-10)
+
+
+class Recurrent(nn.Module):
+    """``forward(ids) -> logits``, each from the tokens so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.cell = nn.GRU(6, 6, batch_first=True)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.cell(self.embedding(ids))[0])
+
+
+class Answering(nn.Module):
+    """The same network with rlox's ``generate``, which answers what it was told to."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.answers = network, []
+
+    def forward(self, ids):
+        return self.network(ids)
+
+    def generate(self, prompts, max_new_tokens):
+        answers = torch.tensor(self.answers.pop(0))
+        assert answers.shape == (len(prompts), max_new_tokens)
+        return torch.cat([prompts, answers], dim=1)
+
+
+class Sides:
+    """One network trained here, and a copy of it by rlox on the completions that were sampled here."""
+
+    def __init__(self, prompts, *overrides, kl_coef=0.1, optimizer=None, max_grad_norm=1.0):
+        torch.manual_seed(0)
+        own, reference = Recurrent(), Recurrent()
+        with torch.no_grad():
+            for parameter in [*own.parameters(), *reference.parameters()]:
+                parameter.mul_(2.0)
+        self.prompts = prompts
+        self.ids, self.rewards = [], []
+        self.theirs = Answering(copy.deepcopy(own))
+        self.run = grpo.compose(
+            *SETTINGS,
+            f"loss.kl_coef={kl_coef}",
+            f"module.max_grad_norm={max_grad_norm}",
+            *overrides,
+            run_dir="/nonexistent",
+            policy=own,
+            reference=reference,
+            reward=self._reward,
+            data=prompts,
+        )
+        self.own = own
+        self.rlox = GRPO(
+            model=self.theirs,
+            ref_model=copy.deepcopy(reference).eval(),
+            reward_fn=lambda completions, prompts: self.rewards[-1],
+            group_size=4,
+            kl_coef=kl_coef,
+            learning_rate=1e-4,
+            max_new_tokens=8,
+        )
+        self.rlox.max_grad_norm = max_grad_norm
+        if optimizer is not None:
+            self.rlox.optimizer = optimizer(self.theirs.parameters())
+
+    def _reward(self, completion_ids):
+        self.ids.append(completion_ids)
+        self.rewards.append([sum(row) / 40 + (row[0] == 3) for row in completion_ids])
+        return self.rewards[-1]
+
+    def step(self):
+        """One update on both sides; the metrics of each."""
+        found = self.run.module.train_step(self.prompts)
+        self.theirs.answers.append(self.ids[-1])
+        return found, self.rlox.train_step(torch.tensor(self.prompts))
+
+    def weights(self):
+        return [torch.cat([p.detach().flatten() for p in side.parameters()]) for side in (self.own, self.theirs)]
+
+
+def by_gradient(prompts, *overrides, kl_coef):
+    """Steps of length 1 against the gradient, which is not clipped: before minus after is the gradient."""
+    return Sides(
+        prompts,
+        *SGD,
+        *overrides,
+        kl_coef=kl_coef,
+        max_grad_norm=1e9,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )
+
+
+@pytest.mark.parametrize("kl_coef", [0.1, 0.5])
+def test_one_update_has_rloxs_gradient(kl_coef):
+    sides = by_gradient([[1], [4], [9]], kl_coef=kl_coef)  # rlox counts a prompt's tokens but the first: none here
+    before = sides.weights()[0]
+    reference = copy.deepcopy(sides.rlox.ref_model)
+    start = copy.deepcopy(sides.theirs)
+    found, theirs = sides.step()
+    own, other = (before - after for after in sides.weights())
+    assert own.norm() > 1
+    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert found["reward/total"] == pytest.approx(theirs["mean_reward"])
+    assert found["optim/grad_norm"] == pytest.approx(float(other.norm()), rel=1e-4)
+    # The value of the penalty, by rlox's log-probabilities; the two policy terms have one gradient and two values.
+    rows = torch.cat([torch.tensor([[1], [4], [9]]).repeat_interleave(4, 0), torch.tensor(sides.ids[0])], 1)
+    distance = sides.rlox._get_per_token_logprobs(start, rows) - sides.rlox._get_per_token_logprobs(reference, rows)
+    assert found["loss/kl"] == pytest.approx(kl_coef * distance.sum(-1).mean().item(), rel=1e-4)
+    assert abs(found["loss/kl"]) > 0.1
+
+
+def test_three_updates_by_adam_end_at_the_same_weights():
+    sides = Sides([[1], [4], [9]])
+    before = sides.weights()[0]
+    for _ in range(3):
+        sides.step()
+    own, other = sides.weights()
+    assert (own - before).abs().max() > 2e-4  # three times about the rate of 1e-4
+    # Adam divides by the gradient's own size: where that is nearly 0, rounding decides
+    assert ((own - other).abs() < 1e-6).float().mean() > 0.99
+    assert (own - other).abs().max() < 1e-4
+
+
+LONGER = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_longer_prompts_have_the_same_policy_term():
+    # rlox adds A log pi of the prompt's tokens, the same in all rows of a group, whose advantages sum to zero.
+    sides = by_gradient(LONGER, kl_coef=0.0)
+    before = sides.weights()[0]
+    sides.step()
+    own, other = (before - after for after in sides.weights())
+    assert own.norm() > 1
+    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rloxs_penalty_counts_the_prompts_tokens_too():
+    sides = by_gradient(LONGER, kl_coef=0.1)
+    before = sides.weights()[0]
+    start = copy.deepcopy(sides.theirs)
+    sides.rlox._get_per_token_logprobs(start, torch.tensor(LONGER)).sum(-1).mean().backward()
+    of_prompts = torch.cat([parameter.grad.flatten() for parameter in start.parameters()])
+    sides.step()
+    own, other = (before - after for after in sides.weights())
+    assert of_prompts.norm() > 1
+    torch.testing.assert_close(other - own, 0.1 * of_prompts, rtol=1e-3, atol=1e-4)

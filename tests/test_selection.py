@@ -1,0 +1,65 @@
+"""Which groups and completions are trained on, against brute force and by hand."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from grpo_lightning.rollout.selection import max_variance, mixed, replace_nan, top_entropy
+
+NAN = float("nan")
+
+
+def test_groups_whose_outcomes_differ():
+    outcomes = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.6, 0.6], [NAN, 1.0], [NAN, NAN], [0.25, 0.5], [-1.0, NAN]])
+    assert mixed(outcomes).tolist() == [False, True, False, False, False, True, False]
+
+
+def test_outcomes_that_differ_beside_one_that_does_not_apply():
+    assert mixed(torch.tensor([[NAN, 0.0, 1.0], [NAN, 1.0, 1.0]])).tolist() == [True, False]
+
+
+def test_the_most_spread_completions_by_hand():
+    #            0    1    2    3    4    5
+    rewards = torch.tensor([[0.0, 0.1, 0.5, 0.9, 1.0, 0.4]])
+    assert max_variance(rewards, size=2).tolist() == [[0, 4]]
+    # two low and one high or the reverse: {0, .1, 1} has variance .2022, {0, .9, 1} .2022 up to rounding;  with .8:
+    assert max_variance(torch.tensor([[0.0, 0.1, 0.5, 0.8, 1.0, 0.4]]), size=3).tolist() == [[0, 1, 4]]
+    assert max_variance(rewards, size=6).tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_no_other_choice_varies_more(size):
+    rewards = torch.rand(20, 7, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    chosen = max_variance(rewards, size=size)
+    for group, picked in zip(rewards, chosen):
+        best = max(group[list(some)].var(correction=0) for some in combinations(range(7), size))
+        assert group[picked].var(correction=0).item() == pytest.approx(best.item(), rel=1e-12)
+        assert len(set(picked.tolist())) == size
+
+
+def test_a_reward_that_does_not_apply_is_not_informative():
+    assert max_variance(torch.tensor([[NAN, 0.0, 1.0, 0.2]]), size=2).tolist() == [[1, 2]]
+
+
+def test_what_does_not_apply_is_replaced_by_the_mean_of_its_group():
+    rewards = torch.tensor([[NAN, 1.0, 4.0], [2.0, NAN, NAN], [NAN, NAN, NAN], [0.5, 1.0, 2.0]])
+    expected = [[2.5, 1.0, 4.0], [2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [0.5, 1.0, 2.0]]
+    assert replace_nan(rewards).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_other_sizes_are_refused(size):
+    with pytest.raises(ValueError, match=f"size={size}: allowed is 2 to .* 3"):
+        max_variance(torch.zeros(1, 3), size=size)
+
+
+def test_tokens_of_highest_entropy():
+    entropy = torch.tensor([[0.1, 0.9, 0.3], [0.5, 2.0, 3.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    assert top_entropy(entropy, mask, fraction=0.4).tolist() == [[False, True, False], [False, True, False]]  # 2 of 5
+    assert top_entropy(entropy, mask, fraction=0.01).tolist() == [
+        [False, False, False],
+        [False, True, False],
+    ]  # 1 at least
+    assert torch.equal(top_entropy(entropy, mask, fraction=1.0), mask)

@@ -1,0 +1,255 @@
+import shlex
+
+import pytest
+
+from grpo_lightning.settings import ConfigError, arithmetic, cautions, check, redacted
+from grpo_lightning.settings.targets import trusted
+from tests.support.composed import composed
+from tests.support.running import small_run
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        check(composed(*overrides))
+    assert all(problem in str(error.value) for problem in error.value.problems)
+    return error.value.problems
+
+
+def test_the_defaults_are_right():
+    check(composed())
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optimizer.lr=nan", "optimizer.lr=nan: allowed is a number >= 0"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: allowed is a number >= 0"),
+        ("steps=0", "steps=0: allowed is an integer >= 1"),
+        ("steps=2.5", "steps=2.5: allowed is an integer >= 1"),
+        ("steps=true", "steps=True: allowed is an integer >= 1"),
+        ("seed=-1", "seed=-1: allowed is an integer >= 0"),
+        ("mode=train", "mode=train: allowed is one of fit, validate, export"),
+        ("rollout.group_size=1", "rollout.group_size=1: allowed is an integer >= 2"),
+        ("rollout.temperature=0", "rollout.temperature=0: allowed is a number > 0"),
+        ("rollout.temperature=inf", "rollout.temperature=inf: allowed is a number > 0"),
+        ("rollout.top_p=0", "rollout.top_p=0: allowed is a number in (0, 1]"),
+        ("validation.stop=[a,7]", "validation.stop=['a', 7]: allowed is a list of texts"),
+        ("rollout.top_k=-1", "rollout.top_k=-1: allowed is an integer >= 0"),
+        ("rollout.min_p=1", "rollout.min_p=1: allowed is a number in [0, 1)"),
+        ("data.prompts_per_step=-4", "data.prompts_per_step=-4: allowed is an integer >= 1"),
+        ("data.max_prompt_length=0", "data.max_prompt_length=0: allowed is an integer >= 1 or null"),
+        ("module.ppo_epochs=null", "module.ppo_epochs=null: allowed is an integer >= 1"),
+        ("module.microbatch_tokens=0", "module.microbatch_tokens=0: allowed is an integer >= 1"),
+        ("loss.kl_coef=-0.1", "loss.kl_coef=-0.1: allowed is a number >= 0"),
+        ("loss.surrogate.epsilon_low=1", "loss.surrogate.epsilon_low=1: allowed is a number in (0, 1)"),
+        ("advantage.correction=2", "advantage.correction=2: allowed is one of 0, 1"),
+        ("reward.accuracy.weight=nan", "reward.accuracy.weight=nan: allowed is a finite number"),
+        (
+            "trainer.precision=16-mixed",
+            "trainer.precision=16-mixed: allowed is 32-true or bf16-mixed (16-mixed would clip",
+        ),
+        ("optimizer.betas=[0.9,inf]", "optimizer.betas.1=inf: allowed is a finite number"),
+        ("+loss.kl_coeff=0.1", "loss.kl_coeff: unknown; grpo_lightning.loss.PolicyLoss takes surrogate, kl, weights,"),
+        ("module.self_check=maybe", "module.self_check=maybe: allowed is true or false"),
+        ("policy.path=3", "policy.path=3: allowed is text"),
+        ("loss.kl._target_=os.system", "loss.kl._target_=os.system: allowed are members of grpo_lightning, torch"),
+        ("loss.kl._target_=grpo_lightning.loss.k9", "loss.kl._target_=grpo_lightning.loss.k9: not found"),
+        ("loss.kl._target_=k3", "loss.kl._target_=k3: allowed is a dotted path"),
+        ("reference=none", "loss.kl_coef=0.04: allowed is 0 with reference=none; or choose a reference"),
+        (
+            "module.minibatch_size=7",
+            "module.minibatch_size=7: allowed is a divisor of data.prompts_per_step x rollout.group_size = ",
+        ),
+        (
+            "data.train_size=3",
+            "allowed is at most data.train_size=3, the training prompts there are",
+        ),
+        ("validation.ks=[1,5]", "validation.ks=[1, 5]: allowed are integers from 1 to validation.samples_per_prompt=4"),
+        ("rollout.outcome=correct", "rollout.outcome=correct: allowed is one of the rewards: accuracy, format or null"),
+        (
+            "+reward.exact.weight=1.0",
+            "reward.exact: no such reward was chosen; allowed is reward=[accuracy, format, exact]",
+        ),
+        ("reward=[]", "reward=[]: allowed is at least one reward"),
+        (
+            "+reward.mine._target_=grpo_lightning.reward.format.format",
+            "reward.mine: grpo_lightning.reward.format.format needs completions (or",
+        ),
+        ("policy.dtype=bfloat16", "policy.dtype=bfloat16: allowed is float32 for training"),
+        ("rollout.max_tries=3", "rollout.max_tries=3: allowed is 1 without rollout.group_filter"),
+        ("rollout.top_entropy=0", "rollout.top_entropy=0: allowed is a number in (0, 1]"),
+        ("loss.surrogate.dual_clip=1.0", "loss.surrogate.dual_clip=1.0: allowed is a number > 1 or null"),
+        (
+            "loss.surrogate.delta=1.1",
+            "loss.surrogate.delta=1.1: allowed is more than 1 + loss.surrogate.epsilon_high = 1.2",
+        ),
+        ("reward.format.clip=[1,0]", "reward.format.clip=[1, 0]: allowed is [lowest, highest] or null"),
+        ("reward.format.timeout=0", "reward.format.timeout=0: allowed is seconds > 0 or null"),
+        ("reward.format.max_failed=2", "reward.format.max_failed=2: allowed is a fraction from 0 to 1"),
+        ("reward.format.messages=maybe", "reward.format.messages=maybe: allowed is true or false"),
+        ("reward.format.messages=null", "reward.format.messages=null: allowed is true or false"),
+        ("reward.format.messages=1", "reward.format.messages=1: allowed is true or false"),
+        (
+            "reward.format.only_if=accuracy",
+            'reward.format.only_if=accuracy: allowed is a condition on another reward, such as "format > 0" or null',
+        ),
+        (
+            'reward.format.only_if="format > 0"',
+            'reward.format.only_if="format > 0": allowed are conditions on accuracy',
+        ),
+        (
+            'reward.format.only_if="length > 0"',
+            'reward.format.only_if="length > 0": allowed are conditions on accuracy',
+        ),
+        (
+            "rollout.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0, steps: 5}",
+            "rollout.temperature.end=0: allowed is a number > 0",
+        ),
+        (
+            "validation.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.5, steps: 5}",
+            "allowed is a number >= 0",
+        ),
+        (
+            "loss.kl_coef={_target_: grpo_lightning.varying.Piecewise, values: [0.1, -1], borders: [3]}",
+            "loss.kl_coef.values.1=-1: allowed is a number >= 0",
+        ),
+        (
+            "loss.kl_coef={_target_: grpo_lightning.varying.Linear, start: 0.1, end: 0.0}",
+            "loss.kl_coef: grpo_lightning.varying.Linear needs steps",
+        ),
+    ],
+)
+def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
+    (found,) = problems(override)
+    assert message in found
+
+
+def test_every_mistake_is_reported_at_once():
+    found = problems(
+        "optimizer.lr=nan", "rollout.group_size=1", "+loss.kl_coeff=1", "reference=none", "validation.ks=[9]"
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        "rollout.group_size=1",
+        "optimizer.lr=nan",
+        "loss.kl_coeff",
+        "validation.ks=[9]",
+        "loss.kl_coef=0.04",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "module.minibatch_size=64",
+        "reference=none loss.kl_coef=0",
+        "mode=validate policy.dtype=bfloat16",
+        "steps=1",
+        "rollout=dynamic_sampling",
+        "rollout=max_variance rollout.downsample.size=8 module.minibatch_size=64",
+        "loss.surrogate.delta=4.0 loss.surrogate.dual_clip=3.0",
+        "'reward.format.only_if=\"accuracy >= 0.5\"' reward.format.clip=[0,1] reward.format.timeout=2",
+        "'rollout.max_new_tokens={_target_: grpo_lightning.varying.Linear, start: 8, end: 36, steps: 5}' "
+        "validation.max_new_tokens=36",
+    ],
+)
+def test_what_is_right_passes(override):
+    check(composed(*shlex.split(override)))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "rollout=max_variance rollout.downsample.size=20",
+            "rollout.downsample.size=20: allowed is 2 to rollout.group_size=16",
+        ),
+        (
+            "rollout=max_variance rollout.downsample.size=3 module.minibatch_size=16",
+            "module.minibatch_size=16: allowed is a divisor of data.prompts_per_step x rollout.downsample.size = 24",
+        ),
+        (
+            "algorithm=rloo rollout.kl_penalty=0.1",
+            "rollout.kl_penalty=0.1: allowed is 0 with reference=none; or choose a reference",
+        ),
+        (
+            "algorithm=cispo loss.surrogate.ratio_max=0.2",
+            "ratio_max=0.2: allowed is a ratio > 1, not a distance from 1",
+        ),
+        ("+trainer.strategy=fsdp", "trainer.strategy=fsdp: allowed is trainer=fsdp (FSDP2)"),
+        ("trainer=fsdp optimizer=adamw_8bit", "allowed with trainer=fsdp are torch's optimizers"),
+        ("trainer=fsdp policy.dtype=bfloat16 policy.adapter={r:4}", "allowed with trainer=fsdp is float32"),
+        ("trainer=fsdp policy.quantization=4bit policy.adapter={r:4}", "policy.quantization=4bit: allowed with tr"),
+        (
+            "trainer=fsdp trainer.strategy.sharded_checkpoints=true policy.adapter={r:4}",
+            "trainer.strategy.sharded_checkpoints=true: allowed with policy.adapter is false",
+        ),
+        ("trainer=fsdp reference.offload=true", "reference.offload=True: allowed with trainer=fsdp is false"),
+        (
+            "trainer=fsdp reference=another_model reference.path=x reference.quantization=8bit",
+            "reference.quantization=8bit: allowed with trainer=fsdp is null",
+        ),
+        ("policy.quantization=4bit", "policy.quantization=4bit: allowed is null without policy.adapter"),
+    ],
+)
+def test_mistakes_between_parts(override, message):
+    (found,) = problems(*override.split())
+    assert message in found
+
+
+def test_only_known_packages_and_the_users_own_files_are_imported(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text("raise RuntimeError('must not be imported to be judged')\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert trusted("rewards_of_mine.f")
+    assert trusted("torch.optim.SGD")
+    for name in ("os.system", "builtins.eval", "subprocess.run", "sys.exit", "no_such_package.f", "pathlib.Path"):
+        assert not trusted(name)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not trusted("rewards_of_mine.f")
+
+
+def test_arithmetic():
+    config = composed("steps=10", "data.prompts_per_step=4", "rollout.group_size=6")
+    assert arithmetic(config) == (
+        "4 prompts x 6 completions = 24 completions per rollout; 1 optimizer step per rollout; "
+        "10 rollouts = 240 completions, 10 optimizer steps in total"
+    )
+    config["module"] |= {"ppo_epochs": 3, "minibatch_size": 12}
+    kept = composed("rollout=max_variance", "data.prompts_per_step=4", "rollout.group_size=6", "steps=10")
+    assert arithmetic(kept).startswith(
+        "4 prompts x 6 completions = 24 completions per rollout, of which 16 are trained on"
+    )
+    assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in arithmetic(config)
+
+
+def test_secrets_are_not_shown():
+    config = {"logger": {"api_key": "s3", "name": "x"}, "hub_token": "s3", "max_new_tokens": 5, "password": None}
+    assert redacted(config) == {
+        "logger": {"api_key": "<redacted>", "name": "x"},
+        "hub_token": "<redacted>",
+        "max_new_tokens": 5,
+        "password": None,
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_too_small_to_compare_are_warned_about(size):
+    assert cautions(composed(f"rollout.group_size={size}")) == [
+        f"rollout.group_size={size}: the mean of so few completions is a noisy baseline, and most groups are all right "
+        "or all wrong; 4 or more compare better, 8 to 16 are usual"
+    ]
+
+
+def test_usual_settings_need_no_warning():
+    assert cautions(composed()) == cautions(composed("rollout.group_size=4")) == []
+    assert cautions(composed("module=sft", "data=demonstrations", "rollout.group_size=2")) == []
+    shrinking = "rollout.group_size={_target_: grpo_lightning.varying.Linear, start: 8, end: 2, steps: 9}"
+    assert cautions(composed(shrinking))[0].startswith("rollout.group_size=2: ")
+
+
+def test_truncated_sampling_is_warned_about(tmp_path, caplog):
+    told = "rollout.top_p=0.9, top_k=0, min_p=0.0 sample another distribution than the one that is trained"
+    assert cautions(composed("rollout.top_p=0.9")) == [told]
+    small_run(tmp_path, "rollout.top_p=0.9")
+    assert told in caplog.text

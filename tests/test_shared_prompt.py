@@ -1,0 +1,266 @@
+"""The path on which a group computes its prompt once, against the model's own forward pass."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+
+from grpo_lightning.batch import Rollout, Sampling
+from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check
+from grpo_lightning.sampler import cache
+from grpo_lightning.sampler.flat_decoder import FlatDecoder
+from grpo_lightning.transformer.attention import Stream
+from grpo_lightning.transformer.logprobs import separate
+from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
+
+PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
+FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=20)
+LOSSES = {
+    "per token": PolicyLoss(
+        lambda *given: clipped(*given, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0
+    ),
+    "per token, hinted": PolicyLoss(clipped, k3, completion_mean, 0.04, 0.0),
+    "per completion": PolicyLoss(
+        lambda *given: gspo(*given, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0
+    ),
+    "entropy bonus": PolicyLoss(
+        lambda *given: clipped(*given, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.01
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(root / name, name, chat=False) for name in ARCHITECTURES}
+
+
+def opened(path, **arguments) -> HFPolicy:
+    defaults = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+    return load(str(path), **defaults | arguments)
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def policy(request, checkpoints):
+    made = opened(checkpoints[request.param])
+    check(made.model)  # raises where the path would not be taken
+    return made
+
+
+def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
+    """Groups of completions of 0 to 20 tokens, rows in disorder, padded on either side, with noise on all logs."""
+    sampled = policy.sample(PROMPTS, group_size=group_size, sampling=FREE, seed=1)
+    rows, length = sampled.mask.shape
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, length + 1, (rows, 1), generator=generator)
+    mask = sampled.mask & (torch.arange(length) < lengths)
+    attention = torch.cat([sampled.attention_mask[:, :-length], mask], 1)
+    noise = 0.3 * torch.randn(3, rows, length, generator=generator) * mask
+    pad = torch.nn.functional.pad
+    return Rollout(
+        ids=pad(sampled.ids, (left, right), value=3),
+        attention_mask=pad(attention, (left, right)),
+        mask=pad(mask, (0, right)),
+        old_logprobs=pad((sampled.logprobs + noise[0]) * mask, (0, right)),
+        ref_logprobs=pad((sampled.logprobs + noise[1]) * mask, (0, right)),
+        advantages=pad(noise[2], (0, right)),
+    )[torch.randperm(rows, generator=generator)]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("group_size, left, right", [(2, 0, 0), (5, 3, 2), (32, 0, 4)])
+def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, group_size, left, right):
+    rows, loss = ragged(policy, group_size, left=left, right=right), LOSSES[kind]
+    if kind == "per token, hinted":
+        import functools
+
+        loss = replace(loss, surrogate=functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2))
+    weights = loss.weights(rows.mask)
+    path, bonus = SharedPath.of(policy.model), bool(loss.entropy_coef)
+    known = loss.gradient(rows, weights, on_policy=False)
+    assert (known is not None) == (kind == "per token, hinted")
+    results = []
+    for logprobs, entropy in (
+        path.logprobs_and_entropy(rows, temperature=0.8, entropy=bonus, loss_gradient=known),
+        separate(policy.model, rows, temperature=0.8, entropy=bonus),
+    ):
+        policy.zero_grad()
+        value, _ = loss(logprobs, entropy, rows, weights)
+        value.backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+        results.append((logprobs.detach(), value.detach(), gradient, entropy.detach() if bonus else torch.zeros(1)))
+    for found, expected in zip(*results):
+        assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(float(expected.abs().max()), 1e-3))
+    assert results[0][2].abs().max() > 1e-3
+
+
+def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(policy):
+    rows, loss = ragged(policy, 4), LOSSES["per token, hinted"]
+    import functools
+
+    loss = replace(loss, surrogate=functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2))
+    weights = loss.weights(rows.mask)
+    asked = []
+
+    def spied(logprobs, numbers):
+        asked.append(loss.gradient(rows, weights, on_policy=True)(logprobs, numbers))
+        return asked[-1]
+
+    logprobs, _ = SharedPath.of(policy.model).logprobs_and_entropy(
+        rows, temperature=1.0, entropy=False, loss_gradient=spied
+    )
+    logprobs.retain_grad()
+    loss(logprobs, None, replace(rows, old_logprobs=logprobs.detach()), weights)[0].backward()
+    # Bit by bit, or the logits would be made again.
+    expected = {float(value) for value in logprobs.grad[rows.mask]}
+    assert {float(value) for value in torch.cat(asked)} == expected
+
+
+def test_all_rows_may_be_empty(policy):
+    rows = ragged(policy, 2)
+    empty = replace(rows, mask=torch.zeros_like(rows.mask))
+    logprobs, entropy = SharedPath.of(policy.model).logprobs_and_entropy(
+        empty, temperature=1.0, entropy=True, loss_gradient=None
+    )
+    assert logprobs.shape == entropy.shape == rows.mask.shape
+    assert logprobs.count_nonzero() == entropy.count_nonzero() == 0
+    policy.zero_grad()
+    logprobs.sum().backward()  # as when all completions were cut and rollout.mask_truncated leaves them out
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["prompt once", "prompt copied later", "prompt copied"])
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "modules"])
+def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
+    sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values
+    plain = opened(policy.model.config._name_or_path, share_prompts=False)
+    policy.end_ids = plain.end_ids = list(range(16))
+    expected = plain.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
+    assert expected.mask.sum(-1).unique().numel() > 6
+    monkeypatch.setattr(cache, "COPIED", copied)
+    monkeypatch.setattr(cache, "PREFILL_TOKENS", 12)
+    policy._shared_path(1)
+    assert hasattr(policy, "_use_flat_decoder")
+    policy._use_flat_decoder = flat
+    found = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
+    assert found.texts == expected.texts
+    assert_close((found.logprobs, found.entropy), (expected.logprobs, expected.entropy), rtol=0, atol=2e-4)
+
+
+def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
+    monkeypatch.setattr(cache, "COPIED", 0)
+    plain = opened(policy.model.config._name_or_path, share_prompts=False)
+    one, other = (p.sample(["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
+    assert one.texts == other.texts
+    assert len(set(one.texts)) == 6  # the same prompt twice, with other completions
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"gpt2"}))
+def test_the_llama_family_has_a_flat_decoder(checkpoints, name):
+    policy = opened(checkpoints[name])
+    assert check(policy.model)
+    assert isinstance(FlatDecoder(policy.model.get_decoder()), FlatDecoder)
+
+
+def test_what_is_computed_once(checkpoints, monkeypatch):
+    policy, sizes = opened(checkpoints["llama"]), []
+    sampled = policy.sample(PROMPTS, group_size=8, sampling=FREE, seed=1)
+    plain = Stream.attend
+    monkeypatch.setattr(
+        Stream,
+        "attend",
+        lambda self, layer, query, *rest: sizes.append(query.shape) or plain(self, layer, query, *rest),
+    )
+    policy.logprobs_and_entropy(sampled, temperature=1.0)
+    prompts, tokens = sum(map(len, policy.tokenize(PROMPTS))), int(sampled.mask.sum())
+    assert sizes == [(1, 4, prompts + tokens - 24, 8)] * 2  # the last token of each of 24 predicts nothing
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(checkpoints):
+    policy = opened(checkpoints["llama"])
+    rows = ragged(policy, 4)
+    gradients = []
+    for on in (False, True):
+        if on:
+            policy.model.gradient_checkpointing_enable()
+        policy.zero_grad()
+        policy.logprobs(rows, temperature=1.0).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    assert policy.share_prompts
+    assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_learns_on_the_shared_path(checkpoints):
+    policy = opened(checkpoints["llama"], adapter={"r": 4, "target_modules": "all-linear", "init_lora_weights": False})
+    rows = ragged(policy, 4)
+    gradients = []
+    for shared in (True, False):
+        policy.share_prompts = shared
+        policy.zero_grad()
+        policy.logprobs(rows, temperature=1.0).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
+    check(policy.model)
+    assert gradients[0].abs().max() > 1e-3
+    assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4 * float(gradients[1].abs().max()))
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_sixteen_bits(checkpoints, how):
+    policy = opened(checkpoints["qwen2"], dtype="bfloat16" if how == "weights" else "float32")
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+        assert policy.share_prompts
+        assert policy.logprobs_and_entropy(sampled, temperature=1.0)[0].dtype == torch.float32
+        gap = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
+        assert 0 < float(gap.mean().detach()) < 0.1
+        policy.logprobs(sampled, temperature=1.0).sum().backward()
+    assert all(p.grad.isfinite().all() for p in policy.parameters())
+
+
+def bloom(**options) -> HFPolicy:
+    """A model with an attention of its own, which no name replaces."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    model = BloomForCausalLM(BloomConfig(vocab_size=400, **sizes, bos_token_id=None, eos_token_id=0, pad_token_id=None))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return HFPolicy(model, tokenizer(chat=False), **options)
+
+
+def test_a_model_that_computes_otherwise_keeps_its_own_way_and_says_so_once(caplog):
+    policy = bloom()
+    with caplog.at_level(logging.WARNING):
+        sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
+        policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
+    assert [r.message.split(":")[0] for r in caplog.records] == ["policy.share_prompts is off"]
+    assert "BloomForCausalLM" in caplog.text
+    assert sampled.texts == bloom(share_prompts=False).sample(PROMPTS, group_size=2, sampling=FREE, seed=1).texts
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+
+
+def test_rows_beyond_a_sliding_window_go_the_models_own_way(caplog):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    policy = HFPolicy(
+        MistralForCausalLM(MistralConfig(**sizes, **ids, num_key_value_heads=2, sliding_window=24)),
+        tokenizer(chat=False),
+    )
+    assert policy._shared_path(24) is not None
+    assert policy._shared_path(25) is None
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=replace(FREE, max_new_tokens=40), seed=1)
+    assert sampled.ids.shape[1] > 24
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+
+
+def test_dropout_in_attention_is_refused(checkpoints):
+    policy = opened(checkpoints["llama"])
+    policy.model.config.attention_dropout = 0.1
+    with pytest.raises(CannotShare, match="dropout"):
+        check(policy.model)
