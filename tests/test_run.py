@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.checkpoint.resume import chosen, differences
 from grpo_lightning.run import sweep_value
 from tests.support.composed import composed
@@ -108,3 +109,35 @@ def test_sampling_from_another_distribution_is_said(tmp_path, caplog):
     assert "another distribution" not in caplog.text
     small_run(tmp_path / "cut", "rollout.top_p=0.9")
     assert "rollout.top_p=0.9, top_k=0, min_p=0.0 sample another distribution" in caplog.text
+
+
+def test_a_checkpoint_of_version_0_1_says_the_same_in_other_words():
+    old = {
+        "grpo": {
+            "adapted": {
+                "rollout.judge.rewards.format.weight": 2.0,
+                "rollout.sampling.temperature": 0.5,
+                "loss.kl_coef": 1,
+            },
+            "surplus": {"right": [True]},
+        }
+    }
+    assert module_state(old) == {
+        "varying": {"reward.format.weight": 2.0, "rollout.temperature": 0.5, "loss.kl_coef": 1},
+        "carried": {"right": [True]},
+    }
+    new = {"grpo": {"varying": {"loss.kl_coef": 1}, "carried": None}}
+    assert module_state(new) == new["grpo"]
+    assert module_state({}) == {"varying": {}, "carried": None}  # supervised training leaves nothing
+
+
+def test_between_versions_only_values_that_both_have_are_compared():
+    then = {"rollout": {"_target_": "old.collector", "group_size": 8, "gone": 1}, "seed": 0}
+    now = {"rollout": {"_target_": "new.Collector", "group_size": 4, "added": 2}, "seed": 0}
+    assert differences(then, now, same_version=False) == [("rollout.group_size", 8, 4)]
+    assert [key for key, _, _ in differences(then, now)] == [
+        "rollout._target_",
+        "rollout.added",
+        "rollout.gone",
+        "rollout.group_size",
+    ]

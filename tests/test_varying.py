@@ -19,7 +19,7 @@ from grpo_lightning.varying import (
     state,
     values,
 )
-from tests.support.running import small_module
+from tests.support.running import small_module, small_run
 
 
 def test_linear_by_hand():
@@ -199,3 +199,17 @@ def test_numbers_are_logged_and_kept_under_the_users_keys():
 def test_impossible_ones_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_adaptive_weights_of_rewards_hold_in_validations_too(tmp_path):
+    weight = "{_target_: grpo_lightning.varying.Stepwise, start: 2.0, metric: reward/format, target: 9.0, step: 0.5, "
+    module = small_run(
+        tmp_path, "steps=2", "validation.every=1", f"reward.format.weight={weight}lowest: 0.0, highest: 8.0}}"
+    )
+    trained, measured = (
+        rewards["format"].weight for rewards in (module.rollout.reward, module.validation.judge.rewards)
+    )
+    assert trained is not measured
+    assert trained.value == measured.value == 3.0  # 2 and two steps
+    total = 3.0 * module.metrics["val/reward/format"] + module.metrics["val/reward/custom"]
+    assert module.metrics["val/reward/total"] == pytest.approx(total)
