@@ -482,6 +482,34 @@ def test_a_trainer_of_ones_own_gives_one_processs_weights(tmp_path):
         assert metrics["val/pass@1"] == run.metrics["val/pass@1"]
 
 
+LATE = """
+import sys, time
+import grpo_lightning as grpo
+
+if __name__ == "__main__":
+    time.sleep(1.2)  # another second than that of the first process
+    grpo.compose(*sys.argv[1:]).fit()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_lightning_starts_write_into_one_new_directory(tmp_path):
+    (tmp_path / "script.py").write_text(LATE)
+    settings = [*SETTINGS, "steps=1", "logger=none", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    command = [sys.executable, "script.py", *settings]
+    done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [directory] = tmp_path.glob("runs/*/*")
+    assert json.loads((directory / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_directory_is_chosen_where_no_other_process_has_chosen_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("GRPO_LIGHTNING_RUN_DIRECTORIES", raising=False)
+    assert grpo.compose(reward=letters, data=ROWS * 3).directory.parts[0] == "runs"
+
+
 def test_a_trainer_of_ones_own_resumes(tmp_path):
     plain = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     settings = [*SETTINGS, "schedule=constant"]

@@ -173,7 +173,8 @@ def _new_directory() -> Path:
 
     A process that Lightning starts runs the program again, and takes the directories that the first one has chosen.
     """
-    known = os.environ.get(_CHOSEN, "").split(os.pathsep) if os.environ.get("LOCAL_RANK", "0") != "0" else []
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    known = [] if is_first else [name for name in os.environ.get(_CHOSEN, "").split(os.pathsep) if name]
     first = Path("runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     names = (first if not number else first.with_name(f"{first.name}-{number}") for number in range(1000))
     free = (path for path in names if not path.exists() and str(path) not in _chosen_here)
