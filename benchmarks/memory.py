@@ -81,6 +81,7 @@ def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
             f"rollout.max_new_tokens={setting.cap}",
             "reward=[custom]",
             "reward.custom.function._target_=benchmarks.memory.reward",
+            "trusted=[benchmarks]",
             "steps=2",
             *overrides,
         ]

@@ -3,7 +3,14 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
+
+from grpo_lightning.output.terminal import printable
+
+MODULES_OF_PEFT = ("megatron_config", "megatron_core")
+"""Arguments of peft's ``LoraConfig`` with which it imports a module of any name."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +31,13 @@ class Rule:
         return f"{key}={'null' if value is None else value}: allowed is {self.allowed}{null}"
 
 
-def integer(low: int, *, null: bool = False) -> Rule:
-    """A whole number, at least ``low``."""
-    return Rule(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low, f"an integer >= {low}", null)
+def integer(low: int, high: int | None = None, *, null: bool = False) -> Rule:
+    """A whole number, at least ``low`` and, unless it is None, at most ``high``."""
+    return Rule(
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low and (high is None or v <= high),
+        f"an integer >= {low}" if high is None else f"an integer from {low} to {high}",
+        null,
+    )
 
 
 def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -> Rule:
@@ -50,3 +61,43 @@ def problems(rules: Mapping[str, Rule], values: Mapping[str, Any], *, prefix: st
     """What is wrong with ``values``, each named by its key behind ``prefix``."""
     reported = (rules[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in rules)
     return [problem for problem in reported if problem]
+
+
+def model_path() -> Rule:
+    """A directory that exists, or what can be a name of the hub, see `local_or_hub`."""
+
+    def is_found(value: Any) -> bool:
+        if isinstance(value, Mapping):  # a text of a program
+            return True
+        try:
+            return isinstance(value, str) and bool(value.startswith("pkg://") or local_or_hub(value, ""))
+        except ValueError:
+            return False
+
+    return Rule(is_found, "text: a directory that exists, or NAME or ORG/NAME of the hub")
+
+
+def local_or_hub(path: str, key: str) -> str:
+    """``path`` with ``~`` as the home directory; one that can only be of this machine has to exist.
+
+    A name of the hub is NAME or ORG/NAME. What begins with ``/``, ``.`` or ``~``, ends with a slash, has two slashes or
+    more, or whose first part is a directory here, is a path: the hub is not asked for it.
+
+    Args:
+        path: A directory or a file, or a name of the hub.
+        key: Of the setting, for the message.
+
+    Raises:
+        ValueError: There is no such path; names the nearest that there is.
+    """
+    expanded = Path(path).expanduser() if path.startswith("~") else Path(path)
+    first = expanded.parts[0] if expanded.parts else ""
+    is_local = path.startswith(("/", ".", "~", "\\")) or path.endswith("/") or path.count("/") > 1
+    if not (is_local or ("/" in path and Path(first).is_dir())) or expanded.exists():
+        return str(expanded) if path.startswith("~") else path
+    there = [one.name for one in expanded.parent.iterdir()] if expanded.parent.is_dir() else []
+    near = get_close_matches(expanded.name, there, n=1)
+    hint = f" (there is {printable(str(expanded.parent / near[0]))})" if near else ""
+    raise ValueError(
+        f"{key}={path!r}: no such file or directory{hint}; allowed is one that exists, or NAME or ORG/NAME of the hub"
+    )

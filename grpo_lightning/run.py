@@ -1,9 +1,9 @@
 """One run: from checked settings to a trained, validated or exported policy and a summary of it."""
 
-import json
+import gc
 import logging
 import math
-import os
+import signal
 import sys
 import time
 import warnings
@@ -17,28 +17,32 @@ import lightning
 import torch
 from lightning import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from rich.console import Console
-from rich.tree import Tree
 
 from grpo_lightning import __version__, memory, settings
-from grpo_lightning.callbacks.export import export
-from grpo_lightning.checkpoint import resume, tensorboard
+from grpo_lightning.callbacks.export import check_replaceable, export
+from grpo_lightning.callbacks.loggers import guard
+from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.data import PromptData
-from grpo_lightning.distributed.ranks import Preempted, lost_contact
+from grpo_lightning.data.sense import check_prompts
+from grpo_lightning.distributed import signals, slurm
+from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.sharding import trainer_shards
+from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
 from grpo_lightning.module.base import StepModule
+from grpo_lightning.output import activity
+from grpo_lightning.output.announcement import announce
+from grpo_lightning.output.redaction import redacted, redacted_words
+from grpo_lightning.output.summary import write as write_summary
+from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward import check_columns
+from grpo_lightning.settings.built import check_built
 
 log = logging.getLogger(__name__)
 
 Build = Callable[..., Any]
 """(name of a part, further keywords of it) -> the objects that its settings describe."""
-
-PREEMPTED = 143
-"""Exit status after SIGTERM: 128 + 15, as a shell reports it."""
 
 
 class Run:
@@ -68,6 +72,7 @@ class Run:
         on_start: Callable[[Path], None] | None = None,
     ) -> None:
         settings.check(config)
+        check_built(config)
         check_processes(config, directory_given=directory_given, multirun=multirun)
         self.config = config
         self.directory = Path(config["run_dir"])
@@ -75,6 +80,7 @@ class Run:
         self._overrides = list(overrides)
         self._directory_given = directory_given
         self._on_start = on_start
+        self._ended_metrics: Mapping[str, float] = {}
 
     @cached_property
     def data(self) -> PromptData:
@@ -89,7 +95,7 @@ class Run:
     def module(self) -> StepModule:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
-        module: StepModule = self._build("module", settings=settings.redacted(self.config))
+        module: StepModule = self._build("module", settings=redacted(self.config))
         data.follow(lambda: module.completed_steps)
         limit, count_tokens = self.config["data"].get("max_prompt_length"), module.policy.count_tokens
         data.limit_prompts(lambda prompts: [limit is None or length <= limit for length in count_tokens(prompts)])
@@ -99,38 +105,41 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
+        guard(trainer.loggers)
+        signals.current().launched.attach(trainer.strategy.launcher)
         return trainer
 
     @property
     def metrics(self) -> dict[str, float]:
         """The newest value of every metric, by name."""
-        return dict(self.module.metrics) if "module" in vars(self) else {}
+        return dict(self.module.metrics) if "module" in vars(self) else dict(self._ended_metrics)
 
     def fit(self) -> "Run":
         """Train, from the checkpoint that the settings name if there is one; returns itself.
 
         Raises:
             ValueError: The run directory holds another run, or the checkpoint cannot be used.
-            Preempted: SIGTERM; the last complete step is saved.
+            Preempted: A signal, such as Ctrl-C or SIGTERM; the last complete step is saved.
         """
-        with self._recorded("fit") as checkpoint:
+        if summary := resume.ended(self.config, self.directory):
+            self._ended_metrics = summary.get("metrics", {})
+            log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
+            return self
+        with lock.held(self.directory, first=is_first()), self._recorded("fit") as checkpoint:
             if is_first():
                 for caution in settings.cautions(self.config):
                     log.warning("%s", caution)
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
             if checkpoint:
+                own_policy.check_weights(checkpoint, module)
                 recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
-            same = recorded.get("version") == __version__
-            for key, then, now in resume.differences(recorded["config"], module.settings, same_version=same):
-                if key.startswith("optimizer."):
-                    log.warning(
-                        "%s=%s is ignored: a continued run keeps its optimizer, whose value is %s", key, now, then
-                    )
-                else:
-                    log.warning("%s was %s when the checkpoint was written and is %s now", key, then, now)
+                resume.same_optimizer(recorded["config"], module.settings)
+            changes.tell(recorded, module.settings, version=__version__)
             if is_first():
-                tensorboard.rewind(self.directory / "tensorboard", recorded["events"])
+                own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
+                tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
+            check_prompts(self.data, module.policy, self.config)
             announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self
@@ -139,16 +148,20 @@ class Run:
         """Measure the policy, or the checkpoint's, on the held-out prompts; returns the metrics."""
         with self._recorded("validate") as checkpoint:
             module = self.module
+            check_prompts(self.data, module.policy, self.config | {"mode": "validate"})
+            own_policy.check_weights(checkpoint, module)
             self.trainer.validate(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         return self.metrics
 
     def export(self) -> Path:
         """Write the policy, or the checkpoint's, in Hugging Face format, by one process; returns the directory."""
         directory = self.directory / "export"
+        check_replaceable(directory, key="hydra.run.dir/export")
         with self._recorded("export") as checkpoint:
             module = self.module
             if is_first():
                 if checkpoint:
+                    own_policy.check_weights(checkpoint, module)
                     module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
                     module.on_load_checkpoint(read(checkpoint))
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
@@ -159,16 +172,20 @@ class Run:
         """Do what ``mode`` says and return ``metrics[sweep_metric]``, which a sweep maximizes: always finite.
 
         Raises:
-            SystemExit: With status 143, after SIGTERM.
+            SystemExit: With status 130 after Ctrl-C, and 143 after SIGTERM, SIGHUP or SIGUSR1.
         """
         if is_first():
-            announce(self.config)
+            announce(self.config, settings.arithmetic(self.config))
         try:
             {"fit": self.fit, "validate": self.validate, "export": self.export}[self.config["mode"]]()
-        except Preempted:
-            log.warning("asked to end: the last complete step is saved; checkpoint=last continues from it")
+        except Preempted as error:
+            if is_first():
+                log.warning("%s", error)
+                if self.config["requeue"] and error.number == getattr(signal, "SIGUSR1", None):
+                    slurm.requeue()
+            gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
-            sys.exit(PREEMPTED if is_first() or started_from_outside() else 0)
+            sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
         return sweep_value(self.metrics, self.config)
 
     @contextmanager
@@ -182,35 +199,60 @@ class Run:
         checkpoint = None
         if not trained_already:  # else the policy as it is now goes on, or is measured
             checkpoint = resume.chosen(
-                self.config | {"mode": mode}, self.directory, directory_given=self._directory_given
+                self.config | {"mode": mode},
+                self.directory,
+                directory_given=self._directory_given,
+                overrides=self._overrides,
             )
+        steps, seconds = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0)
+        activity.note(seconds_before=seconds)
+        if mode == "fit" and is_first():
+            leftovers.sweep(self.directory, keep=checkpoint)
         if self._on_start is not None and is_first():
             self._on_start(self.directory)
-        status = "failed"
-        try:
-            yield checkpoint
-            status = "finished"
-        except (Preempted, SIGTERMException) as error:
-            status = "preempted"
-            raise Preempted(str(error)) from error
-        except BaseException as error:
-            if lost := lost_contact(error):
-                raise lost from error
-            raise
-        finally:
+
+        def summarize(status: str, problem: str | None = None) -> None:
             stands = "module" in vars(self)
             # nothing is lost before the module stands
             if is_first() and (stands or not (self.directory / "summary.json").exists()):
                 summary = {
                     "metrics": dict(sorted(self.metrics.items())),
-                    "steps": self.module.completed_steps if stands else 0,
-                    "seconds": round(time.perf_counter() - started, 3),
-                    "overrides": self._overrides,
+                    "steps": max(steps, self.module.completed_steps) if stands else 0,
+                    "seconds": round(seconds + time.perf_counter() - started, 3),
+                    "overrides": redacted_words(self._overrides),
                     "status": status,
+                    "error": problem,
                 }
-                _write_summary(self.directory, mode, summary)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+                write_summary(self.directory, summary, mode=mode)
+
+        def give_up(asked: Preempted) -> None:
+            if is_first():
+                log.warning("%s", self._told(asked, mode))
+            summarize(asked.status)
+
+        status, problem = "failed", None
+        with signals.listening(give_up) as listener:
+            try:
+                yield checkpoint
+                status = "finished"
+            except BaseException as error:
+                lost = lost_contact(error)
+                if asked := listener.asked(error, is_consequence=lost is not None):
+                    status = asked.status
+                    raise self._told(asked, mode) from error
+                problem = sentence(lost or error)
+                if lost:
+                    raise lost from error
+                raise
+            finally:
+                summarize(status, problem)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+    def _told(self, asked: Preempted, mode: str) -> Preempted:
+        """``asked``, which also says what is saved, and how to go on."""
+        saved = resume.what_is_saved(mode, self.directory, self._overrides)
+        return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)
 
 
 def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> float:
@@ -222,15 +264,6 @@ def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> floa
     if config["mode"] != "export":
         log.warning("sweep_metric=%s was not measured; there are %s", name, ", ".join(metrics))
     return -sys.float_info.max
-
-
-def announce(config: Mapping[str, Any]) -> None:
-    """Print the settings as a tree, and what a step amounts to."""
-    console = Console(stderr=True)
-    tree = Tree("settings")
-    _grow(tree, settings.redacted(config))
-    console.print(tree, markup=False, highlight=False, soft_wrap=True)
-    console.print(settings.arithmetic(config), markup=False, highlight=False, soft_wrap=True)
 
 
 def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: Trainer) -> None:
@@ -248,28 +281,10 @@ def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptD
         prompt_tokens=max(module.policy.count_tokens(first)),
     )
     parts = memory.predicted(shape, use)
-    print(memory.table(parts), file=sys.stderr)
+    say(memory.table(parts))
     if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
         log.warning(
             "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
             "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
             available / memory.GiB,
         )
-
-
-def _grow(tree: Tree, node: Mapping[str, Any]) -> None:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            _grow(tree.add(str(key)), value)
-        else:
-            tree.add(f"{key}: {value}")
-
-
-def _write_summary(directory: Path, mode: str, summary: Mapping[str, Any]) -> None:
-    """``summary.json``; a later validation or export of the same directory does not overwrite that of its training."""
-    path = directory / "summary.json"
-    if mode != "fit" and path.exists():
-        path = directory / f"summary_{mode}.json"
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    staged.replace(path)

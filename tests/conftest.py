@@ -6,10 +6,21 @@ import os
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 
+from tests.support.provocations import sections
+
+PROVOKED = pytest.StashKey[dict[str, str]]()
+COLLECTED = pytest.StashKey[set[str]]()
 torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
     gc.freeze()  # a run collects garbage at its end, and need not look at all that was imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    config.stash[PROVOKED] = sections(items)  # before slow tests are left out
+    config.stash[COLLECTED] = {item.path.name for item in items}

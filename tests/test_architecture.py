@@ -19,6 +19,7 @@ USED_BY = {
     "bitsandbytes": set(),
     "datasets": {"data"},
     "hydra": {"composition"},
+    "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"reward"},
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run"},
     "math_verify": {"reward"},
@@ -31,16 +32,17 @@ USED_BY = {
     "reasoning_gym": {"data", "reward"},
     "referencing": {"reward"},
     "regex": {"reward"},
-    "rich": {"callbacks", "run", "report"},
+    "rich": {"callbacks", "output", "report"},
     "tensorboard": {"report"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
+    "yaml": {"data"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
-WITHOUT_TORCH = {"clock", "schedule", "varying", "memory", "reward", "report"}
+WITHOUT_TORCH = {"allowed", "clock", "composition", "memory", "output", "report", "reward", "schedule", "varying"}
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
-WITH_TORCH = {"clock", "reward/model.py"}
+WITH_TORCH = {"clock", "composition/live.py", "reward/model.py"}
 """Of these parts, the files that do."""
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from lightning import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -14,6 +15,8 @@ from grpo_lightning.callbacks.progress import describe
 from grpo_lightning.callbacks.samples import Samples
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from grpo_lightning.module import GRPOLightningModule
+from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
 
@@ -120,6 +123,58 @@ def test_settings_are_flattened_for_the_hparams_tab():
         "run_dir": "/x",
     }
     assert flat(config) == {"a.b": 1, "a.c": "[1, 2]", "d": "None", "e": True, "f.g": "h"}
+
+
+@provocation("`callbacks.export.directory=` a directory of one's own", "refused by its key before the first step")
+def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    small_run(tmp_path / "empty", f"callbacks.export.directory={home}")
+    assert (home / "config.json").exists()
+    small_run(tmp_path / "again", f"callbacks.export.directory={home}")
+    (home / "README.md").write_text("my own model")
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(GRPOLightningModule, "training_step", lambda *_: pytest.fail("a step was made"))
+    for place in (home, tmp_path / "file"):
+        with pytest.raises(ValueError, match=rf"callbacks.export.directory={place}: allowed is a directory that"):
+            small_run(tmp_path / f"refused_{place.name}", f"callbacks.export.directory={place}")
+    assert (home / "README.md").read_text() == "my own model"
+    assert (home / "config.json").exists()
+    mine = tmp_path / "run" / "export" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=r"hydra.run.dir/export=.*export: allowed is a directory that does not exist"):
+        small_run(tmp_path / "run", "mode=export")
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("mask, expected", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_exported_files_have_the_mode_of_new_files(mask, expected, tmp_path):
+    before = os.umask(mask)
+    try:
+        small_run(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "export").rglob("*") if path.is_file()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {expected}
+
+
+class Stop(Callback):
+    """Ends the training after a step, as a limit on time would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, *_):
+        trainer.should_stop = module.completed_steps >= self.step
+
+
+def test_a_run_that_a_callback_ends_has_its_last_step_saved(tmp_path):
+    small_run(tmp_path, "steps=6", "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
+    assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 3
+    small_run(tmp_path, "steps=6", "checkpoint=last")
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["reward/total"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_line_shows_what_is_known():

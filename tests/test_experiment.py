@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.run import Run
 from grpo_lightning.settings import check
 from tests.support.checkpoints import write_checkpoint, write_reward_model
-from tests.support.composed import CONF, build, composed
+from tests.support.composed import CONF, build, composed, with_directories
 
 # What a recipe says, whether or not it is a default today.
 RECIPES = {
@@ -233,6 +233,7 @@ REDUCED = {
         None,
         [
             "steps=2",
+            "schedule.warmup_steps=1",
             "data.prompts_per_step=4",
             "rollout.max_new_tokens=6",
             "policy.hidden_size=16",
@@ -242,7 +243,11 @@ REDUCED = {
         ],
         2,
     ),
-    "sft_tiny_flawed": ("llama", ["steps=2", "data.prompts_per_step=4", "rollout.max_new_tokens=6"], 2),
+    "sft_tiny_flawed": (
+        "llama",
+        ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"],
+        2,
+    ),
 }
 
 
@@ -259,8 +264,9 @@ def test_every_recipe_has_its_numbers_and_its_run_here():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_composes_to_its_published_numbers(name):
-    config = composed(f"experiment={name}")
+def test_a_recipe_composes_to_its_published_numbers(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_directories(composed(f"experiment={name}"), tmp_path)
     check(config)
     assert {key: value(config, key) for key in RECIPES[name]} == RECIPES[name]
     weighted = {key.split(".")[1] for key in RECIPES[name] if key.startswith("reward.")}
@@ -268,7 +274,8 @@ def test_a_recipe_composes_to_its_published_numbers(name):
 
 
 @pytest.mark.parametrize("name", sorted(names("experiment")))
-def test_the_command_in_the_header_works(name):
+def test_the_command_in_the_header_works(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
     header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     assert re.search(r"^# Result +\S", header, re.MULTILINE)
@@ -276,7 +283,7 @@ def test_the_command_in_the_header_works(name):
     (command,) = re.findall(r"^# Command +python train\.py (.+)$", header, re.MULTILINE)
     arguments = shlex.split(command)
     assert f"experiment={name}" in arguments
-    check(composed(*arguments))
+    check(with_directories(composed(*arguments), tmp_path))
 
 
 @pytest.mark.parametrize("policy", ["gpt2", "tiny"])

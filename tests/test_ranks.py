@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.distributed.ranks import ALONE, Preempted, Ranks
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.policy.hf import load
 from tests.support.checkpoints import write_checkpoint
 
@@ -27,8 +28,8 @@ def test_one_process_needs_no_other():
     assert ALONE.gather("a") == ["a"]
     assert ALONE.together(lambda: 3) == [3]
     assert ALONE.add_up({"x": torch.tensor(2.0)}) == {"x": torch.tensor(2.0)}
-    with pytest.raises(Preempted, match="now"):
-        ALONE.together(lambda: (_ for _ in ()).throw(Preempted("now")))
+    with pytest.raises(Preempted, match="asked to end by SIGTERM: now"):
+        ALONE.together(lambda: (_ for _ in ()).throw(Preempted(15, saved="now")))
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])

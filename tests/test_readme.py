@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from grpo_lightning.settings import check
-from tests.support.composed import ROOT, composed
+from tests.support.composed import ROOT, composed, with_directories
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ def test_a_command_composes(command, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **columns):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    check(composed(*arguments(command)))
+    check(with_directories(composed(*arguments(command)), tmp_path))
 
 
 def test_the_readme_is_read_in_three_minutes():

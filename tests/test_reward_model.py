@@ -259,8 +259,10 @@ def test_settings_beyond_the_model_are_refused_at_the_first_call(settings, messa
 
 
 def test_a_wrong_path_is_named(tmp_path):
-    model = reward_model(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"reward.model.function.path='.*nothing'"):
+    with pytest.raises(ValueError, match=r"reward.model.function.path='.*nothing': no such file or directory"):
+        reward_model(tmp_path / "nothing")
+    model = reward_model(tmp_path)
+    with pytest.raises(ValueError, match=rf"reward.model.function.path='{tmp_path}': transformers cannot read a seq"):
         model(["a"], ["b"])
     with pytest.raises(RewardError, match=r"reward 'model' raised ValueError: reward.model.function.path="):
         score({"model": Weighted(model, 1.0)}, ["a"], ["b"], {})

@@ -127,6 +127,7 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
         (is_literal, "1 0 1\n0 0 1", True),  # no expression: eval raises at once
         (is_literal, "_ Q", True),
         (is_literal, "a.b", False),
+        (is_literal, " \ta.b", False),  # eval ignores the space before it
         (is_literal, "1 + 1", False),
         (is_literal, "-" * 9_000 + "1", False),
         (is_arithmetic, " (3 + 4.5) * -2 / 7", True),
@@ -167,6 +168,7 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
         (GATES["coin_flip"], "3/1024", True),
         (GATES["coin_flip"], "1e100", True),
         (GATES["coin_flip"], "1e1000", False),
+        (GATES["coin_flip"], "1e9,9,9,9", False),
         (GATES["rush_hour"], "A+2 B-13", True),
         (GATES["propositional_logic"], "P" * 1000, True),
         (GATES["propositional_logic"], "P" * 1001, False),
@@ -178,8 +180,10 @@ def test_gates(check, text, allowed):
     assert time.process_time() - start < 0.5
 
 
-def test_the_right_answer_always_reaches_its_verifier():
-    assert may_be_verified("intermediate_integration", "Integral(x, x) + C", " Integral(x, x) + C\n")
+def test_the_right_answer_is_right_though_no_verifier_may_be_given_it():
+    assert not may_be_verified("intermediate_integration", "Integral(x, x) + C", " Integral(x, x) + C\n")
+    assert verified("intermediate_integration", "Integral(x, x) + C", " Integral(x, x) + C\n") == 1.0
+    assert verified("intermediate_integration", "Integral(x, x)", " Integral(x, x) + C\n") == 0.0
     assert may_be_verified("tower_of_hanoi", "a" * 10_000, "a")
     assert not may_be_verified("tower_of_hanoi", "a" * 10_001, "a")
     assert may_be_verified("tower_of_hanoi", "b" * 12_000, "a" * 3_000)

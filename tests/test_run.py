@@ -1,6 +1,7 @@
 """Which checkpoint a run starts from, what it returns to a sweep, and what it says of changed settings."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.checkpoint.resume import chosen, differences
-from grpo_lightning.run import sweep_value
-from tests.support.composed import composed
-from tests.support.running import small_run
+from grpo_lightning.run import Run, sweep_value
+from tests.support.composed import build, composed
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
 
 
 def config(**changed):
@@ -36,7 +38,7 @@ def test_last_is_the_run_directorys_own(tmp_path, caplog):
         chosen(config(checkpoint="last", mode="export"), tmp_path, directory_given=True)
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
-    last.touch()
+    torch.save({"step": {"completed": 1}}, last)
     assert chosen(config(checkpoint="last"), tmp_path, directory_given=True) == last
 
 
@@ -51,7 +53,7 @@ def test_a_refused_start_loses_nothing_of_the_run_that_is_there(tmp_path):
 
 
 def test_a_named_checkpoint_is_a_local_file(tmp_path):
-    (tmp_path / "some.ckpt").touch()
+    torch.save({"step": {"completed": 1}}, tmp_path / "some.ckpt")
     assert (
         chosen(config(checkpoint=str(tmp_path / "some.ckpt")), tmp_path, directory_given=True) == tmp_path / "some.ckpt"
     )
@@ -86,11 +88,69 @@ def test_a_broken_setting_stops_before_anything_is_loaded_or_written(tmp_path, m
 
 
 def test_a_reward_without_its_column_stops_before_weights_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.policy.scratch.character_llama", lambda **_: pytest.fail("weights were made"))
+    monkeypatch.setattr("grpo_lightning.policy.scratch.LlamaForCausalLM", lambda *_: pytest.fail("weights were made"))
     monkeypatch.setattr("tests.support.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
     with pytest.raises(ValueError, match="colour"):
         small_run(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+@provocation("`checkpoint=last` on a run that is finished", "one sentence, exit 0; nothing is written or loaded")
+def test_a_finished_run_has_nothing_to_continue(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    run = ("steps=2", "validation.every=2")
+    small_run(tmp_path, *run)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr("grpo_lightning.data.PromptData.load", lambda *_: pytest.fail("data was loaded"))
+    for steps in ("steps=2", "steps=1"):
+        arguments = [*SMALL, *run, f"run_dir={tmp_path}", "checkpoint=last", steps]
+        again = Run(composed(*arguments), build(*arguments), overrides=[], directory_given=True)
+        assert again.execute() == json.loads((tmp_path / "summary.json").read_text())["metrics"]["val/pass@1"]
+        assert caplog.text.count(f"{tmp_path} has made its 2 steps: steps=N continues it") == 1
+        caplog.clear()
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@provocation("`kill -9` after the last step, before the export, then `checkpoint=last`", "exported and summed up")
+def test_a_run_that_was_killed_after_its_last_step_is_exported_later(tmp_path):
+    small_run(tmp_path, "steps=2")
+    shutil.rmtree(tmp_path / "export")
+    (tmp_path / "summary.json").unlink()
+    small_run(tmp_path, "steps=2", "checkpoint=last")
+    assert (tmp_path / "export" / "config.json").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+@provocation(
+    "a run is continued", "`seconds` goes on from what the checkpoint or summary.json says; `steps` never falls"
+)
+def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
+    def summary():
+        return json.loads((tmp_path / "summary.json").read_text())
+
+    small_run(tmp_path, "steps=1")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    assert 0 < content["run"]["seconds"] <= summary()["seconds"]
+    content["run"]["seconds"] = 500.0
+    torch.save(content, last)
+    small_run(tmp_path, "steps=2", "checkpoint=last")
+    assert 500 < summary()["seconds"] < 600
+    assert 500 < torch.load(last, weights_only=True)["run"]["seconds"] < 600
+    (tmp_path / "summary.json").write_text(json.dumps(summary() | {"seconds": 900.0}))
+    monkeypatch.setattr("lightning.Trainer.fit", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small_run(tmp_path, "steps=3", "checkpoint=last")
+    assert summary()["steps"] == 2
+    assert 900 < summary()["seconds"] < 1000
+    old = torch.load(last, weights_only=True)
+    del old["run"]["seconds"]  # as version 0.1 wrote it
+    torch.save(old, last)
+    (tmp_path / "summary.json").unlink()
+    monkeypatch.undo()
+    small_run(tmp_path, "steps=3", "checkpoint=last")
+    assert summary()["seconds"] < 100
 
 
 def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):

@@ -2,8 +2,7 @@ import shlex
 
 import pytest
 
-from grpo_lightning.settings import ConfigError, arithmetic, cautions, check, redacted
-from grpo_lightning.settings.targets import trusted
+from grpo_lightning.settings import ConfigError, arithmetic, cautions, check
 from tests.support.composed import composed
 from tests.support.running import small_run
 
@@ -27,7 +26,7 @@ def test_the_defaults_are_right():
         ("steps=0", "steps=0: allowed is an integer >= 1"),
         ("steps=2.5", "steps=2.5: allowed is an integer >= 1"),
         ("steps=true", "steps=True: allowed is an integer >= 1"),
-        ("seed=-1", "seed=-1: allowed is an integer >= 0"),
+        ("seed=-1", "seed=-1: allowed is an integer from 0 to 4294967295"),
         ("mode=train", "mode=train: allowed is one of fit, validate, export"),
         ("rollout.group_size=1", "rollout.group_size=1: allowed is an integer >= 2"),
         ("rollout.temperature=0", "rollout.temperature=0: allowed is a number > 0"),
@@ -48,11 +47,17 @@ def test_the_defaults_are_right():
             "trainer.precision=16-mixed",
             "trainer.precision=16-mixed: allowed is 32-true or bf16-mixed (16-mixed would clip",
         ),
-        ("optimizer.betas=[0.9,inf]", "optimizer.betas.1=inf: allowed is a finite number"),
-        ("+loss.kl_coeff=0.1", "loss.kl_coeff: unknown; grpo_lightning.loss.PolicyLoss takes surrogate, kl, weights,"),
+        (
+            "optimizer.betas=[0.9,inf]",
+            "optimizer.betas=[0.9, inf]: allowed is two numbers in [0, 1)",
+        ),
+        (
+            "+loss.kl_coeff=0.1",
+            "loss.kl_coeff: unknown; the nearest is kl_coef; grpo_lightning.loss.PolicyLoss takes",
+        ),
         ("module.self_check=maybe", "module.self_check=maybe: allowed is true or false"),
         ("policy.path=3", "policy.path=3: allowed is text"),
-        ("loss.kl._target_=os.system", "loss.kl._target_=os.system: allowed are members of grpo_lightning, torch"),
+        ("loss.kl._target_=os.system", "loss.kl._target_=os.system: allowed are parts of this package"),
         ("loss.kl._target_=grpo_lightning.loss.k9", "loss.kl._target_=grpo_lightning.loss.k9: not found"),
         ("loss.kl._target_=k3", "loss.kl._target_=k3: allowed is a dotted path"),
         ("reference=none", "loss.kl_coef=0.04: allowed is 0 with reference=none; or choose a reference"),
@@ -196,19 +201,6 @@ def test_mistakes_between_parts(override, message):
     assert message in found
 
 
-def test_only_known_packages_and_the_users_own_files_are_imported(tmp_path, monkeypatch):
-    (tmp_path / "rewards_of_mine.py").write_text("raise RuntimeError('must not be imported to be judged')\n")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert trusted("rewards_of_mine.f")
-    assert trusted("torch.optim.SGD")
-    for name in ("os.system", "builtins.eval", "subprocess.run", "sys.exit", "no_such_package.f", "pathlib.Path"):
-        assert not trusted(name)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert not trusted("rewards_of_mine.f")
-
-
 def test_arithmetic():
     config = composed("steps=10", "data.prompts_per_step=4", "rollout.group_size=6")
     assert arithmetic(config) == (
@@ -221,16 +213,6 @@ def test_arithmetic():
         "4 prompts x 6 completions = 24 completions per rollout, of which 16 are trained on"
     )
     assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in arithmetic(config)
-
-
-def test_secrets_are_not_shown():
-    config = {"logger": {"api_key": "s3", "name": "x"}, "hub_token": "s3", "max_new_tokens": 5, "password": None}
-    assert redacted(config) == {
-        "logger": {"api_key": "<redacted>", "name": "x"},
-        "hub_token": "<redacted>",
-        "max_new_tokens": 5,
-        "password": None,
-    }
 
 
 @pytest.mark.parametrize("size", [2, 3])

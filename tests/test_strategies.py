@@ -1,5 +1,6 @@
 """What is refused before several processes start; what they do is in test_processes.py."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_lightning.distributed.gradients import add_up_gradients
 from grpo_lightning.distributed.strategies import FullyShardedStrategy, check_processes, processes
 from tests.support.composed import composed
 from tests.support.running import small_run
+from tests.test_damaged import described, parts, pickled
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
 
@@ -100,7 +102,9 @@ def test_another_number_of_processes_is_noticed(tmp_path, caplog):
 
 
 def test_a_checkpoint_in_parts_is_for_the_trainer_that_wrote_it(tmp_path):
-    (tmp_path / "checkpoints" / "last_3_0.ckpt").mkdir(parents=True)
+    (tmp_path / "checkpoints").mkdir()
+    small = pickled(0.1)
+    parts(tmp_path / "checkpoints" / "last_3_0.ckpt", described(len(small)), small)
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.symlink_to("last_3_0.ckpt")
     config = composed("checkpoint=last")
@@ -108,14 +112,14 @@ def test_a_checkpoint_in_parts_is_for_the_trainer_that_wrote_it(tmp_path):
         chosen(config, tmp_path, directory_given=True)
     assert chosen({**config, "mode": "export"}, tmp_path, directory_given=True) == last
     assert chosen(composed("checkpoint=last", "trainer=fsdp"), tmp_path, directory_given=True) == last
-    (tmp_path / "checkpoints" / "last_3_0.ckpt").rmdir()
+    shutil.rmtree(tmp_path / "checkpoints" / "last_3_0.ckpt")
     with pytest.raises(ValueError, match=r"last.ckpt leads to last_3_0.ckpt, which is gone"):
         chosen(config, tmp_path, directory_given=True)
 
 
 def test_an_adapter_of_another_trainer_is_refused_where_its_optimizer_would_be_mixed_up(tmp_path):
     path = tmp_path / "last.ckpt"
-    torch.save({"run": {"events": {}}, "step": {"processes": 2, "sharded": False}}, path)
+    torch.save({"run": {"events": {}}, "step": {"completed": 1, "processes": 2, "sharded": False}}, path)
     sharded = SimpleNamespace(world_size=2, strategy=FullyShardedStrategy(timeout=1))
     with pytest.raises(ValueError, match=r"last.ckpt: an adapter that another trainer has trained"):
         known(path, sharded, is_adapter=True)

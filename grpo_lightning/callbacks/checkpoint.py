@@ -3,17 +3,21 @@
 import logging
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from grpo_lightning import __version__
-from grpo_lightning.checkpoint import tensorboard
-from grpo_lightning.distributed.ranks import Preempted
+from grpo_lightning.callbacks.export import Export
+from grpo_lightning.callbacks.loggers import attempt
+from grpo_lightning.checkpoint import disk, tensorboard
+from grpo_lightning.checkpoint.io import read
+from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.module.base import StepModule
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ class RunCheckpoint(Checkpoint):
 
     Raises:
         ValueError: After a validation, if ``monitor`` is none of the metrics.
+        CannotSave: Before the first step, if the disk has no room for two checkpoints; or one cannot be written.
     """
 
     def __init__(self, directory: str, *, every: int, monitor: str, events_directory: str) -> None:
@@ -39,11 +44,28 @@ class RunCheckpoint(Checkpoint):
         self.monitor = monitor
         self.events_directory = Path(events_directory)
         self.best = float("-inf")
+        self._saved_step: int | None = None
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+        self._bytes = 0
 
     @property
     def last(self) -> Path:
         """The newest checkpoint."""
         return self.directory / "last.ckpt"
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        steps, exports = _steps(module), any(isinstance(callback, Export) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        self._bytes = disk.checkpoint_bytes(steps.policy, steps.optimizer, all_weights=steps.base is None)
+        export = disk.weights_bytes(steps.policy.state_dict().values()) if exports else 0
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                disk.check_room(self.directory, checkpoint=self._bytes, export=export)
+            except disk.CannotSave as error:
+                problem = str(error)
+        if problem := trainer.strategy.broadcast(problem):  # all processes end, none waits for another
+            raise disk.CannotSave(problem)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         done = _steps(module).completed_steps
@@ -64,30 +86,55 @@ class RunCheckpoint(Checkpoint):
         improved = value > self.best
         self.best = max(self.best, value)
         self._save(trainer)
+        best = self.directory / "best.ckpt"
         if improved and trainer.is_global_zero:
-            _link(self.last, self.directory / "best.ckpt")
+            with disk.telling(best, self._bytes, kept=self._kept):
+                _link(self.last, best)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        # whoever has ended it: a time limit, or a callback of the user's
+        if self._saved_step != _steps(module).completed_steps:
+            self._save(trainer)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Preempted | SIGTERMException):  # both come between steps
+        if isinstance(exception, Preempted) and exception.between_steps and trainer.state.fn == "fit":
             self._save(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            logger.save()
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                logger.experiment.flush()
+            with attempt(logger):
+                logger.save()
+                if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                    logger.experiment.flush()
         checkpoint["run"] = {
             "version": __version__,
             "config": _steps(module).settings,
             "best": self.best,
             "events": tensorboard.position(self.events_directory),
+            "seconds": self._seconds_before + time.perf_counter() - self._started,
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.best = checkpoint["run"]["best"]
+        self._seconds_before = checkpoint["run"].get("seconds", 0.0)
+        self._saved_step = checkpoint["step"]["completed"]
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint(self.last, weights_only=False)
+        with disk.telling(self.last, self._bytes, kept=self._kept):
+            trainer.save_checkpoint(self.last, weights_only=False)
+        self._saved_step = _steps(trainer.lightning_module).completed_steps
+
+    def _kept(self) -> str:
+        known = []
+        for name in ("last.ckpt", "best.ckpt"):
+            with suppress(ValueError, OSError):
+                path = self.directory / name
+                if path.exists():
+                    step = read(path, mmap=path.is_file())["step"]["completed"]
+                    known.append(f"{name}, of step {step}")
+        if not known:
+            return "there is no earlier one"
+        return f"{' and '.join(known)}, {'stays' if len(known) == 1 else 'stay'} as before"
 
 
 def _steps(module: LightningModule) -> StepModule:
@@ -105,7 +152,10 @@ def _link(source: Path, destination: Path) -> None:
         staged.replace(destination)
         return
     try:
-        os.link(source, staged)
-    except OSError:
-        shutil.copyfile(source, staged)
-    staged.replace(destination)
+        try:
+            os.link(source, staged)
+        except OSError:
+            shutil.copyfile(source, staged)
+        staged.replace(destination)
+    finally:
+        staged.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
 """The trained policy in Hugging Face format, with a model card."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from grpo_lightning import __version__
+from grpo_lightning.checkpoint import disk
 from grpo_lightning.distributed.sharding import is_sharded, whole_weights
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.policy import Policy
 
 
@@ -30,15 +34,88 @@ def export(
         metrics: The final metrics, for the model card.
         settings: The run's settings, for the model card.
         weights: The policy's weights, where the policy itself holds a part of them only.
-    """
-    staged = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    policy.export(staged, weights)
-    loads = (staged / "config.json").exists()  # a module of a program is no model of transformers
-    (staged / "README.md").write_text(card(metrics, settings, is_hf=loads), encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    staged.replace(directory)
 
+    Raises:
+        ValueError: The directory holds something else than an export.
+        CannotSave: It could not be written.
+    """
+    check_replaceable(directory)
+    directory = directory.resolve()  # the end of a link is replaced, not the link
+    staged = _staged(directory)
+    shutil.rmtree(staged, ignore_errors=True)
+    needed = disk.weights_bytes((weights or policy.state_dict()).values())
+    with disk.telling(directory, needed, kept=lambda: _LATER):
+        try:
+            staged.mkdir(parents=True)
+            policy.export(staged, weights)
+            loads = (staged / "config.json").exists()  # a module of a program is no model of transformers
+            (staged / "README.md").write_text(card(metrics, settings, is_hf=loads), encoding="utf-8")
+            _open_to_umask(staged)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
+        staged.replace(directory)
+
+
+def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> None:
+    """Refuse to replace a directory that holds something else than an export.
+
+    Raises:
+        ValueError: It is a file, or a directory with anything that no export writes, or without its model card.
+    """
+    card_there, foreign = directory / "README.md", None
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if directory.is_dir():
+        if not any(directory.iterdir()):
+            return
+        is_ours = card_there.is_file() and _MADE_BY in card_there.read_text(encoding="utf-8", errors="replace")
+        if is_ours and (foreign := _foreign(directory)) is None:
+            return
+    also = f", and nothing else, such as {printable(foreign.name)}" if foreign else ""
+    raise ValueError(
+        f"{key}={directory}: allowed is a directory that does not exist, is empty, or holds an earlier export, which is"
+        f" replaced{also}"
+    )
+
+
+def _foreign(directory: Path) -> Path | None:
+    """Something in a directory that no export writes; None if there is nothing such."""
+    for path in sorted(directory.iterdir()):
+        is_file = path.is_file() and not path.is_symlink()
+        if not is_file or not any(fnmatchcase(path.name, pattern) for pattern in _WRITTEN):
+            return path
+    return None
+
+
+def _staged(directory: Path) -> Path:
+    """Where an export is put together, beside its place: a name that is free, or holds an export that was cut short."""
+    names = (directory.with_name(f".{directory.name}{number or ''}.partial") for number in itertools.count())
+    return next(
+        path
+        for path in names
+        if not path.is_symlink() and (not path.exists() or (path.is_dir() and _foreign(path) is None))
+    )
+
+
+def _open_to_umask(directory: Path) -> None:
+    """Give all files the mode that new ones have: safetensors lets nobody else read its own."""
+    mode = directory.stat().st_mode & 0o666
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
+_LATER = "the checkpoints stay, and mode=export checkpoint=last exports later"
+_WRITTEN = (
+    *("README.md", "config.json", "generation_config.json", "preprocessor_config.json", "model.pt"),
+    *("*.safetensors", "*.safetensors.index.json", "chat_template.*", "tokenizer*.json", "tokenizer*.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece*.model", "source.spm", "target.spm", "normalizer.json"),
+)
+"""The names of what transformers and this program write for a model and its tokenizer."""
+_MADE_BY = "trained with grpo-lightning"
 
 _LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +143,7 @@ def card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bo
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"
         f"# A policy trained from `{base}`\n\n"
-        f"Post-trained with grpo-lightning {__version__}: group relative policy optimization "
+        f"Post-{_MADE_BY} {__version__}: group relative policy optimization "
         "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) and its variants.\n\n"
         f"| metric | value |\n|---|---|\n{rows}\n\n"
         f"```python\n{use}```\n\n"
@@ -83,6 +160,10 @@ class Export(Callback):
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero:
+            check_replaceable(self.directory)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         policy: Any = module.policy

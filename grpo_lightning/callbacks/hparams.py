@@ -7,6 +7,8 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
+from grpo_lightning.callbacks.loggers import attempt
+
 _NO_RESULT = {"callbacks", "logger", "run_dir", "checkpoint", "mode", "taught", "data.levels"}
 
 
@@ -26,8 +28,9 @@ class HParams(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 # Only the settings: the metrics' values are the last scalars of the same names.
-                for summary in hparams(flat(module.settings), final):  # type: ignore[arg-type]
-                    logger.experiment._get_file_writer().add_summary(summary)
+                with attempt(logger):
+                    for summary in hparams(flat(module.settings), final):  # type: ignore[arg-type]
+                        logger.experiment._get_file_writer().add_summary(summary)
 
 
 def flat(

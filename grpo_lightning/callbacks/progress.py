@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from grpo_lightning.output import activity
+from grpo_lightning.output.terminal import say
+
 _SHOWN = {
     "reward/accuracy": ("accuracy", ".3g"),
     "reward/format": ("format", ".3g"),
@@ -57,6 +60,7 @@ class RunProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self._started = time.perf_counter()
+        activity.note(step=module.completed_steps)
         if not trainer.is_global_zero or not sys.stderr.isatty():
             return
         self._bar = Progress(
@@ -73,6 +77,7 @@ class RunProgress(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step: int = module.completed_steps
+        activity.note(step=step, metrics=module.metrics, seconds=round(time.perf_counter() - self._started, 3))
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step % self.every == 0 and step != module.steps and step % module.validation.every:
@@ -92,7 +97,7 @@ class RunProgress(Callback):
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._started if self._started else 0.0
             line = f"step {module.completed_steps}/{module.steps}  {describe(module.metrics)}  {seconds:.0f} s"
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def _stop(self) -> None:
         if self._bar is not None:

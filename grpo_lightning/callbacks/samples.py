@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.batch import Prompt, Scored
+from grpo_lightning.callbacks.loggers import attempt
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -33,7 +34,8 @@ class Samples(Callback):
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                self._write(logger.experiment, step, **outputs)
+                with attempt(logger):
+                    self._write(logger.experiment, step, **outputs)
 
     def _write(self, writer: Any, step: int, *, scored: Scored, advantages: torch.Tensor, ratio: torch.Tensor) -> None:
         rewards = scored.rewards["total"]

@@ -1,6 +1,8 @@
 """Reading and writing checkpoint files that a kill at any moment cannot damage."""
 
 import os
+import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +11,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from grpo_lightning.checkpoint import parts
+from grpo_lightning.distributed.reading import weights_only
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -37,25 +42,67 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def read(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
+def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
     """A checkpoint's content, of a sharded one without the weights; only tensors and plain values are accepted.
 
+    Args:
+        path: The file, or the directory of a sharded checkpoint.
+        map_location: Where tensors go.
+        mmap: Whether tensors are read from the file when they are looked at, rather than now.
+
     Raises:
-        ValueError: The file is no checkpoint of this project's.
+        ValueError: The file is no checkpoint of this project's, or damaged.
     """
     file = path / "meta.pt" if path.is_dir() else path
-    checkpoint: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
-    if "step" not in checkpoint:
+    try:
+        checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(file):
+            raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
+        raise ValueError(
+            f"checkpoint={str(path)!r} holds other objects than tensors and plain values: they are not loaded "
+            "(weights_only), since they could run code"
+        ) from error
+    except FileNotFoundError as error:
+        raise ValueError(f"checkpoint={str(path)!r} lacks {file.name}") from error
+    except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
+        raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
+    step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
+    if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
-    return checkpoint
+    return checkpoint  # type: ignore[no-any-return]
+
+
+def check(path: Path, *, every_byte: bool = True) -> None:
+    """Refuse a checkpoint that is damaged, or holds what could run code; nothing in it is run.
+
+    Args:
+        path: The file, or the directory of a sharded checkpoint.
+        every_byte: Whether the checksums in a file are compared, for which it is read to its end.
+
+    Raises:
+        ValueError: The file or directory is no checkpoint of this project's, or damaged.
+    """
+    read(path, mmap=path.is_file() and zipfile.is_zipfile(path))
+    if path.is_dir():
+        if found := parts.problem(path):
+            raise ValueError(f"checkpoint={str(path)!r} {found}")
+    elif every_byte and (broken := _broken_member(path)):
+        raise ValueError(f"checkpoint={str(path)!r} is damaged: its {broken} is not what was written")
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The weights in a checkpoint, whether it is one file or a directory of shards."""
+    """The weights in a checkpoint, whether it is one file or a directory of shards.
+
+    Raises:
+        ValueError: It is no checkpoint of this project's, or damaged.
+    """
     if not path.is_dir():
         from_file: dict[str, Any] = read(path)["state_dict"]
         return from_file
-    with TemporaryDirectory() as directory:
+    if found := parts.problem(path):
+        raise ValueError(f"checkpoint={str(path)!r} {found}")
+    with weights_only(), TemporaryDirectory() as directory:
         whole = Path(directory) / "whole.pt"
         dcp_to_torch_save(path, whole)
         content: dict[str, Any] = torch.load(whole, weights_only=True)
@@ -76,3 +123,22 @@ def module_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in state.get("adapted", {}).items()
     }
     return {"varying": state.get("varying", values), "carried": state.get("carried", state.get("surplus"))}
+
+
+def _shape(file: Path) -> str:
+    """What can be said of a file that is no checkpoint, to be read behind its name."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        begins = content.read(4) == b"PK\x03\x04"
+    if begins and not zipfile.is_zipfile(file):
+        return f"is cut off: {size} bytes, without the end of a checkpoint"
+    return f"is damaged ({size} bytes)" if begins else f"is no checkpoint ({size} bytes)"
+
+
+def _broken_member(path: Path) -> str | None:
+    """The first part of a checkpoint file whose checksum does not fit; None if all do."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        return f"directory ({error})"

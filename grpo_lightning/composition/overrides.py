@@ -5,35 +5,36 @@ imported before it is needed.
 """
 
 import contextlib
-import gc
 import logging
 import math
 import os
-import sys
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_lightning.composition import CONF
+from grpo_lightning.output import redaction
+from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.suggestions import explain
 
 if TYPE_CHECKING:
     from grpo_lightning.run import Run
 
-_PACKAGE = Path(__file__).parents[1]
-CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
-"""The settings' files: inside the package where it is installed, beside it in a checkout."""
-
 log = logging.getLogger(__name__)
 
+_ENVIRONMENT = re.compile(r"\boc\.env\s*:\s*(\w+)")
+_SURELY_PRIVATE = 12  # characters of a value of the environment that is hidden in any text
 _RUN_DIRECTORY = "hydra.run.dir="
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
@@ -83,12 +84,13 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
             del cfg.reward[name]
     if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
         log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
-    return _run(
+    return made(
         cfg,
         live=given.objects,
+        explicit=[*words, *(f"{name}=" for name in parts)],
         overrides=list(overrides),
         directory_given=run_dir is not None or bool(named),
-        on_start=lambda place: _write_settings(cfg, words, place),
+        on_start=lambda place: write_settings(cfg, words, place),
     )
 
 
@@ -123,40 +125,94 @@ def part(name: str, **_: Any) -> Any:
     return _live.get()[name]
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def _main(cfg: DictConfig) -> float:
-    given = HydraConfig.get()
-    run = _run(
-        cfg,
-        overrides=list(given.overrides.task),
-        directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in given.overrides.hydra),
-        multirun=given.mode == RunMode.MULTIRUN,
-    )
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The settings, resolved, as plain values.
+
+    Raises:
+        ConfigError: A setting has no value, or refers to one that is not there.
+    """
     try:
-        return run.execute()
-    finally:
-        del run
-        gc.collect()  # a trainer and its parts refer to one another: a sweep would hold the weights of two jobs
+        config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([explain(error, CONF)]) from error
+    remember_secrets(cfg, config)
+    # What is built is made from these values, and would be read once more.
+    if again := [f"{key}={text}: allowed is text without ${{" for key, text in _texts(config) if "${" in text]:
+        raise ConfigError(again)
+    return config  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    """Train, validate or export, as the command line says."""
-    sys.path.insert(0, str(Path.cwd()))  # functions of one's own are found from wherever the command is
-    _main()
+def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
+    """Take note of the secrets among settings as composed and, if they are known already, as resolved."""
+    composed: Any = OmegaConf.to_container(cfg, resolve=False)
+    texts = dict(_texts(composed))
+    named = {key: _ENVIRONMENT.findall(text) for key, text in texts.items() if _ENVIRONMENT.search(text)}
+    values = [os.environ.get(name, "") for names in named.values() for name in names]
+    # A directory's name is found in many texts, and is no secret by itself.
+    private = [text for text in values if len(text) >= _SURELY_PRIVATE and "/" not in text]
+    own = config or {key: node for key, node in composed.items() if key != "hydra"}
+    redaction.remember(own, keys=named, texts=private)
 
 
-def _run(cfg: DictConfig, *, live: Mapping[str, Any] | None = None, **options: Any) -> "Run":
+def _texts(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, str):
+            yield name, value
+        yield from _texts(value, name)
+
+
+def made(
+    cfg: DictConfig, *, live: Mapping[str, Any] | None = None, explicit: Sequence[str] | None = None, **options: Any
+) -> "Run":
+    """The run of composed settings.
+
+    Args:
+        cfg: As composed.
+        live: Name -> object, for `part`.
+        explicit: What the user has chosen, as overrides; None: the overrides of ``options``.
+        options: Those of `grpo_lightning.run.Run`.
+    """
+    _recall_policy(cfg, options["overrides"] if explicit is None else explicit)
+    config = plain(cfg)
     from grpo_lightning.run import Run
 
-    config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then
 
     def build(name: str, **more: Any) -> Any:
+        trusted = trust.packages(config)[1]
+        for key, target in trust.targets(config[name], name):
+            trust.resolved(target, trusted, key=key)
         with _using(live or {}):
-            if not more:
-                return instantiate(cfg[name], _convert_="all")
-            return instantiate(cfg[name], _convert_="all", _partial_=True)(**more)
+            try:
+                if not more:
+                    return instantiate(checked[name], _convert_="all")
+                return instantiate(checked[name], _convert_="all", _partial_=True)(**more)
+            except InstantiationException as error:
+                raise _cause(error, name) from error
 
     return Run(config, build, **options)
+
+
+def _cause(error: InstantiationException, name: str) -> Exception:
+    """What went wrong inside of what settings build, which says it in its own words, or with the key if it is a bug."""
+    cause = error.__cause__
+    if isinstance(cause, ValueError | OSError):
+        return cause
+    return ValueError(f"{name}: {type(cause).__name__}: {cause}") if cause is not None else error
+
+
+def _recall_policy(cfg: DictConfig, explicit: Sequence[str]) -> None:
+    """To export or validate a checkpoint, policy and reference are its own where the user has not named them."""
+    if cfg.mode == "fit" or cfg.checkpoint is None:
+        return
+    from grpo_lightning.checkpoint.own_policy import recalled
+
+    named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
+    OmegaConf.set_struct(cfg, False)
+    for key, value in recalled(named, explicit, lambda key: OmegaConf.select(cfg, key)).items():
+        OmegaConf.update(cfg, key, value, merge=False)
 
 
 @contextlib.contextmanager
@@ -185,9 +241,28 @@ def _new_directory() -> Path:
     return directory
 
 
-def _write_settings(cfg: DictConfig, overrides: Sequence[str], directory: Path) -> None:
-    """The settings as composed, and what was overridden, as Hydra writes them."""
+def write_settings(
+    cfg: DictConfig, overrides: Sequence[str], directory: Path, *, hydra: DictConfig | None = None
+) -> None:
+    """Write the settings as composed, and what was overridden, where Hydra writes them, without secrets.
+
+    Args:
+        cfg: The settings.
+        overrides: What the user changed.
+        directory: The run's.
+        hydra: Hydra's own settings, on the command line.
+    """
     place = directory / ".hydra"
     place.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(cfg, place / "config.yaml")
-    OmegaConf.save(OmegaConf.create(list(overrides)), place / "overrides.yaml")
+    pages: dict[str, Any] = {"config": cfg, "overrides": redaction.redacted_words(overrides)}
+    if hydra is not None:
+        pages["hydra"] = {"hydra": OmegaConf.to_container(hydra, resolve=False)}
+        own = pages["hydra"]["hydra"]["overrides"]
+        own.update({name: redaction.redacted_words(own[name]) for name in ("hydra", "task")})
+    for name, page in pages.items():
+        kept: Any = OmegaConf.to_container(page, resolve=False) if isinstance(page, DictConfig) else page
+        hidden = redaction.redacted(kept) if isinstance(kept, dict) else kept
+        text = OmegaConf.to_yaml(OmegaConf.create(hidden))
+        staged = place / f".{name}.yaml"
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(place / f"{name}.yaml")

@@ -25,6 +25,7 @@ class OwnDemonstrations:
 
     def __init__(self, path: str | Sequence[str], prompt_column: str, completion_column: str) -> None:
         rows = JsonLines(path, prompt_column)
+        self.place = rows.place
         self._rows = [
             _demonstration(rows[i], f"data.path={path}, row {i + 1}", completion_column) for i in range(len(rows))
         ]

@@ -1,14 +1,19 @@
 """Prompts from a data set of the Hugging Face hub, or from a local copy of one."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import datasets
+import yaml
+from huggingface_hub import DatasetCard
 
+from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Rows
+from grpo_lightning.output.terminal import printable
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
@@ -98,6 +103,7 @@ def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> N
 
 
 def _load(path: str, split: str, name: str | None, revision: str | None) -> datasets.Dataset:
+    path = local_or_hub(path, "data.path")
     local = Path(path)
     try:
         if any((local / file).is_file() for file in _SAVED):
@@ -106,9 +112,47 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
             return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
+        if local.is_dir():
+            _check_stays_inside(local)
         return datasets.load_dataset(path, name, split=split, revision=revision)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data.path={path!r}, data.split={split!r}: {error}") from error
+    except UnpicklingError as error:
+        raise ValueError(
+            f"data.path={path!r}, data.split={split!r}: a pickle that could run code when it is read; allowed are "
+            "JSON, CSV, parquet and arrow"
+        ) from error
+    except Exception as error:  # of the network, of a format, or of YAML
+        told = printable(" ".join(str(error).split()))
+        raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
+
+
+def _check_stays_inside(directory: Path) -> None:
+    """Refuse a local data set whose README or ``.huggingface.yaml`` names files of other directories or of the net."""
+    card, settings = directory / "README.md", directory / ".huggingface.yaml"
+    found: list[tuple[Path, Any]] = []
+    if card.is_file():
+        found.append((card, DatasetCard.load(card).data.to_dict()))
+    if settings.exists():
+        found.append((settings, yaml.safe_load(settings.read_text(encoding="utf-8"))))
+    for file, content in found:
+        configs = content.get("configs") if isinstance(content, Mapping) else None
+        for config in configs if isinstance(configs, list) else ():
+            for key in ("data_files", "data_dir"):
+                for text in _texts(config.get(key) if isinstance(config, Mapping) else None):
+                    # A colon is what URLs and fsspec's chains of files have.
+                    if ":" in text or Path(text).is_absolute() or ".." in Path(text).parts:
+                        raise ValueError(
+                            f"{file.name}: {key}: {text!r} is not in this directory; allowed are relative paths "
+                            "without '..' and ':'"
+                        )
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """All texts in lists and mappings, and everything else as text."""
+    if isinstance(node, Mapping | list | tuple):
+        for one in node.values() if isinstance(node, Mapping) else node:
+            yield from _texts(one)
+    elif node is not None:
+        yield str(node)
 
 
 def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: str) -> datasets.Dataset:

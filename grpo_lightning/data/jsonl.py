@@ -13,7 +13,8 @@ from grpo_lightning.batch import Prompt
 from grpo_lightning.data import PromptData, Row
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
-_RESERVED = ("prompts", "completions")  # a reward's own arguments
+_RESERVED = ("prompts", "completions", "completion_ids", "self")
+"""A reward's own arguments, ``self`` being that of objects with a ``__call__`` and of methods."""
 
 
 def checked_prompt(value: Any, where: str) -> Prompt:
@@ -83,6 +84,9 @@ class Rows:
         ValueError: If there is no row, or one lacks a column others have, or its prompt is malformed.
     """
 
+    place: Callable[[int], str]
+    """Number of a row -> where it comes from, for messages."""
+
     def __init__(self, rows: Sequence[Mapping[str, Any]], prompt_column: str, where: Callable[[int], str]) -> None:
         if not rows:
             raise ValueError(f"{where(0)}: there is no row; allowed: at least 1")
@@ -92,11 +96,12 @@ class Rows:
                 first_with.setdefault(name, i)
         if reserved := [name for name in first_with if name in _RESERVED and name != prompt_column]:
             raise ValueError(
-                f"{where(first_with[reserved[0]])}, column {reserved[0]!r}: allowed: any name but {_RESERVED}, which "
-                "rewards already have a use for"
+                f"{where(first_with[reserved[0]])}, column {reserved[0]!r}: allowed: any name but "
+                f"{', '.join(_RESERVED)}, which are arguments of rewards already: rename it"
             )
         if prompt_column not in first_with:
             raise ValueError(f"{where(0)}, column {prompt_column!r}: missing; the columns are {sorted(first_with)}")
+        self.place = where
         self._rows: list[Row] = []
         for i, row in enumerate(rows):
             for name, first in first_with.items():
@@ -135,6 +140,7 @@ class JsonLines(Rows):
 
 def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """The rows of a file, each with its place: the file, and the number of the line or row."""
+    path = path.expanduser()
     if path.suffix not in (*_JSON, _PARQUET):
         raise ValueError(f"data.path={path}: allowed: a file ending in {', '.join((*_JSON, _PARQUET))}")
     if not path.is_file():

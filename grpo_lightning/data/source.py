@@ -46,6 +46,16 @@ class Subset:
     def __getitem__(self, index: int) -> Row:
         return self._source[self._indices[index]]
 
+    def place(self, index: int) -> str:
+        """Where a row comes from, for messages."""
+        return place(self._source, self._indices[index])
+
+
+def place(source: Source, index: int) -> str:
+    """Where a row comes from, such as a file and a line, for messages."""
+    known = getattr(source, "place", None)
+    return known(index) if known else f"data, prompt {index + 1}"
+
 
 def keep(source: Source, fits: Fits) -> tuple[Source, int]:
     """The source without the prompts that do not fit; a stored source is read through once.
@@ -81,7 +91,7 @@ def hold_out(source: Source, size: int) -> tuple[Source, Source]:
         The training source and the validation source, both in the source's order.
 
     Raises:
-        ValueError: If there are fewer than two rows.
+        ValueError: If there are fewer than two rows, or no two different prompts.
     """
     if len(source) < 2:
         raise ValueError(f"data: {len(source)} rows; allowed: at least 2, as some are held out for validation")
@@ -92,6 +102,12 @@ def hold_out(source: Source, size: int) -> tuple[Source, Source]:
     training, validation = Subset(source, sorted(order[:-count])), Subset(source, sorted(order[-count:]))
     held_out = {repr(validation[i][0]) for i in range(count)}
     distinct, repeated = keep(training, lambda prompts: [repr(prompt) not in held_out for prompt in prompts])
+    if not len(distinct):
+        raise ValueError(
+            f"data: all {len(source)} rows have the same prompt or one of {count} prompts that are held out, so "
+            "that none is left to train on; allowed are at least 2 different prompts, or held-out ones of their own "
+            "(data.validation_path)"
+        )
     if repeated:
         _log.warning("left out %d training rows that repeat a held-out prompt", repeated)
     return distinct, validation

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_lightning.distributed.signals import Preempted
+
 T = TypeVar("T")
-
-
-class Preempted(Exception):
-    """The process was asked to end (SIGTERM) while it sampled; the weights are those of the last complete step."""
 
 
 class PeerError(RuntimeError):
@@ -68,21 +66,24 @@ class Ranks:
         if self.size == 1:
             return [work()]
         value: T | None = None
-        error: Exception | None = None
+        error: Exception | Preempted | None = None
         # Raised only after the exchange: the others would wait for this process until the time limit.
         try:
             value = work()
-        except Exception as raised:
+        except (Exception, Preempted) as raised:
             error = raised
-        problem = None if error is None else (isinstance(error, Preempted), f"{type(error).__name__}: {error}")
+        asked = (error.number, error.between_steps) if isinstance(error, Preempted) else None
+        problem = None if error is None else (asked, f"{type(error).__name__}: {error}")
         with waiting or nullcontext():
             gathered = self.gather((value, problem))
         if error is not None:
             raise error
         for rank, (_, peer_problem) in enumerate(gathered):
             if peer_problem is not None:
-                was_asked, text = peer_problem
-                raise Preempted(text) if was_asked else PeerError(f"process {rank} of {self.size}: {text}")
+                asked, text = peer_problem
+                if asked is not None:
+                    raise Preempted(asked[0], between_steps=asked[1])
+                raise PeerError(f"process {rank} of {self.size}: {text}")
         values: list[Any] = [value for value, _ in gathered]
         return values
 

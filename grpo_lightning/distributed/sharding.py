@@ -2,7 +2,7 @@
 
 PyTorch's ``fully_shard`` (FSDP2): https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
-Three functions say whether weights are sharded, by a trainer's settings, a trainer, or a module.
+Two functions say whether weights are sharded, by a trainer or a module; `chosen.settings_shard` says it by settings.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-
-def settings_shard(trainer: Mapping[str, Any]) -> bool:
-    """Whether the settings of a trainer are those of ``trainer=fsdp``."""
-    strategy = trainer.get("strategy")
-    return isinstance(strategy, Mapping) and "FullySharded" in str(strategy.get("_target_"))
 
 
 def trainer_shards(trainer: Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -14,6 +15,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
+
+from grpo_lightning.distributed.reading import weights_only
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -73,6 +76,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 tensor.zero_()
         return written
 
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint as Lightning does, but tensors and plain values only."""
+        with weights_only():
+            return super().load_checkpoint(*args, **options)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, of which after a kill at any moment the old or the new one is there, whole.
 
@@ -89,7 +97,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         names = (path.with_name(f"{path.stem}_{step}_{number}{path.suffix}") for number in itertools.count())
         target = Path(self.broadcast(str(next(name for name in names if not name.exists()))))
         path = target.with_name(path.name)
-        super().save_checkpoint(checkpoint, target, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, target, storage_options)
+        except BaseException:
+            if self.is_global_zero:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
         # The link must not lead to a directory that another process is still writing to.
         self.barrier()
         if self.is_global_zero:
@@ -98,8 +111,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
             staged.replace(path)
             # Both last.ckpt and best.ckpt may be links; what neither leads to any more is removed.
             used = {link.resolve() for link in path.parent.iterdir() if link.is_symlink()}
-            for other in path.parent.glob(f"{path.stem}_*{path.suffix}"):
-                if other.resolve() not in used:
+            own = re.compile(rf"{re.escape(path.stem)}_\d+_\d+{re.escape(path.suffix)}")
+            for other in path.parent.iterdir():
+                if own.fullmatch(other.name) and not other.is_symlink() and other.resolve() not in used:
                     shutil.rmtree(other)
         self.barrier()
 

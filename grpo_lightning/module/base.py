@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from grpo_lightning.batch import Prompt, Prompts
 from grpo_lightning.checkpoint import adapter
 from grpo_lightning.clock import Clock, peak_memory
-from grpo_lightning.distributed.ranks import Preempted
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.module.gradient_step import GradientStep
 from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
@@ -94,8 +93,7 @@ class StepModule(LightningModule):
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
-        if self.loop.asked_to_end:
-            raise Preempted(f"SIGTERM during step {self.completed_steps + 1}")
+        self.loop.check()
 
     def train_step(self, prompts: Prompts | list[Prompt], **columns: Any) -> dict[str, float]:
         """Make one step without a Trainer, for a loop of one's own in one process.
@@ -138,12 +136,17 @@ class StepModule(LightningModule):
         self.loop.begin(epochs=math.ceil(self.steps / self.validation.every))
 
     def on_train_start(self) -> None:
-        self.loop.listen()
+        self.loop.begin_steps()
+        if self.completed_steps >= self.steps:  # killed after its last step: without a batch no step would end the run
+            self.loop.stop()
         with self.loop.precision():
             self.flops_per_second = self.policy.flops_per_second()
 
+    def on_train_end(self) -> None:
+        self.loop.end_steps()
+
     def on_validation_start(self) -> None:
-        self.loop.listen()
+        self.loop.begin_steps()
 
     def report(self, values: Mapping[str, float | Tensor]) -> None:
         """Publish scalars at the number of completed steps, averaged over processes (``*_max``: the largest).
@@ -199,7 +202,7 @@ class StepModule(LightningModule):
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
         if not self._validation_due:
             return None
-        with self.loop.sampling(self.policy):
+        with self.loop.sampling(self.policy), self.gradient_step.blamed(self.completed_steps, "validation"):
             scored = self.validation.step(
                 self.policy, prompts, completed_steps=self.completed_steps, context=self.context("validation")
             )

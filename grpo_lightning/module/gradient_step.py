@@ -1,11 +1,15 @@
 """One optimizer step that survives bad numbers."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from grpo_lightning.sampler.draw import NotFinite
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,31 @@ class GradientStep:
                 f"that is not finite (module.max_skipped={self.max_skipped}): lower optimizer.lr or check the rewards"
             )
         return norm
+
+    @contextmanager
+    def blamed(self, completed_steps: int, phase: str) -> Iterator[None]:
+        """Inside, weights from which no token can be drawn are an error that names the step and what to try.
+
+        Args:
+            completed_steps: Before this sampling.
+            phase: What the sampling is for.
+
+        Raises:
+            FloatingPointError: The policy's logits are not finite.
+        """
+        try:
+            yield
+        except NotFinite as error:
+            when = f"the {phase} after step {completed_steps}" if completed_steps else f"the {phase} before any step"
+            cause = (
+                f"the last updates have damaged its weights: try a lower optimizer.lr, a module.max_grad_norm below "
+                f"{self.max_grad_norm:g}, a longer schedule.warmup_steps or trainer.precision=32-true, from an earlier "
+                "checkpoint"
+                if completed_steps
+                else "its weights were damaged as they were loaded, or are too large for trainer.precision: "
+                "try another policy.path, trainer.precision=32-true and policy.dtype=float32"
+            )
+            raise FloatingPointError(f"in {when}, {error}; {cause}") from error
 
     def state(self) -> list[int]:
         """The two counts, for a checkpoint."""

@@ -93,7 +93,7 @@ class GRPOLightningModule(StepModule):
         self.clock.restart()
         numbers = varying.values(self._varying, step)
         rollout, loss = varying.at(self.rollout, step), varying.at(self.loss, step)
-        with self.loop.sampling(self.policy):
+        with self.loop.sampling(self.policy), self.gradient_step.blamed(step, "rollout"):
             collected = rollout.collect(
                 self.policy,
                 self.reference,

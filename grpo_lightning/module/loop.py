@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.gradients import add_up_gradients
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.distributed.sharding import gathered, trainer_shards
-from grpo_lightning.distributed.signals import SigtermListener
 
 
 class Loop(Protocol):
@@ -33,16 +33,17 @@ class Loop(Protocol):
         """The learning-rate scheduler, which makes one step per rollout."""
         ...
 
-    @property
-    def asked_to_end(self) -> bool:
-        """Whether the process got SIGTERM."""
-        ...
-
     def begin(self, *, epochs: int) -> None:
         """Get ready to train, for so many stretches between validations; the module is on its device."""
 
-    def listen(self) -> None:
-        """Take note of SIGTERM from now on."""
+    def begin_steps(self) -> None:
+        """From now on the process, when asked to end, does so in `check`."""
+
+    def check(self) -> None:
+        """Raise ``Preempted`` if the process was asked to end."""
+
+    def end_steps(self) -> None:
+        """From now on the process, when asked to end, does so at once."""
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, arithmetic is that of a training step."""
@@ -74,7 +75,7 @@ class TrainerLoop:
     def __init__(self, module: LightningModule, trainer: Trainer, *, gather_weights: bool) -> None:
         self._module = module
         self._trainer = trainer
-        self._sigterm = SigtermListener(trainer)
+        self._signals = signals.current()
         lockstep = trainer_shards(trainer) and not gather_weights
         self.ranks = Ranks(trainer.global_rank, trainer.world_size, lockstep=lockstep)
 
@@ -86,10 +87,6 @@ class TrainerLoop:
     @property
     def schedule(self) -> Any:
         return self._module.lr_schedulers()
-
-    @property
-    def asked_to_end(self) -> bool:
-        return self._sigterm.was_heard
 
     def begin(self, *, epochs: int) -> None:
         """Make the strategy add gradients up, and refuse a trainer that would end or round otherwise than asked.
@@ -115,8 +112,14 @@ class TrainerLoop:
                 "to the next"
             )
 
-    def listen(self) -> None:
-        self._sigterm.listen()
+    def begin_steps(self) -> None:
+        self._signals.begin_steps(self._trainer.strategy.launcher)
+
+    def check(self) -> None:
+        self._signals.check()
+
+    def end_steps(self) -> None:
+        self._signals.end_steps()
 
     def precision(self) -> AbstractContextManager[Any]:
         return self._trainer.precision_plugin.train_step_context()
@@ -156,7 +159,6 @@ class OwnLoop:
     """
 
     ranks = ALONE
-    asked_to_end = False
 
     def __init__(self, module: LightningModule, *, precision: Any = None) -> None:
         self._autocast = module.device.type if precision == "bf16-mixed" else None
@@ -167,8 +169,14 @@ class OwnLoop:
     def begin(self, *, epochs: int) -> None:
         """Do nothing: there is no strategy to prepare."""
 
-    def listen(self) -> None:
+    def begin_steps(self) -> None:
         """Do nothing: signals are the program's own."""
+
+    def check(self) -> None:
+        """Do nothing, like `begin_steps`."""
+
+    def end_steps(self) -> None:
+        """Do nothing, like `begin_steps`."""
 
     def precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._autocast, dtype=torch.bfloat16) if self._autocast else nullcontext()

@@ -144,6 +144,11 @@ class Policy(nn.Module, ABC):
         """The most of them that the machine does in a second, as measured now; 0 where that is not known."""
         return 0.0
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and completion together; None: any number, or not known."""
+        return None
+
     def shape(self) -> Shape | None:
         """The model's sizes, for a prediction of memory; None where they are not known."""
         return None

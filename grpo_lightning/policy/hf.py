@@ -25,6 +25,7 @@ from grpo_lightning.transformer.attention import grouped
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
+from grpo_lightning.transformer.strangers import check_adapter
 
 log = logging.getLogger(__name__)
 
@@ -203,9 +204,11 @@ def load(
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, or ``quantization`` is unknown.
+        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or ``adapter``
+            names a module that peft would import.
     """
     disable_progress_bar()
+    check_adapter(adapter or (), "policy.adapter")
     model, tokenizer = pretrained(
         path,
         dtype=dtype,

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from grpo_lightning.allowed import local_or_hub
+from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, only_data
+
 log = logging.getLogger(__name__)
 
 _SHIPPED = "pkg://"
@@ -39,13 +42,15 @@ def pretrained(
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
         quantized = {"quantization_config": settings, "device_map": {"": _own_device()}}
+    check_attention(attn_implementation, "policy.attn_implementation", trusted=trust_remote_code)
     where = resolve(path)
-    try:
+    with only_data("policy.path", path, "a model"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         for name, value in config.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        check_adapter_files(where, "policy.path")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config,
@@ -56,11 +61,6 @@ def pretrained(
             ignore_mismatched_sizes=True,  # refused below, with their names
             **quantized,
         )
-    except OSError as error:
-        raise ValueError(
-            f"policy.path={path!r}: neither a directory with a model in Hugging Face format nor a model that the hub "
-            f"can be asked for from here: {error}"
-        ) from error
     model, loading_info = loaded
     with named(path):
         _check_whole(model, loading_info)
@@ -183,9 +183,13 @@ def without_dropout(model: Any) -> None:
 
 
 def resolve(path: str) -> str:
-    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package."""
+    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package.
+
+    Raises:
+        ValueError: As `local_or_hub`.
+    """
     if not path.startswith(_SHIPPED):
-        return path
+        return local_or_hub(path, "policy.path")
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
     return str(files(package).joinpath(folder))
 

@@ -54,6 +54,10 @@ class TextPolicy(Policy):
         self._context = context
 
     @property
+    def context(self) -> int | None:
+        return self._context
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where the weights are."""

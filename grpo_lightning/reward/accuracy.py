@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.reward.verifier import Scorer, begin, make_scorer, may_be_verified
+from grpo_lightning.reward.verifier import GATES, Scorer, begin, check_row, make_scorer, may_be_verified
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ def reasoning_gym(
         [B] in [0, 1]
 
     Raises:
-        ValueError: An unknown task, metadata that are no mapping, or a right answer that the verifier itself raises on.
+        ValueError: An unknown task, metadata that are no mapping, a right answer that the verifier itself raises on, or
+            a row of which its verifier would evaluate what could run code.
     """
     configs = task_config or [None] * len(completions)
     rows = zip(completions, answer, task, metadata, configs, strict=True)
@@ -163,8 +164,10 @@ def _verified(
         raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
     source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
     scorer = _scorer(source, config if source == task else {})
+    check_row(source, right, metadata)
     if not may_be_verified(source, text, str(right or "")):
-        return lambda: 0.0
+        is_right = source in GATES and isinstance(right, str) and text == right.strip() != ""
+        return lambda: float(is_right)  # of what must not be evaluated, only the data's own text is right
     entry = {"question": "", "answer": right, "metadata": metadata}
     begun = begin(scorer, answer=text, entry=entry)
 
@@ -189,13 +192,15 @@ def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
 
 def _blame_the_text(scorer: Scorer, entry: Mapping[str, Any], task: str, error: Exception) -> None:
     """Counts a verifier's exception, unless it raises on the right answer too."""
-    if entry["answer"] and not isinstance(error, TimeoutError):
+    right = entry["answer"]
+    is_safe = task not in GATES or (isinstance(right, str) and may_be_verified(task, right, right))
+    if right and is_safe and not isinstance(error, TimeoutError):
         try:
-            scorer(answer=entry["answer"], entry=entry)
+            scorer(answer=right, entry=entry)
         except Exception as broken:
             raise ValueError(
                 f"task {task!r}: its verifier raised {type(broken).__name__}: {broken} on the data set's own answer "
-                f"{entry['answer']!r:.80}; expected its unchanged `answer` and `metadata`"
+                f"{right!r:.80}; expected its unchanged `answer` and `metadata`"
             ) from broken
     if not verifier_failures[task]:
         _LOG.warning(

@@ -11,11 +11,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
+from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, only_data
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -72,7 +74,7 @@ class RewardModel:
             raise unsound("quantization", quantization, "null without the package accelerate")
         self._limit(batch_tokens, max_length, label)
         self._is_padded = True
-        self.path = path
+        self.path = local_or_hub(path, "reward.model.function.path")
         self.dtype = dtype
         self._device = torch.device(device or _own_device())
         self.quantization = quantization
@@ -209,10 +211,15 @@ class RewardModel:
             llm_int8_skip_modules=_HEADS,
         )
         disable_progress_bar()
-        try:
+        key = "reward.model.function.path"
+        with only_data(key, self.path, "a sequence-classification model"):
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+            own = config._attn_implementation
+            check_attention(own, f"{key}={self.path!r}: attn_implementation", trusted=self.trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )
+            check_adapter_files(self.path, key)
             network, report = AutoModelForSequenceClassification.from_pretrained(
                 self.path,
                 dtype=getattr(torch, self.dtype),
@@ -220,11 +227,6 @@ class RewardModel:
                 output_loading_info=True,
                 **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"reward.model.function.path={self.path!r}: neither a directory with a sequence-classification model "
-                f"in Hugging Face format nor one that the hub can be asked for from here: {error}"
-            ) from error
         if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"reward.model.function.path={self.path!r}: no reward model, its weights lack {', '.join(missing[:3])}"

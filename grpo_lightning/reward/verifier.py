@@ -1,8 +1,9 @@
 """reasoning_gym's verifiers, and what may be given to them.
 
 Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. Text
-that could run code, or run for long, does not reach them: it is a wrong answer. Those whose work no look at the text
-can bound run in worker processes that are ended after a time.
+that could run code, or run for long, does not reach them: it is a wrong answer. Nor does what stands in the row of a
+data set, which may be a stranger's: such a row is an error. Those whose work no look at the text can bound run in
+worker processes that are ended after a time.
 """
 
 import ast
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.reward.engine import pool
 
 Scorer = Callable[..., float]
@@ -21,9 +23,13 @@ _LONGEST = 10_000  # characters of an answer; right ones of the default configur
 _LONGEST_FORMULA = 1_000  # characters of a formula
 _LARGEST_CONSTANT = 10**12
 _LARGEST_POWER = 64
+_LARGEST_ROW_POWER = 1_000  # rows hold formulas that are only read, not multiplied out, or in a worker process
+_LARGEST_SHIFT = 64
 _DEEPEST_CALL = 2  # log(cos(x)) is 2
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 _ALGEBRA = (*_ARITHMETIC, ast.Name, ast.Call, ast.Load)
+_SHIFTS = (ast.Add, ast.Sub, ast.Mult, ast.LShift, ast.RShift, ast.UAdd, ast.USub)
+_BITWISE = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, *_SHIFTS)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub)
 _FUNCTIONS = frozenset(("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt"))
 _LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
@@ -50,17 +56,37 @@ def may_be_verified(task: str, answer: str, expected: str) -> bool:
     Args:
         task: A reasoning_gym dataset name.
         answer: What the model answers.
-        expected: The right answer, which is always allowed.
+        expected: The right answer, which is always allowed where the verifier does not evaluate it.
     """
-    if answer == expected.strip():
+    if answer == expected.strip() and task not in GATES:
         return True
     return len(answer) <= max(_LONGEST, 4 * len(expected)) and GATES.get(task, _anything)(answer)
+
+
+def check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
+    """Check what the verifier of ``task`` evaluates of a row of data: it may be from a file of a stranger.
+
+    Args:
+        task: A reasoning_gym dataset name.
+        answer: The right answer.
+        metadata: The entry's.
+
+    Raises:
+        ValueError: It could run code, or run for long.
+    """
+    for name, (is_allowed, words) in _ROWS.get(task, {}).items():
+        value = answer if name == "answer" else metadata.get(name)
+        if value is not None and not (isinstance(value, str) and is_allowed(value)):
+            raise ValueError(
+                f"task {task!r}, {name}={printable(repr(value)[:80])}: the task's verifier would evaluate it; allowed "
+                f"is {words}"
+            )
 
 
 def is_literal(text: str) -> bool:
     """Whether `eval` of ``text`` builds nothing but lists, or fails at once because it is no expression."""
     try:
-        tree = ast.parse(text, mode="eval")
+        tree = ast.parse(text.lstrip(" \t"), mode="eval")  # as `eval` does
     except (SyntaxError, ValueError):
         return True
     except (RecursionError, MemoryError):
@@ -85,6 +111,38 @@ def is_algebra(text: str) -> bool:
         return False
 
 
+def is_bitwise(text: str) -> bool:
+    """Whether ``text`` is whole numbers joined by + - * and shifts by a few bits."""
+    tree = _parsed(text)
+    if tree is None or len(text) > 10 * _LONGEST:
+        return False
+    for node in ast.walk(tree):
+        if not isinstance(node, _BITWISE):
+            return False
+        if isinstance(node, ast.Constant) and type(node.value) is not int:
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift | ast.RShift):
+            bits = node.right.value if isinstance(node.right, ast.Constant) else None
+            if not isinstance(bits, int) or bits > _LARGEST_SHIFT:
+                return False
+    return True
+
+
+def is_formula(text: str) -> bool:
+    """Whether ``text`` is algebra as in `is_algebra`, but as long and with powers as large as rows of data have."""
+    tree = _parsed(text) if len(text) <= _LONGEST else None
+    operators = (*_OPERATORS, ast.Pow)
+    try:
+        return (
+            tree is not None
+            and all(_is_allowed(node, _ALGEBRA, operators, largest=10.0**300) for node in ast.walk(tree))
+            and _power(tree) <= _LARGEST_ROW_POWER
+            and _calls(tree) <= _DEEPEST_CALL
+        )
+    except RecursionError:
+        return False
+
+
 def is_short(text: str) -> bool:
     """Whether ``text`` has the size of a formula."""
     return len(text) <= _LONGEST_FORMULA
@@ -92,7 +150,7 @@ def is_short(text: str) -> bool:
 
 def has_small_exponents(text: str) -> bool:
     """Whether a number in ``text`` has at most three digits of exponent: `Fraction` writes them out."""
-    return re.search(r"[eE][-+]?[\d_]{4}", text) is None
+    return re.search(r"[eE][-+]?[\d_]{4}", text.replace(",", "")) is None
 
 
 def has_small_steps(text: str) -> bool:
@@ -116,6 +174,18 @@ GATES: Mapping[str, Callable[[str], bool]] = {
     "rush_hour": has_small_steps,
 }
 """The texts that the verifier of each task can be trusted with; any text for the others."""
+
+_FORMULA = (is_formula, "a formula of numbers, names and elementary functions with powers of bounded size")
+_INTEGRAL = {"integrand": _FORMULA, "variable": (lambda text: text.isidentifier() and len(text) < 50, "one name")}
+_ROWS: Mapping[str, Mapping[str, tuple[Callable[[str], bool], str]]] = {
+    "bitwise_arithmetic": {"problem": (is_bitwise, "whole numbers with + - * << >>, shifted by at most 64 bits")},
+    "coin_flip": {"answer": (has_small_exponents, "a number")},
+    "intermediate_integration": _INTEGRAL,
+    "number_sorting": {"answer": (is_literal, "a list of numbers")},
+    "polynomial_multiplication": {"answer": _FORMULA},
+    "simple_integration": _INTEGRAL,
+}
+"""Task -> what its verifier evaluates of a row: the answer, or a key of the metadata -> what that may be."""
 
 TIMED = frozenset(("intermediate_integration", "propositional_logic", "rubiks_cube", "simple_integration"))
 """Tasks whose verifiers simplify formulas, try all truth values or turn a cube."""
@@ -179,20 +249,24 @@ def _anything(_: str) -> bool:
 
 
 def _formula(text: str) -> ast.Expression | None:
-    if not is_short(text):
-        return None
+    return _parsed(text) if is_short(text) else None
+
+
+def _parsed(text: str) -> ast.Expression | None:
     try:
         return ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _is_allowed(node: ast.AST, kinds: tuple[type, ...], operators: tuple[type, ...]) -> bool:
+def _is_allowed(
+    node: ast.AST, kinds: tuple[type, ...], operators: tuple[type, ...], *, largest: float = _LARGEST_CONSTANT
+) -> bool:
     if isinstance(node, ast.operator | ast.unaryop):
         return isinstance(node, operators)
     if isinstance(node, ast.Constant):
         value = node.value
-        return isinstance(value, int | float) and not isinstance(value, bool) and value <= _LARGEST_CONSTANT
+        return isinstance(value, int | float) and not isinstance(value, bool) and value <= largest
     if isinstance(node, ast.Call):
         is_elementary = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
         return is_elementary and len(node.args) == 1

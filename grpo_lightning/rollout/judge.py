@@ -65,7 +65,8 @@ class Judge:
         portion = ranks.portion(len(prompts))
         own = prompts[portion]
         texts = _per_row(own.texts, group_size)
-        scoring = Scoring(self.rewards, texts, {name: _per_row(v, group_size) for name, v in own.columns.items()})
+        columns = {name: _per_row(v, group_size) for name, v in own.columns.items()}
+        scoring = Scoring(self.rewards, texts, columns, context.poll)
 
         def sample() -> Sampled:
             with clock("rollout"):

@@ -19,6 +19,10 @@ _ROUNDING = 1e-6
 """The relative error of a sum of probabilities in float32."""
 
 
+class NotFinite(FloatingPointError):
+    """The policy's weights are damaged: they give logits from which no token can be drawn."""
+
+
 def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
     """Random numbers in [0, 1) that depend on nothing but the seed and the place of each.
 
@@ -54,7 +58,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         Tokens [b], log-probabilities [b] and entropies [b], in nats.
 
     Raises:
-        FloatingPointError: A logit is NaN or infinite, or none of a row is finite.
+        NotFinite: A logit is NaN or infinite, or none of a row is finite.
     """
     # In 16 bits the probabilities of a large vocabulary would not add up to 1.
     logits = logits.float()
@@ -65,7 +69,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     weights = shifted.exp()
     total = weights.sum(-1)
     if not total.isfinite().all():
-        raise FloatingPointError("the policy's logits are not finite: its weights are damaged")
+        raise NotFinite("the policy's logits are not finite")
     log_total = total.log()
     mean = dot(weights, shifted)
     # 0 * -inf, where the model rules tokens out. Masking costs another pass over all logits, so only then.

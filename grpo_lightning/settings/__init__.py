@@ -2,30 +2,39 @@
 
 Hydra catches keys that do not exist; what it lets through is caught here: values of a wrong type or out of range,
 arguments that a target does not take, targets outside the trusted packages, and settings that contradict one another.
+
+Nothing heavy is imported for it, so that a wrong value is answered at once: signatures are read from source. What that
+cannot tell, `built.check_built` finds out once torch is there.
 """
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
-from grpo_lightning.settings.targets import target_problems
-from grpo_lightning.settings.values import MAY_VARY, REWARD, RULES, VARYING
+from grpo_lightning.settings.metrics import sweep_metric_problems
+from grpo_lightning.settings.places import place_problems
+from grpo_lightning.settings.rewards import reward_problems
+from grpo_lightning.settings.suggestions import unknown_key
+from grpo_lightning.settings.targets import adapter_problems, target_problems
+from grpo_lightning.settings.trainer import trainer_problems
+from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
+from grpo_lightning.settings.walk import each_target, leaves
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
 right, 45 % of groups of 4 and 20 % of groups of 8."""
-_SECRET = re.compile(r"(token|secret|password|api_?key|credential)s?$", re.IGNORECASE)
-_NOT_SECRET = re.compile(r"(max_new_tokens|microbatch_tokens)$")
 
 
 class ConfigError(ValueError):
     """Settings that cannot work; the message lists everything that is wrong with them, by key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+        self.problems = tuple(hide(printable(problem)) for problem in problems)
+        super().__init__("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in self.problems))
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -36,12 +45,25 @@ def check(config: Mapping[str, Any]) -> None:
     """
     values = dict(_values(config))
     contradictions = []
-    for rule in CONTRADICTIONS:
+    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems):
         try:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:
             continue  # what it would compare is broken or absent, and reported if broken
-    if problems := [*values.values(), *_targets(config, config.keys()), *contradictions]:
+    _, trusted = trust.packages(config)
+    named = [problem for key, node in each_target(config) for problem in target_problems(node, key, trusted)]
+    tried = [problem for key, node in each_target(config) for problem in reward_problems(node, key)]
+    adapted = adapter_problems(config.get("policy") or {})
+    if problems := [
+        *_unknown(config),
+        *values.values(),
+        *trust.problems(config),
+        *named,
+        *tried,
+        *adapted,
+        *contradictions,
+        *place_problems(config),
+    ]:
         raise ConfigError(problems)
 
 
@@ -81,30 +103,44 @@ def cautions(config: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
-def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the values of keys that name secrets replaced by "<redacted>"."""
-    return {
-        key: redacted(value)
-        if isinstance(value, Mapping)
-        else "<redacted>"
-        if value is not None and _SECRET.search(key) and not _NOT_SECRET.search(key)
-        else value
-        for key, value in config.items()
-    }
+TOP = (
+    *(
+        "mode",
+        "steps",
+        "seed",
+        "checkpoint",
+        "sweep_metric",
+        "run_dir",
+        "trusted",
+        "requeue",
+        "algorithm",
+        "experiment",
+        "sweep",
+    ),
+    *("data", "reference", "reward", "advantage", "loss", "rollout", "validation", "optimizer", "schedule", "module"),
+    *("trainer", "callbacks", "logger", "policy", "taught"),
+)
+"""The parts and the settings that belong to none."""
+
+
+def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
+    for key, value in config.items():
+        if key not in TOP and (said := unknown_key(key, str(value), TOP)):
+            yield printable(said)
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Every value that breaks its rule or is not finite, as pairs of its key and what is wrong."""
-    rules = RULES | {
-        f"reward.{name}.{setting}": rule for name in config.get("reward") or {} for setting, rule in REWARD.items()
-    }
+    rules = rules_of(config)
     for key, rule in rules.items():
         value = lookup(config, key)
         for name, one in _varied(key, value):
             if one is not KeyError and (problem := rule.problem(name, one)):
-                yield key, problem
-    for key, value in _leaves(config, config.keys()):
-        if key not in rules and isinstance(value, float) and not math.isfinite(value):
+                yield key, printable(problem)
+    for key, value in leaves(config, config):
+        is_ruled = key in rules or key.rpartition(".")[0] in rules
+        if not is_ruled and isinstance(value, float) and not math.isfinite(value):
             yield key, f"{key}={value}: allowed is a finite number"
 
 
@@ -117,28 +153,3 @@ def _varied(key: str, value: Any) -> list[tuple[str, Any]]:
     named = {f"{key}.{name}": value[name] for name in ("start", "end", "lowest", "highest") if name in value}
     listed = {f"{key}.values.{i}": one for i, one in enumerate(several)} if isinstance(several, list) else {}
     return list({**named, **listed}.items())
-
-
-def _children(node: Any, prefix: str, parts: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Pairs of key and value below a node, without the parts that it embeds: they are checked where they stand."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if not (prefix and key in parts and isinstance(value, Mapping)):
-                yield f"{prefix}.{key}" if prefix else str(key), value
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for index, value in enumerate(node):
-            yield f"{prefix}.{index}", value
-
-
-def _leaves(node: Any, parts: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, Mapping | list):
-        yield prefix, node
-    for key, value in _children(node, prefix, parts):
-        yield from _leaves(value, parts, key)
-
-
-def _targets(node: Any, parts: Collection[str], prefix: str = "") -> Iterator[str]:
-    if isinstance(node, Mapping) and "_target_" in node:
-        yield from target_problems(node, prefix)
-    for key, value in _children(node, prefix, parts):
-        yield from _targets(value, parts, key)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from grpo_lightning.distributed.sharding import settings_shard
+from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.reward.engine.gate import Gate
 
 
@@ -39,7 +39,7 @@ def reader(config: Mapping[str, Any], broken: Collection[str]) -> Reader:
 
 def _ks(get: Reader) -> list[str]:
     ks, samples = get("validation.ks"), get("validation.samples_per_prompt")
-    if all(isinstance(k, int) and 0 < k <= samples for k in ks):
+    if all(k <= samples for k in ks):
         return []
     return [f"validation.ks={ks}: allowed are integers from 1 to validation.samples_per_prompt={samples}"]
 
@@ -193,6 +193,13 @@ def _sharded_reference(get: Reader) -> list[str]:
     ]
 
 
+def _warmup(get: Reader) -> list[str]:
+    warmup, steps = get("schedule.warmup_steps"), get("steps")
+    if warmup <= steps or get("mode") != "fit":
+        return []
+    return [f"schedule.warmup_steps={warmup}: allowed is at most steps={steps}, the steps of the run"]
+
+
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _ks,
     _outcome,
@@ -211,5 +218,6 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _sharded_optimizer,
     _sharded_weights,
     _sharded_reference,
+    _warmup,
 )
 """Each says what is wrong between settings that are right by themselves."""

@@ -1,44 +1,52 @@
 """What a ``_target_`` may name, and which arguments it takes."""
 
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import Signature
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
+from grpo_lightning.allowed import MODULES_OF_PEFT
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.signatures import signature
+from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
+from grpo_lightning.settings.suggestions import nearest
+from grpo_lightning.settings.trust import may_name
 from grpo_lightning.settings.values import REWARD, RULES
 
-TRUSTED = ("grpo_lightning", "torch", "lightning", "transformers", "bitsandbytes", "torchmetrics", "peft", "datasets")
-"""Packages whose members a ``_target_`` may name, besides files below the working directory."""
+Read = Callable[[str], Signature]
+"""Dotted path -> signature; raises ``Absent``, ``NoCallable`` or ``Unreadable``."""
 
 
-def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+def target_problems(
+    node: Mapping[str, Any], key: str, trusted: Collection[str] = (), *, read: Read = signature
+) -> Iterator[str]:
     """What is wrong with the ``_target_`` of ``node`` and with its arguments, one text for each mistake.
 
     Args:
         node: Settings with a ``_target_``.
         key: The dotted key of these settings.
+        trusted: Packages that the user trusts.
+        read: Gives signatures; what it cannot read is not judged.
     """
     name = node["_target_"]
     if not isinstance(name, str) or "." not in name:
-        yield f"{key}._target_={name}: allowed is a dotted path, package.module.function"
+        yield f"{key}._target_={printable(str(name))}: allowed is a dotted path, package.module.function"
         return
-    if not trusted(name):
-        yield (
-            f"{key}._target_={name}: allowed are members of {', '.join(TRUSTED)} and of Python files below the "
-            "working directory"
-        )
-        return
+    if not may_name(name, trusted):
+        return  # reported by `trust.problems`
     try:
-        signature, hints = _signature(name)
-    except (ImportError, AttributeError) as error:
-        yield f"{key}._target_={name}: not found ({error})"
+        parameters = read(name).parameters
+    except NoCallable as error:
+        yield f"{key}._target_={name}: allowed is a function or a class; {printable(str(error))}"
+        return
+    except Absent as error:
+        yield f"{key}._target_={name}: not found ({printable(str(error))})"
+        return
+    except Unreadable:
         return
     missing = [
         parameter.name
-        for parameter in signature.parameters.values()
+        for parameter in parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.name not in node
@@ -48,60 +56,62 @@ def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
             f"{key}: {name} needs {', '.join(missing)} (or `_partial_: true`, which hands over the function instead of "
             "what it returns)"
         )
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for argument, value in node.items():
-        if argument.startswith("_"):
-            continue
-        if argument not in signature.parameters:
+    given = {argument: value for argument, value in node.items() if not argument.startswith("_")}
+    ruled = {argument for argument in given if _has_rule(key, argument)}
+    yield from argument_problems(Signature(list(parameters.values())), given, key, name, ruled=ruled)
+
+
+def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with ``policy.adapter``, which are arguments of a class of peft that no ``_target_`` names."""
+    adapter, name = policy.get("adapter"), "peft.LoraConfig"
+    if adapter is None:
+        return
+    if not isinstance(adapter, Mapping):
+        yield (
+            f"policy.adapter={printable(str(adapter))}: allowed are arguments of peft's LoraConfig, such as "
+            "{r: 16, lora_alpha: 32}, or null"
+        )
+        return
+    if "task_type" in adapter:
+        yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
+    for module in MODULES_OF_PEFT:
+        if module in adapter:
+            yield f"policy.adapter.{module}: unknown; no adapter may name a module that peft would import"
+    try:
+        yield from argument_problems(signature(name), adapter, "policy.adapter", name)
+    except (Absent, Unreadable):
+        return
+
+
+def argument_problems(
+    signature: Signature, given: Mapping[str, Any], key: str, name: str, *, ruled: Collection[str] = ()
+) -> Iterator[str]:
+    """What is wrong with arguments: those that nobody takes, and those of another type than they are declared to be.
+
+    Args:
+        signature: With plain types or ``Any`` as annotations.
+        given: Argument -> value.
+        key: The dotted key of these settings.
+        name: What takes them.
+        ruled: Arguments whose values have rules, so that their types need no check here.
+    """
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [p.name for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for argument, value in given.items():
+        if argument not in named:
             if not takes_any:
-                yield f"{key}.{argument}: unknown; {name} takes {', '.join(signature.parameters)}"
-        elif not _has_rule(key, argument) and not _fits(value, hints.get(argument, Any)):
-            yield f"{key}.{argument}={value}: allowed is {_words(hints[argument])}"
+                meant = nearest(argument, named)
+                guess = f"the nearest is {meant}; " if meant else ""
+                yield f"{key}.{printable(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
+        elif argument not in ruled and not _fits(value, hint := parameters[argument].annotation):
+            shown = "null" if value is None else printable(str(value))
+            yield f"{key}.{argument}={shown}: allowed is {_words(hint)}"
 
 
 def _has_rule(key: str, argument: str) -> bool:
     """Whether the value of an argument is checked by a rule, so that its type needs no check here."""
     return f"{key}.{argument}" in RULES or (key.startswith("reward.") and argument in REWARD)
-
-
-def trusted(name: str) -> bool:
-    """Whether a ``_target_`` may be imported: a member of ``TRUSTED``, or of a file below the working directory."""
-    top = name.partition(".")[0]
-    if top in TRUSTED:
-        return True
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    # Built-in and frozen modules have no location: "frozen" is no path.
-    places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
-    here = Path.cwd().resolve()
-    return any(
-        here in (path := Path(place).resolve()).parents and not {"site-packages", "dist-packages"} & set(path.parts)
-        for place in places
-    )
-
-
-def _signature(name: str) -> tuple[inspect.Signature, dict[str, Any]]:
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            member: Any = importlib.import_module(".".join(parts[:cut]))
-            break
-        except ModuleNotFoundError as error:
-            if error.name is None or not ".".join(parts[:cut]).startswith(error.name):
-                raise
-    else:
-        raise ImportError(f"no module {parts[0]!r}")
-    for part in parts[cut:]:
-        member = getattr(member, part)
-    try:
-        hints = get_type_hints(member.__init__ if inspect.isclass(member) else member)
-    except (NameError, TypeError):
-        hints = {}
-    return inspect.signature(member), hints
 
 
 def _fits(value: Any, hint: Any) -> bool:

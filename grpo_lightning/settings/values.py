@@ -1,12 +1,15 @@
 """What each setting may be."""
 
 import math
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_lightning.allowed import Rule, choice, integer, number
-from grpo_lightning.data import RULES as DATA
+from grpo_lightning.allowed import Rule, choice, flag, integer, model_path, number
+from grpo_lightning.data.rules import RULES as DATA
 from grpo_lightning.reward.engine.weighted import RULES as REWARD
 
-__all__ = ["MAY_VARY", "REWARD", "RULES", "VARYING"]
+__all__ = ["MAY_VARY", "REWARD", "RULES", "VARYING", "rules_of"]
 
 
 _SAMPLING = {
@@ -23,13 +26,38 @@ _SAMPLING = {
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")
 
+_LARGEST_SEED = 2**32 - 1
+"""What numpy's generator takes, which Lightning seeds as well."""
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_FRACTION.test(beta) for beta in value)
+
+
+def _are_devices(value: Any) -> bool:
+    if isinstance(value, str):
+        if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", value):
+            return False
+        return "," in value or value != "0"
+    if isinstance(value, list | tuple):
+        return bool(value) and len(set(value)) == len(value) and all(integer(0).test(number) for number in value)
+    return value == -1 or integer(1).test(value)
+
+
+_FRACTION = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
+_ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
 _COPIED = {"steps", "tries", "validate_every"}
 """Settings of the data that are copies of others, which are reported where they are written."""
 
+EVERY = integer(1)
+"""Of callbacks: steps between two times that one acts."""
+
 RULES: dict[str, Rule] = {
     "steps": integer(1),
-    "seed": integer(0),
+    "seed": integer(0, _LARGEST_SEED),
     "mode": choice("fit", "validate", "export"),
+    "requeue": flag(),
     **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
@@ -37,6 +65,10 @@ RULES: dict[str, Rule] = {
     "rollout.temperature": _POSITIVE,
     **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},
     "validation.every": integer(1),
+    "validation.ks": Rule(
+        lambda v: isinstance(v, list | tuple) and all(integer(1).test(k) for k in v),
+        "a list of integers >= 1, such as [1, 4]",
+    ),
     "validation.samples_per_prompt": integer(1),
     "validation.temperature": _NOT_NEGATIVE,
     **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
@@ -62,9 +94,19 @@ RULES: dict[str, Rule] = {
     "advantage.eps": _NOT_NEGATIVE,
     "advantage.correction": choice(0, 1),
     "optimizer.lr": _NOT_NEGATIVE,
+    "optimizer.betas": Rule(_are_betas, "two numbers in [0, 1), such as [0.9, 0.999]"),
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "schedule.warmup_steps": integer(0),
-    "callbacks.checkpoint.every": integer(1),
+    **{f"callbacks.{name}.every": EVERY for name in ("checkpoint", "samples", "progress", "reference", "reward_model")},
+    "policy.attn_implementation": choice(*_ATTENTION),
+    "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
+    "trainer.devices": Rule(
+        _are_devices, "an integer >= 1, auto or -1 for all, or a list of the GPUs' numbers such as [0, 2]"
+    ),
+    "trainer.num_nodes": integer(1),
+    "trainer.strategy.timeout": number(lambda v: v > 0, "minutes > 0"),
+    "policy.path": model_path(),
+    "reference.path": model_path(),
     "policy.dtype": choice("float32", "bfloat16", "float16"),
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
@@ -76,3 +118,15 @@ RULES: dict[str, Rule] = {
 MAY_VARY = ("loss.", "rollout.", "reward.")
 """Keys below which a number may vary with the step; every value that it takes is then checked."""
 VARYING = "grpo_lightning.varying."
+
+
+def rules_of(config: Mapping[str, Any]) -> dict[str, Rule]:
+    """Dotted key -> rule, with those of every reward and of every callback of this project, under whatever name."""
+    rewards, callbacks = config.get("reward") or {}, config.get("callbacks") or {}
+    rules = RULES | {f"reward.{name}.{setting}": rule for name in rewards for setting, rule in REWARD.items()}
+    for name, callback in callbacks.items():
+        if isinstance(callback, Mapping) and str(callback.get("_target_")).startswith("grpo_lightning.callbacks."):
+            rules[f"callbacks.{name}.every"] = EVERY
+    if "AdEMAMix" in str((config.get("optimizer") or {}).get("_target_")):
+        del rules["optimizer.betas"]  # three of them
+    return rules

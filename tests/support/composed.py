@@ -1,5 +1,6 @@
 """The settings as train.py composes them, without a run."""
 
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
+NOWHERE = Path(tempfile.gettempdir()) / "nonexistent"
+"""A run directory that could be made, and is not."""
 
 
 def settings(*overrides: str) -> DictConfig:
@@ -20,12 +23,21 @@ def settings(*overrides: str) -> DictConfig:
 @lru_cache(8)
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", ["run_dir=/nonexistent", *overrides])
+        own = [] if any("trusted" in word for word in overrides) else ["trusted=[tests,benchmarks]"]
+        return compose("train", [*own, f"run_dir={NOWHERE}", *overrides])
 
 
 def composed(*overrides: str) -> dict[str, Any]:
     """The same, resolved, as the package sees it."""
     config: Any = OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True)
+    return config
+
+
+def with_directories(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The same settings; where the policy is what another command leaves in ``place``, that directory is there."""
+    path = config["policy"].get("path", "")
+    if path.startswith(("./", "runs/")):
+        (place / path).mkdir(parents=True, exist_ok=True)
     return config
 
 

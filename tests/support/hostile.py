@@ -91,3 +91,37 @@ def leaves_a_mark(completions, *, directory):
     for text in completions:
         Path(directory, text).write_text("")
     return [1.0] * len(completions)
+
+
+def marks_and_naps(completions, *, path, seconds):
+    """A reward: a file says that it has begun; then it sleeps."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(seconds)
+    return [0.5] * len(completions)
+
+
+def marks_naps_and_swallows(completions, *, path, seconds):
+    """The same, and whatever ends it is not its business."""
+    try:
+        return marks_and_naps(completions, path=path, seconds=seconds)
+    except BaseException:
+        return [0.5] * len(completions)
+
+
+def marks_and_naps_on(completions, *, path, seconds):
+    """The same in C code, as it seems, which ends when it ends."""
+    Path(path).write_text(str(os.getpid()))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            time.sleep(until - time.monotonic())
+        except BaseException:
+            continue
+    return [0.5] * len(completions)
+
+
+def naps_on_in_process_1(completions, *, path, seconds):
+    """The same in the second process; the first one waits for it."""
+    if os.environ.get("LOCAL_RANK") == "1":
+        return marks_and_naps_on(completions, path=path, seconds=seconds)
+    return [0.5] * len(completions)

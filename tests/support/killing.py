@@ -13,8 +13,8 @@ class Kill(Callback):
 
     Args:
         step: The step that is not completed.
-        moment: "rollout" (between two generated tokens), "update" (after the backward pass) or "validation" (of the
-            step before).
+        moment: "rollout" (between two generated tokens), "update" (after the backward pass), "validation" (of the
+            step before), "loading" (before the weights are restored) or "export" (after the last step).
         signal_number: 9 by default; 15 asks politely.
         rank: The process that is killed, of several.
     """
@@ -25,9 +25,15 @@ class Kill(Callback):
         self.moment = moment
         self.signal_number = signal_number
 
+    def on_fit_end(self, trainer, pl_module):
+        if self.moment == "export":
+            os.kill(os.getpid(), self.signal_number)
+
     def setup(self, trainer, pl_module, stage):
         if trainer.global_rank != self.rank:
             return
+        if self.moment == "loading":
+            os.kill(os.getpid(), self.signal_number)
         polls = {"rollout": 4, "validation": 4}
         seen = {"rollout": 0, "validation": 0}
         poll, apply = pl_module.poll, pl_module.apply_gradients
@@ -58,3 +64,45 @@ class Asked(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         with self.path.open("a") as file:
             file.write(json.dumps([pl_module.completed_steps + 1, list(batch.texts)]) + "\n")
+
+
+class Phases(Callback):
+    """Appends a line to a file whenever the run comes to another phase: rollout, update, saving, validation.
+
+    Only the first process writes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def note(self, phase):
+        with self.path.open("a") as file:
+            file.write(f"{phase}\n")
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank != 0:
+            return
+        apply, save = pl_module.apply_gradients, trainer.save_checkpoint
+
+        def applied():
+            self.note(f"update of step {pl_module.completed_steps + 1}")
+            return apply()
+
+        def saved(*args, **kwargs):
+            self.note(f"saving after step {pl_module.completed_steps}")
+            save(*args, **kwargs)
+            self.note(f"saved after step {pl_module.completed_steps}")
+
+        pl_module.apply_gradients, trainer.save_checkpoint = applied, saved
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.is_global_zero:
+            self.note(f"rollout of step {pl_module.completed_steps + 1}")
+
+    def on_validation_start(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            self.note(f"validation after step {pl_module.completed_steps}")
+
+    def on_fit_end(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            self.note("end")

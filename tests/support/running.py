@@ -24,6 +24,7 @@ SMALL = (
     "reward.custom.function._target_=tests.support.rewards.vowels",
     "trainer=cpu",
     "steps=1",
+    "trusted=[tests]",
 )
 
 

@@ -21,12 +21,16 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from grpo_lightning.distributed import signals
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.reward.engine.foreign import described, plain
+
 _MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MOST_STARTS = 3  # of workers for the same row
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a row is ended that switches its alarm off
-_SHOWN_CHARACTERS = 300
 _MOST_WRAPPED = 3  # partials and PerCompletions around a function
+_SLICE = 0.25  # s between two looks at whether the trainer was asked to end
 _FOR_TRAINER = [
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ]
@@ -56,16 +60,19 @@ class Pending:
         self._unable: Exception | None = None
         self._schedule(range(len(tasks)))
 
-    def result(self) -> list[Any]:
+    def result(self, poll: Callable[[], None] | None = None) -> list[Any]:
         """Wait for all rows; one value or `Failure` each, in their order.
+
+        Args:
+            poll: Called four times a second meanwhile; may raise to give up.
 
         Raises:
             ValueError: A worker cannot import the function.
             RuntimeError: Workers cannot be started.
         """
         for _ in range(_MOST_STARTS - 1):
-            self._schedule(self._lost())  # a worker died between two rows, or the pool was closed
-        if self._lost():
+            self._schedule(self._lost(poll))  # a worker died between two rows, or the pool was closed
+        if self._lost(poll):
             raise RuntimeError(
                 "the worker processes of rewards do not start, for reasons that they wrote above: a script needs "
                 '`if __name__ == "__main__":` around what it does, and a daemonic process cannot have any'
@@ -87,10 +94,11 @@ class Pending:
             unable.set_exception(BrokenProcessPool())
             close()
 
-    def _lost(self) -> list[int]:
+    def _lost(self, poll: Callable[[], None] | None) -> list[int]:
         """Wait for the workers; returns the rows that none of them will finish."""
-        while (waiting := wait(self._futures.values(), timeout=1.0).not_done) and self._pool and self._pool.active:
-            pass
+        while (waiting := wait(self._futures.values(), timeout=_SLICE).not_done) and self._pool and self._pool.active:
+            if poll is not None:
+                poll()
         return [
             row
             for row, future in self._futures.items()
@@ -109,7 +117,7 @@ class Pending:
             ended_by_alarm = hasattr(signal, "SIGALRM") and error.exitcode == -signal.SIGALRM
             return late if ended_by_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
         except Exception as error:
-            return Failure("exception", _described(error))
+            return Failure("exception", described(error))
         if value.kind == "import":
             raise _not_importable(self._function, value.message)
         return value
@@ -134,7 +142,7 @@ def submit(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], *, s
         packed = pickle.dumps(function)
         tasks = [(packed, pickle.dumps(dict(row)), seconds) for row in rows]
     except Exception as error:
-        raise _not_importable(function, _described(error)) from error
+        raise _not_importable(function, described(error)) from error
     return Pending(function, tasks)
 
 
@@ -163,6 +171,13 @@ def close() -> None:
         for process in list(pool._pool_manager.worker_manager.workers.values()):
             process.kill()  # pebble would give every one that is busy some seconds
         pool.join()
+
+
+def _kill() -> None:
+    """End the workers without waiting for anything, from any thread."""
+    if _pool is not None:
+        for process in list(_pool._pool_manager.worker_manager.workers.values()):
+            process.kill()
 
 
 def _running(function: Callable[..., Any]) -> ProcessPool:
@@ -230,12 +245,12 @@ def _run(function: bytes, row: bytes, seconds: float) -> bytes | Failure:
         _alarm(_SPARE_SECONDS)
         call = _unpickled(function)
     except BaseException as error:
-        return Failure("import", _described(error))
+        return Failure("import", described(error))
     try:
         _alarm(seconds)
-        return pickle.dumps(call(**pickle.loads(row)))
+        return pickle.dumps(plain(call(**pickle.loads(row))))
     except BaseException as error:  # sys.exit too: whatever it is, the next row is another one's
-        return Failure("exception", _described(error))
+        return Failure("exception", described(error))
     finally:
         _alarm(0)
 
@@ -247,17 +262,10 @@ def _alarm(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _described(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS]
-    except Exception:
-        return f"{type(error).__name__}: its text cannot be shown"
-
-
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
     return ValueError(
-        f"{function!r:.80} cannot run in a worker process: {reason}; allowed are functions of a module that can be "
-        "imported, with plain values as arguments"
+        f"{printable(repr(function)[:80])} cannot run in a worker process: {reason}; allowed are functions of a module "
+        "that can be imported, with plain values as arguments"
     )
 
 
@@ -268,5 +276,6 @@ def _forget() -> None:
 
 
 atexit.register(close)
+signals.when_abandoned(_kill)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)

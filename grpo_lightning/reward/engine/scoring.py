@@ -2,11 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from grpo_lightning.distributed import signals
+from grpo_lightning.output.activity import doing
 from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward.engine.foreign import described, plain
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.reward.engine.total import scalar
 from grpo_lightning.reward.engine.weighted import ARGUMENTS, RewardError, Score, Weighted, arguments, is_coroutine
@@ -66,19 +69,25 @@ class Scoring:
         rewards: Name -> function and weight.
         prompts: [B] the prompt of each completion.
         columns: Name -> [B] what else the data set knows of the row.
+        poll: Called while workers are waited for; may raise to give up.
 
     Raises:
         RewardError: What `check_columns` finds, or columns of another length than ``prompts``.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Weighted], prompts: "Sequence[Prompt]", columns: Mapping[str, Sequence[Any]]
+        self,
+        rewards: Mapping[str, Weighted],
+        prompts: "Sequence[Prompt]",
+        columns: Mapping[str, Sequence[Any]],
+        poll: Callable[[], None] | None = None,
     ) -> None:
         check_columns(rewards, columns)
         for name, values in columns.items():
             if len(values) != len(prompts):
                 raise RewardError(f"{name!r}: expected {len(prompts)} values, got {len(values)}")
         self._rewards = rewards
+        self._poll = poll
         self._inputs = {"prompts": prompts, **columns}
         self._begun: dict[str, dict[int, pool.Pending]] = {name: {} for name in rewards if rewards[name].timeout}
 
@@ -125,9 +134,9 @@ class Scoring:
             if name not in self._begun:
                 scores[name] = _checked(name, _call(name, weighted, inputs), completions)
                 continue
-            known = {row: pending.result()[0] for row, pending in self._begun[name].items()}
+            known = {row: pending.result(self._poll)[0] for row, pending in self._begun[name].items()}
             if name in rest:
-                known |= dict(zip(missing[name], rest[name].result(), strict=True))
+                known |= dict(zip(missing[name], rest[name].result(self._poll), strict=True))
             outcomes = [known[row] for row in range(len(completions))]
             failures = [(row, outcome) for row, outcome in enumerate(outcomes) if isinstance(outcome, pool.Failure)]
             failed[name] = len(failures) / max(len(outcomes), 1)
@@ -180,20 +189,23 @@ def score(
 
 def _call(name: str, weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward in this process; an exception becomes one that names the first row that raises by itself."""
-    try:
-        return _invoke(weighted, inputs)
-    except Exception as error:
-        raise RewardError(
-            f"reward {name!r} raised {_described(error)}; {_culprit(weighted, inputs)}. (reward.{name}.timeout=SECONDS "
-            "scores completions in worker processes, where up to reward.NAME.max_failed of them may fail)"
-        ) from error
+    with signals.breaking_off(), doing(f"reward {name!r}"):
+        try:
+            return _invoke(weighted, inputs)
+        except (Exception, SystemExit) as error:
+            raise RewardError(
+                f"reward {name!r} raised {described(error)}; {_culprit(weighted, inputs)}. "
+                f"(reward.{name}.timeout=SECONDS scores completions in worker processes, where up to "
+                "reward.NAME.max_failed of them may fail)"
+            ) from error
 
 
 def _invoke(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
+    """What the function returns, as plain values: a generator raises only when it is read."""
     passed = _passed(weighted, inputs)
     parameters = inspect.signature(weighted.function).parameters.values()
     first = [passed.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in passed]
-    return weighted.function(*first, **passed)
+    return plain(weighted.function(*first, **passed))
 
 
 def _passed(weighted: Weighted, known: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -217,8 +229,8 @@ def _culprit(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> str:
     for row, text in enumerate(inputs["completions"]):
         try:
             _invoke(weighted, {name: values[row : row + 1] for name, values in inputs.items()})
-        except Exception as error:
-            return f"row {row} raises {_described(error)}, completion {_beginning(text)}"
+        except (Exception, SystemExit) as error:
+            return f"row {row} raises {described(error)}, completion {_beginning(text)}"
     return "no row raises when it is scored alone"
 
 
@@ -275,10 +287,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _beginning(text: str) -> str:

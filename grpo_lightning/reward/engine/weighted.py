@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, number, problems
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
 
@@ -52,7 +53,14 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be called, raises, or returns something else than scores."""
+    """A reward function that cannot be called, raises, or returns something else than scores.
+
+    Args:
+        message: What happened; control characters, which a function's own texts may hold, become escapes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,7 @@ class PerCompletion:
     def __init__(self, function: Callable[..., float | None]) -> None:
         self.function = function
         first, *others = inspect.signature(function).parameters.values()
+        self._first = first.name  # a column of this name would be the completion a second time
         if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
             raise ValueError(f"function: expected the completion as its first argument, got {function!r}")
         batch = [inspect.Parameter("completions", first.KEYWORD_ONLY)]
@@ -124,6 +133,7 @@ class PerCompletion:
     def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
         _, passed = arguments(self, columns)
         named = {"prompt" if name == "prompts" else name: values for name, values in passed.items()}
+        named.pop(self._first, None)
         return [
             self.function(completion, **{name: values[row] for name, values in named.items()})
             for row, completion in enumerate(completions)

@@ -1,0 +1,63 @@
+"""What a continued run says of settings that are others than when its checkpoint was written."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_lightning.checkpoint.resume import differences
+from grpo_lightning.output.terminal import printable
+
+log = logging.getLogger(__name__)
+
+_OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
+_COPIES = {"data.validate_every": "validation.every", "data.tries": "rollout.max_tries"}
+"""Settings that have another's value under another name."""
+
+
+def tell(recorded: Mapping[str, Any], now: Mapping[str, Any], *, version: str) -> None:
+    """Warn of the settings that changed, if any did.
+
+    Args:
+        recorded: What the checkpoint says of its run: "config" and, from version 0.2 on, "version".
+        now: The settings of the run that continues it.
+        version: Of this program.
+    """
+    if changed := told(recorded["config"], now, same_version=recorded.get("version") == version):
+        log.warning("%s", changed)
+
+
+def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool = True) -> str | None:
+    """One line for each setting that changed, or None.
+
+    A setting whose value other parts have copies of is one setting, under the key that the user gives.
+
+    Args:
+        then: The settings in the checkpoint.
+        now: The settings of the run that continues it.
+        same_version: As in `differences`.
+    """
+    trainers = [
+        {key: value for key, value in (settings.get("trainer") or {}).items() if key not in _OF_THE_MACHINE}
+        for settings in (then, now)
+    ]
+    parts = {name for name in (*then, *now) if isinstance(then.get(name, now.get(name)), Mapping)}
+    changed = [
+        *differences(then, now, same_version=same_version),
+        *differences(trainers[0], trainers[1], same_version=same_version, prefix="trainer."),
+    ]
+    lines: dict[tuple[str, str, str], str] = {}
+    for key, before, after in sorted(changed, key=lambda one: one[0].count(".")):  # what others copy comes first
+        first, *inner = key.split(".")
+        if key in _COPIES or (parts & set(inner[:-1])) or (inner and inner[-1] in parts and isinstance(after, Mapping)):
+            continue
+        line = f"  {key} was {_shown(before)} and is {_shown(after)} now"
+        if first == "optimizer":
+            line += ", which is ignored: a continued run keeps its optimizer"
+        lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
+    if not lines:
+        return None
+    return "settings that have changed since the checkpoint was written:\n" + "\n".join(sorted(lines.values()))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else printable(str(value))

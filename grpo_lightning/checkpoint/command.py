@@ -1,0 +1,38 @@
+"""The command that continues a run, to be told to users."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
+_PLAIN = re.compile(r"[\w/.+@%-]+")
+
+
+def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: str = "last") -> str:
+    """The command line that goes on with a run.
+
+    Args:
+        overrides: Those that the run was started with.
+        directory: The run's directory.
+        checkpoint: The checkpoint to go on from: "last", or a path.
+
+    Returns:
+        A line for a shell, with what the shell and Hydra would read otherwise in quotes.
+    """
+    kept = [word for word in overrides if not _REPLACED.match(word)]
+    own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
+    program = Path(sys.argv[0])
+    start = ["python", sys.argv[0]] if program.name == "train.py" else ["python", "train.py"]
+    if program.name == "grpo-lightning":
+        start = [program.name]
+    return shlex.join([*start, *kept, *own])
+
+
+def _quoted(value: str) -> str:
+    """``value`` as Hydra reads it back."""
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes count before a quote only
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

@@ -1,0 +1,42 @@
+"""What a process that was killed while it wrote has left in a run directory."""
+
+import logging
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_STAGED = re.compile(r"\.(last|best)\.ckpt\.\d+|\.summary\w*\.json\.\d+|\.export\d*\.partial")
+_PARTS = re.compile(r"last_\d+_\d+\.ckpt")
+
+
+def sweep(directory: Path, *, keep: Path | None = None) -> list[Path]:
+    """Remove staged files and unfinished checkpoints of processes that are gone; nobody else may be writing there.
+
+    Directories of sharded checkpoints are removed where ``last.ckpt`` or ``best.ckpt`` stand, and lead to others.
+
+    Args:
+        directory: The run directory.
+        keep: A checkpoint that stays in any case.
+
+    Returns:
+        What was removed.
+    """
+    own = directory / "checkpoints"
+    found = [path for place in (directory, own) if place.is_dir() for path in place.iterdir()]
+    links = [path for path in (own / "last.ckpt", own / "best.ckpt") if path.exists() or path.is_symlink()]
+    used = {link.resolve() for link in (*links, *([keep] if keep else []))}
+    gone = [path for path in found if _STAGED.fullmatch(path.name)]
+    if (own / "last.ckpt").exists():
+        gone += [p for p in found if _PARTS.fullmatch(p.name) and p.is_dir() and p.resolve() not in used]
+    for path in gone:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    if gone:
+        log.info("removed what a killed process had left: %s", ", ".join(str(path) for path in gone))
+    return gone

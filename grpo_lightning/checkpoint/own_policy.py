@@ -1,0 +1,181 @@
+"""The policy that a checkpoint is of: its settings, and whether its weights fit into a policy that is there."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.checkpoint.io import read
+from grpo_lightning.checkpoint.resume import differences
+from grpo_lightning.output.terminal import printable
+
+_TAKEN = {
+    "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
+    "reference": tuple(
+        f"grpo_lightning.reference.{name}" for name in ("frozen_copy", "none", "adapter_off", "another_model")
+    ),
+}
+"""Part -> what may build it on the word of a checkpoint, which can be a stranger's: nothing that runs other code."""
+_LIVE = "grpo_lightning.composition.part"
+_COMES_WITH = {
+    "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
+    "reference": ("loss.kl_coef", "rollout.kl_penalty"),
+}
+"""Part -> numbers that its settings file sets, or that contradict it if they are another's."""
+_REDACTED = "<redacted>"
+
+
+def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Callable[[str], Any]) -> dict[str, Any]:
+    """The settings of policy and reference with which a checkpoint is exported or validated: its own.
+
+    What the user gives explicitly stays: a part that is chosen (``policy=NAME``) altogether, single keys one by one.
+
+    Args:
+        config: Has "mode", "checkpoint" and "run_dir" of this run.
+        overrides: The user's, such as ``policy.path=DIR``; an object that a program hands over counts as ``policy=``.
+        current: Dotted key -> its value in the settings as composed, or None.
+
+    Returns:
+        Dotted key -> value, to be set in the settings before they are resolved; nothing where a run trains, or there is
+        no such checkpoint, which is told when it is opened.
+
+    Raises:
+        ValueError: A setting cannot be taken over, and the user has not given it; or the file is no checkpoint.
+    """
+    named = config["checkpoint"]
+    if named is None or config["mode"] == "fit":
+        return {}
+    path = Path(config["run_dir"]) / "checkpoints" / "last.ckpt" if named == "last" else Path(named)
+    if not path.exists():
+        return {}
+    recorded = read(path, map_location="meta").get("run", {}).get("config", {})
+    try:
+        return own_settings(recorded, overrides, current)
+    except ValueError as error:
+        raise ValueError(f"checkpoint={printable(str(named))}: {error}") from error
+
+
+def own_settings(
+    recorded: Mapping[str, Any], overrides: Sequence[str], current: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Policy and reference as a checkpoint's settings have them, and the numbers that come with them.
+
+    Args:
+        recorded: The checkpoint's settings.
+        overrides: As in `recalled`.
+        current: As in `recalled`.
+
+    Raises:
+        ValueError: A setting cannot be taken over, and the user has not given it; names the override that is missing.
+    """
+    given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
+    updates: dict[str, Any] = {}
+    for part, targets in _TAKEN.items():
+        node = recorded.get(part)
+        if part in given or not isinstance(node, Mapping):
+            continue
+        own = copy.deepcopy(dict(node))
+        for key in (key for key in given if key.startswith(f"{part}.")):
+            _put(own, key.split(".")[1:], current(key))
+        _check_taken(part, own, targets, given)
+        updates[part] = own
+        for key in _COMES_WITH[part]:
+            value = _number(recorded, key)
+            # Sampling lengths of validation follow those of training unless they were given apart.
+            follows = key == "validation.max_new_tokens" and value == _number(recorded, "rollout.max_new_tokens")
+            if value is not KeyError and key not in given and not follows and current(key) != value:
+                updates[key] = value
+    return updates
+
+
+def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse settings that say nothing, or that only a user may decide."""
+    leaves = dict(_leaves(own, part))
+    builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
+    if _LIVE in builders.values():
+        raise ValueError(
+            f"its {part} was an object of a Python program; allowed is {part}=NAME with its settings, or "
+            f"compose({part}=…) with such an object"
+        )
+    top = f"{part}._target_"
+    if {key for key in builders if key != top} or (top not in given and builders.get(top) not in targets):
+        listed = printable(", ".join(map(str, builders.values())) or "nothing")
+        raise ValueError(
+            f"its {part} was built by {listed}; allowed without "
+            f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
+        )
+    for key, value in leaves.items():
+        if key in given:
+            continue
+        if key.endswith(".trust_remote_code") and value:
+            raise ValueError(f"it was trained with {key}=true, which only you can decide; allowed is to give it again")
+        if isinstance(value, str) and (value == _REDACTED or "${" in value):
+            raise ValueError(
+                f"its {printable(key)} is {printable(value)}; allowed is {printable(key)}=… with the value"
+            )
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}")
+    elif isinstance(node, list | tuple):
+        for number, value in enumerate(node):
+            yield from _leaves(value, f"{prefix}.{number}")
+    else:
+        yield prefix, node
+
+
+def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        inner = node.get(name)
+        node[name] = node = dict(inner) if isinstance(inner, Mapping) else {}
+    node[path[-1]] = value
+
+
+def _number(recorded: Mapping[str, Any], key: str) -> Any:
+    """A number or null of the checkpoint's settings; ``KeyError`` (the class) for anything else."""
+    part, _, name = key.partition(".")
+    value = (recorded.get(part) or {}).get(name, KeyError)
+    return value if value is None or isinstance(value, int | float) else KeyError
+
+
+def check_weights(path: Path | None, module: Any) -> None:
+    """Check that a checkpoint's weights have the names and shapes of a module's, before they are loaded.
+
+    Args:
+        path: The checkpoint, if there is one; of one in parts nothing is known here.
+        module: A ``StepModule``, with its weights whole.
+
+    Raises:
+        ValueError: They differ; names the settings of the policy that do.
+    """
+    if path is None:
+        return
+    content = read(path, map_location="meta")
+    stored: Mapping[str, Any] = content.get("state_dict") or {}
+    own = dict(module.state_dict())
+    wrong = [
+        f"{name} {_shape(stored, name)} instead of {_shape(own, name)}"
+        for name in sorted({*stored, *own} if module.strict_loading else {*stored} & {*own})
+        if _shape(stored, name) != _shape(own, name)
+    ]
+    if not stored or not wrong:
+        return
+    then: Mapping[str, Any] = content.get("run", {}).get("config", {}).get("policy", {})
+    now: Mapping[str, Any] = module.settings.get("policy", {})
+    shared = set(then) & set(now) if then.get("_target_") != now.get("_target_") else {*then, *now}
+    changed = [
+        f"{key} was {printable(str(before))} and is {printable(str(after))}"
+        for key, before, after in differences(then, now, prefix="policy.")
+        if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
+    ]
+    reason = f"its policy has other settings: {', '.join(changed)}" if then and changed else "it is of another model"
+    raise ValueError(
+        f"checkpoint={printable(str(path))}: {reason} ({len(wrong)} weights differ, such as {wrong[0]}); allowed are "
+        "the settings with which it was trained"
+    )
+
+
+def _shape(weights: Mapping[str, Any], name: str) -> Any:
+    return tuple(weights[name].shape) if name in weights else "absent"

@@ -1,0 +1,135 @@
+"""Checkpoints that are directories of parts, as several processes write them: checked before anything reads them.
+
+torch.distributed.checkpoint reads ``.metadata``, and what is no tensor in the parts, with a plain ``pickle``, which
+runs whatever code a file names. So both are read here first, by unpicklers that know a few harmless classes only.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+METADATA = ".metadata"
+
+
+class _Fixed:
+    """Stands for a class or function whose results have no state: neither it nor what it makes can be changed."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError(
+            "it changes what no checkpoint changes, which is not loaded, since it could run code"
+        )
+
+
+def _record(known: type) -> type:
+    """A subclass of a dataclass, of which a pickle can set the fields and nothing else."""
+    names = {field.name for field in fields(known)}
+    is_tuple = known is metadata.TensorProperties  # has a __setstate__ of its own, which only takes it apart
+
+    def set_state(self: Any, state: Any) -> None:
+        if is_tuple and type(state) is tuple and len(state) == len(names):
+            return
+        if is_tuple or type(state) is not dict or not all(type(key) is str and key in names for key in state):
+            raise pickle.UnpicklingError(
+                f"a {known.__name__} in it is not one, and not loaded, since it could run code"
+            )
+        self.__dict__.update(state)
+
+    return type(known.__name__, (known,), {"__setstate__": set_state})
+
+
+_Chunk, _Bytes, _Tensor = (
+    _record(known)
+    for known in (metadata.ChunkStorageMetadata, metadata.BytesStorageMetadata, metadata.TensorStorageMetadata)
+)
+_Place, _Index = _record(filesystem._StorageInfo), _record(metadata.MetadataIndex)
+_PATHS: dict[str, type] = dict.fromkeys(
+    ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"), _Fixed
+)
+_CLASSES: dict[str, dict[str, type]] = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata": _Bytes,
+        "ChunkStorageMetadata": _Chunk,
+        "Metadata": _record(metadata.Metadata),
+        "MetadataIndex": _Index,
+        "StorageMeta": _record(metadata.StorageMeta),
+        "TensorProperties": _record(metadata.TensorProperties),
+        "TensorStorageMetadata": _Tensor,
+        "_MEM_FORMAT_ENCODING": _Fixed,
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _Place},
+    "torch.serialization": {"_get_layout": _Fixed},
+    "torch": {"Size": torch.Size},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+
+
+class _Reader(pickle.Unpickler):
+    """Knows what a true ``.metadata`` names, by stand-ins: nothing that it reads reaches the classes themselves.
+
+    It is the reader that torch uses, so both take the same file for the same; what changes more than fields of the
+    records is refused here, and never reaches torch.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, {}):
+            return _CLASSES[module][name]
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded, since it could run code")
+
+
+def problem(directory: Path) -> str | None:
+    """What is wrong with a directory of parts, to be read behind its name; None if nothing is.
+
+    Args:
+        directory: The checkpoint. Nothing in it is run.
+    """
+    try:
+        described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
+        places, kinds = described.storage_data, described.state_dict_metadata
+    except FileNotFoundError:
+        return f"lacks {METADATA}: it was not written to its end"
+    except Exception as error:  # a pickle may raise anything
+        return f"has a {METADATA} that cannot be read: {str(error)[:200]}"
+    if type(places) is not dict or type(kinds) is not dict:
+        return f"has a {METADATA} that cannot be read: it says nothing of the parts"
+    for index, place in places.items():
+        if found := _problem_of_part(directory, index, place, kinds):
+            return found
+    return None
+
+
+def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any, Any]) -> str | None:
+    try:
+        name, offset, length = place.relative_path, place.offset, place.length
+        path, kind = directory / name, type(kinds[index.fqn])
+        is_known = type(place) is _Place and type(index) is _Index and kind in (_Tensor, _Bytes)
+        if not is_known or type(name) is not str or path.parent != directory or place.transform_descriptors:
+            return f"has a {METADATA} that this program has not written ({str(name)[:80]})"
+        if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+            raise TypeError(f"bytes {offset!r:.80} to {length!r:.80} more")
+        if path.stat().st_size < offset + length:
+            return f"is cut off: {name} has {path.stat().st_size} bytes"
+        if kind is _Bytes:
+            with path.open("rb") as file:
+                file.seek(offset)
+                torch.load(io.BytesIO(file.read(length)), weights_only=True)
+    except FileNotFoundError:
+        return f"lacks {name}"
+    except pickle.UnpicklingError:
+        return (
+            f"holds objects that are not loaded, since they could run code, beside tensors and plain values in {name}"
+        )
+    except Exception as error:
+        return f"is damaged: {type(error).__name__} in {str(getattr(place, 'relative_path', METADATA))[:80]}"
+    return None

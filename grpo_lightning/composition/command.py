@@ -1,0 +1,43 @@
+"""The command line: from words to an exit status."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+from grpo_lightning.output.terminal import last_through_closed_pipes
+from grpo_lightning.settings import trust
+
+_PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + 2, as a shell reports it."""
+
+
+def main() -> None:
+    """Train, validate or export, as the command line says."""
+    last_through_closed_pipes()
+    signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
+    sys.path.insert(0, str(Path.cwd()))  # functions of one's own are found from wherever the command is
+    trust.START = Path.cwd().resolve()
+    if any(word.startswith("--e") for word in sys.argv[1:]):
+        sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
+
+    if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
+        sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
+
+    from grpo_lightning.composition.job import job
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        job()
+    except KeyboardInterrupt:
+        _end()
+
+
+def _end(*_: object) -> None:
+    """End this process before it has done anything; of several processes the first one says so."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+    os._exit(INTERRUPTED)

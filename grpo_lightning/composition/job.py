@@ -1,0 +1,126 @@
+"""One job of the command line: its settings are checked, then it runs in a process of its own and is accounted for."""
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_lightning import settings
+from grpo_lightning.composition import CONF, loader, supervised
+from grpo_lightning.composition.overrides import made, plain, write_settings
+from grpo_lightning.distributed import signals
+from grpo_lightning.output import activity
+from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.terminal import say, sentence
+from grpo_lightning.settings import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(CompactHydraException):
+    """A job of a sweep failed; the message is one sentence, which Hydra prints when the others have run, too."""
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def _hydra_job(cfg: DictConfig) -> float:
+    given: Any = HydraConfig.get()
+    directory = Path(given.runtime.output_dir)
+    is_sweep = given.mode == RunMode.MULTIRUN
+    words: Any = OmegaConf.to_container(given.overrides, resolve=False)
+    overrides = words["task"]
+    if is_sweep:
+        _hide_in(Path(given.sweep.dir) / "multirun.yaml")
+    try:
+        config = plain(cfg)
+        settings.check(config)
+    except Exception as error:
+        return _failed(error, directory, is_sweep)
+
+    def execute() -> float:
+        run = made(
+            cfg,
+            overrides=overrides,
+            directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"]),
+            multirun=is_sweep,
+            on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
+        )
+        return run.execute()
+
+    if not supervised.is_possible():
+        return _accounted(execute, directory, is_sweep)
+    if is_sweep:
+        _load_once()
+    try:
+        status, facts = supervised.supervised(lambda: _accounted(execute, directory, is_sweep=False))
+    except supervised.Crash as crash:
+        if config["mode"] == "fit":
+            supervised.write_summary(directory, activity.noted(), crash, overrides=redacted_words(overrides))
+        return _failed(crash, directory, is_sweep)
+    if status == 1 and is_sweep:
+        raise JobFailed(facts.get("error", "the job failed"))
+    if status:
+        sys.exit(status)
+    return float(facts.get("value", -sys.float_info.max))
+
+
+def job() -> None:
+    """Compose what the command line says, and run it, or each job of a sweep.
+
+    Raises:
+        SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    loader.install()
+    _hydra_job()
+
+
+def _accounted(execute: Callable[[], float], directory: Path, is_sweep: bool) -> float:
+    """Execute in this process, and note the result, or what went wrong; after a crash the log file says where."""
+    with suppress(OSError):
+        faulthandler.enable((directory / "train.log").open("a", encoding="utf-8"))
+    try:
+        with signals.listening():
+            value = execute()
+            activity.note(value=value)
+            return value
+    except signals.Preempted as error:  # before there is a run
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say(str(error))
+        sys.exit(error.exit_status)
+    except Exception as error:
+        activity.note(error=sentence(error))
+        return _failed(error, directory, is_sweep)
+
+
+def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:
+    """Say what went wrong, here in a sentence and in the log file with its traceback, and end the job."""
+    file = directory / "train.log"
+    where = "" if isinstance(error, ConfigError) or not file.exists() else f" (traceback: {file})"
+    log.error("%s%s", sentence(error), where, exc_info=error)
+    if is_sweep:
+        raise JobFailed(sentence(error)) from None
+    sys.exit(1)
+
+
+def _hide_in(file: Path) -> None:
+    """Take the secrets out of what Hydra has written of a sweep."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if (hidden := hide(text)) != text:
+        staged = file.with_name(f".{file.name}")
+        staged.write_text(hidden, encoding="utf-8")
+        staged.replace(file)
+
+
+def _load_once() -> None:
+    """Import what every job of a sweep needs, unless a GPU's library could be set up by it, which no fork survives."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        from grpo_lightning import run  # noqa: F401

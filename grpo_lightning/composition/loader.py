@@ -1,0 +1,153 @@
+"""What Hydra itself would run is checked as soon as it has read it, before it logs, calls back or sweeps."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hydra._internal import hydra as hydra_internal
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_lightning.composition import CONF
+from grpo_lightning.composition.overrides import remember_secrets
+from grpo_lightning.output import redaction
+from grpo_lightning.settings import trust
+from grpo_lightning.settings.suggestions import explain, known_keys
+
+_LOG_CLASSES = (
+    *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
+    *("logging.handlers.RotatingFileHandler", "logging.handlers.TimedRotatingFileHandler"),
+    *("colorlog.ColoredFormatter", "grpo_lightning.output.terminal.TerminalFormatter"),
+    *("grpo_lightning.output.terminal.FileFormatter", "grpo_lightning.output.terminal.unseen"),
+)
+_LOG_OBJECTS = ("ext://sys.stdout", "ext://sys.stderr")
+_MEMBERS = (
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+    *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
+)
+_PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*")
+_ENVIRONMENT = re.compile(
+    r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|TZ"
+    r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
+    r"|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|WANDB_MODE"
+)
+_MADE = ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging")
+"""What Hydra makes objects of."""
+_TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)|verbose"
+_PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})\}}|now:|oc\.env:)")
+_LOG_FILE = re.compile(r"\$\{hydra\.(runtime\.output_dir|sweep\.dir|run\.dir)\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
+_PLACE = re.compile(r"(file://)?[^:]*")
+
+
+class CheckedLoader(ConfigLoaderImpl):
+    """Composes settings as Hydra does, and refuses those of its own that would run code."""
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """The composed settings.
+
+        Raises:
+            ConfigCompositionException: They cannot be composed, or Hydra's own part of them is refused; one text
+                without a traceback.
+        """
+        redaction.remember_words(overrides)
+        try:
+            composed = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
+        except HydraException as error:
+            raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
+        if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
+            raise ConfigCompositionException("the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong))
+        remember_secrets(composed)
+        return composed
+
+    def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:
+        """Refuse places of settings other than directories before they are looked into: packages would be imported."""
+        primary = repo.load_config(config_path=config_name) if config_name else None
+        listed = [OmegaConf.select(primary.config, "hydra.searchpath")] if primary else []
+        listed += [word.value() for word in parsed_overrides if word.get_key_element() == "hydra.searchpath"]
+        for place in (place for places in listed for place in places or ()):
+            if not _PLACE.fullmatch(str(place)):
+                raise ConfigCompositionException(
+                    f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf"
+                )
+        super()._process_config_searchpath(config_name, parsed_overrides, repo)
+
+
+def install() -> None:
+    """Let Hydra compose by `CheckedLoader`."""
+    hydra_internal.ConfigLoaderImpl = CheckedLoader  # type: ignore[attr-defined]
+
+
+def problems(hydra: Any) -> list[str]:
+    """What Hydra's own settings must not do: run code other than Hydra's."""
+    found = []
+    for key, name in trust.targets(hydra, "hydra"):
+        if not _may_run(name):
+            found.append(
+                f"{key}={name}: allowed are Hydra's own, classes of hydra_plugins, and what is defined in Python "
+                "files below the directory where the program was started"
+            )
+    for key, value in _leaves(hydra, "hydra"):
+        text = str(value)
+        part, name = key.split(".")[1], key.rpartition(".")[2]
+        if name == "()" or (part.endswith("_logging") and name in ("class", "factory")):
+            if text not in _LOG_CLASSES:
+                found.append(f"{key}={value}: allowed are {', '.join(_LOG_CLASSES)}")
+        elif text.startswith(("ext://", "cfg://")) and text not in _LOG_OBJECTS:
+            found.append(f"{key}={value}: allowed are {', '.join(_LOG_OBJECTS)}")
+        if part.endswith("_logging") and name == "filename" and not _LOG_FILE.fullmatch(text):
+            found.append(f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log")
+        if part.endswith("_logging") and name == "mode" and text != "a":
+            found.append(f"{key}={value}: allowed is a")
+        if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
+            found.append(f"{key}={value}: allowed are now:, oc.env: and plain texts of hydra. in ${{…}}")
+    for part in ("env_set", "env_copy"):
+        for name in (hydra.get("job") or {}).get(part) or ():
+            if not _ENVIRONMENT.fullmatch(str(name)):
+                found.append(f"hydra.job.{part}: {name} is not allowed: it may make programs load code; set it outside")
+    if hydra.get("output_subdir") is not None:
+        found.append(
+            f"hydra.output_subdir={hydra['output_subdir']}: allowed is null; the settings are written to .hydra, "
+            "without secrets"
+        )
+    return found
+
+
+def _may_run(name: Any) -> bool:
+    """Whether Hydra may make an object of what a path leads to."""
+    if not isinstance(name, str) or name in _MEMBERS:
+        return isinstance(name, str)
+    if trust.is_of_user(name.partition(".")[0]):
+        with suppress(Exception):  # importing a user's file may raise anything
+            return callable(trust.resolved(name))
+        return False
+    if not _PLUGIN.fullmatch(name):
+        return False
+    with suppress(ImportError):
+        module, _, member = name.rpartition(".")
+        found = getattr(importlib.import_module(module), member, None)
+        return inspect.isclass(found) and found.__module__.startswith("hydra_plugins.")
+    return False
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
+    if pairs is None:
+        yield prefix, node
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{prefix}.{key}")

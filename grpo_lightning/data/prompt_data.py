@@ -1,0 +1,208 @@
+"""Training and held-out prompts for Lightning's trainer."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader
+
+from grpo_lightning.allowed import problems
+from grpo_lightning.batch import Prompts
+from grpo_lightning.data.batches import Batches, SizedBatches
+from grpo_lightning.data.order import StepSampler, even_batches
+from grpo_lightning.data.rules import RULES
+from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
+
+_log = logging.getLogger(__name__)
+
+
+class PromptData(LightningDataModule):
+    """Training and held-out prompts, as text.
+
+    Every epoch of the trainer is the stretch of steps up to the next validation: each time the training prompts are
+    iterated over, they begin after the last completed step. All processes read the same batches and divide them later,
+    so that any trainer's settings for samplers and reloading will do.
+
+    Args:
+        train: The training source, or a callable that opens it in ``load``.
+        validation: The held-out source, likewise; None holds out rows of the training source, see ``hold_out``.
+        prompts_per_step: P, prompts of one rollout over all devices.
+        tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
+        steps: Rollouts of the whole run.
+        validate_every: Steps between validations; None or 0 means one stretch until the end.
+        validation_size: The most held-out prompts that are used.
+        validation_batch_size: The most held-out prompts answered at once on one device.
+        max_prompt_length: The most tokens of a prompt, or None for any length; applied by ``limit_prompts``.
+        seed: Decides the order of the training prompts.
+        verifier: Dotted path of the function that ``reward=accuracy`` judges these answers by.
+        verifier_timeout: Seconds that it has for one answer in a worker process; None: it runs in this one.
+        num_workers: Processes that prepare prompts; 0 prepares them in the training process.
+
+    Raises:
+        ValueError: On construction, if a number is out of range; all such numbers at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: Source | Callable[[], Source],
+        validation: Source | Callable[[], Source] | None,
+        prompts_per_step: int,
+        tries: int = 1,
+        steps: int,
+        validate_every: int | None,
+        validation_size: int,
+        validation_batch_size: int,
+        max_prompt_length: int | None,
+        seed: int,
+        verifier: str,
+        verifier_timeout: float | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        own = {name: value for name, value in locals().items() if name in RULES}
+        if wrong := problems(RULES, own, prefix="data."):
+            raise ValueError("\n".join(wrong))
+        self._open_train, self._open_validation = train, validation
+        self.tries = tries
+        self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
+        self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
+        self.max_prompt_length, self.seed = max_prompt_length, seed
+        self.verifier, self.verifier_timeout = verifier, verifier_timeout
+        self.num_workers = num_workers
+        self.dropped = 0
+        self._sources: tuple[Source, Source] | None = None
+        self._followed: Callable[[], int] | None = None
+
+    @property
+    def train(self) -> Source:
+        """The training prompts."""
+        return self.load()[0]
+
+    @property
+    def validation(self) -> Source:
+        """The held-out prompts that are used."""
+        return self.load()[1]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns, which rewards may ask for."""
+        return tuple(self.validation[0][1])
+
+    def load(self) -> tuple[Source, Source]:
+        """Open both sources, the first time it is called.
+
+        Returns:
+            The training prompts and the held-out ones that are used.
+
+        Raises:
+            ValueError: If a source is malformed or has too few prompts.
+        """
+        if self._sources is None:
+            train = _open(self._open_train)
+            if self._open_validation is None:
+                train, validation = hold_out(train, self.validation_size)
+            else:
+                validation = _open(self._open_validation)
+            self._sources = self._checked(train, validation)
+        return self._sources
+
+    def limit_prompts(self, fits: Fits) -> None:
+        """Drop the prompts that are longer than ``max_prompt_length``, and say how many they were.
+
+        Args:
+            fits: Which of some prompts have at most ``max_prompt_length`` tokens.
+
+        Raises:
+            ValueError: If too few are left.
+        """
+        if self.max_prompt_length is None:
+            return
+        try:
+            (train, lost), (validation, lost_held_out) = (keep(source, fits) for source in self.load())
+            self._sources = self._checked(train, validation)
+        except ValueError as error:
+            raise ValueError(f"data.max_prompt_length={self.max_prompt_length}: {error}") from error
+        self.dropped += lost + lost_held_out
+        if lost or lost_held_out:
+            _log.warning(
+                "dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d tokens",
+                lost,
+                lost_held_out,
+                self.max_prompt_length,
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the data, for people to read."""
+        return {
+            "training prompts": len(self.train),
+            "held-out prompts": len(self.validation),
+            "dropped prompts": self.dropped,
+            "columns": list(self.columns),
+        }
+
+    def setup(self, stage: str) -> None:
+        """Refuse steps that would leave a process without a prompt, before the first validation.
+
+        Raises:
+            ValueError: There are fewer prompts in a step than processes.
+        """
+        if stage == "fit" and self.prompts_per_step < self._processes():
+            raise ValueError(
+                f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
+                f"{self._processes()}"
+            )
+
+    def train_dataloader(self) -> Batches:
+        """The batches from the last completed step to the next validation, or to the end of the run."""
+        _ = self.train[0]  # here, so that workers inherit what a source computes once
+        return Batches(lambda: self._loader(self.train, self._stretch()))
+
+    def val_dataloader(self) -> Batches:
+        """The held-out prompts, always in the same order."""
+        batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
+        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
+
+    def _stretch(self) -> StepSampler:
+        start = self._completed_steps()
+        left = max(self.steps - start, 0)
+        num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
+        return StepSampler(len(self.train), self.prompts_per_step * self.tries, self.seed, start, num_steps)
+
+    def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
+        if self.prompts_per_step > len(train):
+            raise ValueError(
+                f"data.prompts_per_step={self.prompts_per_step}: allowed: at most {len(train)} "
+                "(the training prompts there are)"
+            )
+        if not len(validation):
+            raise ValueError("data.validation: no held-out prompt is left; allowed: at least 1")
+        _ = validation[0]  # a generator that cannot make one row says so now
+        if len(validation) > self.validation_size:
+            validation = Subset(validation, range(self.validation_size))
+        return train, validation
+
+    def follow(self, completed_steps: Callable[[], int]) -> None:
+        """Begin after the steps that somebody has completed, instead of those of the trainer's module."""
+        self._followed = completed_steps
+
+    def _completed_steps(self) -> int:
+        if self._followed is not None:
+            return self._followed()
+        return int(self.trainer.lightning_module.completed_steps) if self.trainer else 0  # type: ignore[arg-type]
+
+    def _processes(self) -> int:
+        return self.trainer.world_size if self.trainer else 1
+
+    def _loader(self, source: Source, batches: StepSampler | list[list[int]]) -> DataLoader[Row]:
+        return DataLoader(
+            source,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=Prompts.collate,
+            num_workers=self.num_workers,
+        )
+
+
+def _open(source: Source | Callable[[], Source]) -> Source:
+    return source() if callable(source) else source

@@ -1,0 +1,112 @@
+"""Secrets stay out of everything that is shown or written.
+
+Secret are the values of keys that are named so (``token``, ``api_key``, ``auth``, …), texts that look like the tokens
+of well-known services, and whatever settings take from the environment. What was found once is hidden in all later
+texts, too: overrides, messages, tracebacks.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<redacted>"
+"""Stands where a secret was."""
+SHORTEST = 4
+"""Characters of the shortest secret that is looked for inside other texts; shorter ones would be found by chance."""
+
+_KEY = re.compile(
+    r"(^|[_.\-])(auth|authorization|bearer|cookie|credentials?|passphrase|passwd|password|pwd|secrets?|tokens?)$"
+    r"|(api|access|private|secret|signing|encryption|ssh|auth)_?keys?$|(token|secret|password|credential)s?$",
+    re.IGNORECASE,
+)
+_NOT_KEY = re.compile(r"(max_new|microbatch|_per_batch|num|max|min|total|prompt|completion)_?tokens$")
+_TOKEN = re.compile(
+    r"\b(hf_|api_org_)[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_\-]{8,}|\b(ghp|gho|ghu|ghs|ghr)_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_\w{20,}|\bglpat-[\w\-]{16,}|\bxox[abeoprs]-[\w\-]{10,}|\b(AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\bAIza[\w\-]{30,}|\bwandb_v1_\w{16,}|\beyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+
+_known: set[str] = set()
+_keys: set[str] = set()
+
+
+def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Collection[str] = ()) -> None:
+    """Take note of the secrets among resolved settings, so that `hide` finds them in any text.
+
+    Args:
+        config: Nested settings.
+        keys: Dotted keys whose values are secret whatever they are called, such as those of the environment.
+        texts: What is secret besides.
+    """
+    _keys.update(keys)
+    _known.update(text for text in (*_secrets(config, "", False), *texts) if len(text) >= SHORTEST and text != HIDDEN)
+
+
+def hide(text: str) -> str:
+    """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return _TOKEN.sub(HIDDEN, text)
+
+
+def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings without their secrets, the remembered keys among them."""
+    return {key: _redacted(value, str(key), _is_secret(str(key))) for key, value in config.items()}
+
+
+def remember_words(words: Sequence[str]) -> None:
+    """Take note of the secrets among overrides such as ``logger.api_key=abc``, of lists and mappings of each part."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if _is_secret(_last(key)):
+            _known.update(text for text in (value, *re.split(r"[\s,:{}\[\]'\"]+", value)) if len(text) >= SHORTEST)
+
+
+def redacted_words(words: Sequence[str]) -> list[str]:
+    """Overrides such as ``logger.api_key=abc`` without the values of keys that name secrets."""
+    return [hide(_word(word)) for word in words]
+
+
+def _word(word: str) -> str:
+    key, sign, _ = word.partition("=")
+    return f"{key}={HIDDEN}" if sign and _is_secret(_last(key)) else word
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2].lstrip("+~")
+
+
+def _is_secret(key: str) -> bool:
+    return bool(_KEY.search(key)) and not _NOT_KEY.search(key)
+
+
+def _redacted(value: Any, key: str, is_secret: bool) -> Any:
+    is_secret = is_secret or key in _keys
+    if isinstance(value, Mapping):
+        return {
+            name: _redacted(one, f"{key}.{name}", is_secret or _is_secret(str(name))) for name, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redacted(one, f"{key}.{index}", is_secret) for index, one in enumerate(value)]
+    if is_secret and value is not None and not _is_reference(value):
+        return HIDDEN
+    return hide(value) if isinstance(value, str) else value
+
+
+def _secrets(value: Any, key: str, is_secret: bool) -> Iterator[str]:
+    is_secret = is_secret or key in _keys
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _secrets(one, f"{key}.{name}" if key else str(name), is_secret or _is_secret(str(name)))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _secrets(one, f"{key}.{index}", is_secret)
+    elif is_secret and isinstance(value, str) and not _is_reference(value):
+        yield value
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether a value only says where another one is, as ``${oc.env:HF_TOKEN}`` does in settings as composed."""
+    return isinstance(value, str) and value.startswith("${") and value.endswith("}")

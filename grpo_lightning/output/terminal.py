@@ -1,0 +1,115 @@
+"""What a run says on a terminal: safe to show, and no reason for a run to end."""
+
+import errno
+import logging
+import os
+import re
+import sys
+from typing import Any, TextIO
+
+from grpo_lightning.output.redaction import hide
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
+
+
+def printable(text: str) -> str:
+    r"""``text`` with its control characters as escapes, such as ``\x1b``; tabs and ends of lines stay.
+
+    Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
+    direction of writing around, so that it shows something else than is there.
+    """
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def say(line: str) -> None:
+    """Print a line to stderr, and write it to the log file of the run, if there is one."""
+    print(hide(printable(line)), file=sys.stderr, flush=True)
+    logging.getLogger(__name__).info("%s", line, extra={"shown": True})
+
+
+def sentence(error: BaseException) -> str:
+    """What an exception says, in words that can stand alone; of unexpected ones with their type."""
+    text = str(error).strip()
+    expected = type(error).__module__.startswith("grpo_lightning") or type(error) in (ValueError, RuntimeError)
+    if isinstance(error, FloatingPointError) or (expected and text):
+        return hide(printable(text))
+    return hide(printable(f"{type(error).__name__}: {text}" if text else type(error).__name__))
+
+
+class FileFormatter(logging.Formatter):
+    """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(printable(super().format(record)))
+
+
+class TerminalFormatter(FileFormatter):
+    """Formats records for the terminal: one line each, tracebacks are in the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # Hydra's name for it
+            return super().format(record)
+        kept = record.exc_info, record.exc_text, record.stack_info
+        record.exc_info = record.exc_text = record.stack_info = None
+        try:
+            return super().format(record)
+        finally:
+            record.exc_info, record.exc_text, record.stack_info = kept
+
+
+def is_unseen(record: logging.LogRecord) -> bool:
+    """A logging filter for the terminal: leaves out what was printed there already."""
+    return not getattr(record, "shown", False)
+
+
+def unseen() -> Any:
+    """The filter `is_unseen`, for the configuration of a log."""
+    return is_unseen
+
+
+class Lasting:
+    """A stream to print on that outlives its reader and shows no secrets.
+
+    When the reader is gone, as in ``python train.py | head -2`` or where a terminal was closed, what is printed from
+    then on goes nowhere, and the program goes on.
+
+    Args:
+        stream: The stream, such as ``sys.stdout``; everything but writing is its own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or nothing if nobody reads any more."""
+        try:
+            return self._stream.write(hide(text))
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Hand over what was written, if anybody reads it."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno not in _GONE:
+            raise error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # also for what other libraries write, and for the last flush
+        os.close(nowhere)
+
+
+def last_through_closed_pipes() -> None:
+    """Make ``sys.stdout`` and ``sys.stderr`` of this process `Lasting`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Lasting):
+            setattr(sys, name, Lasting(stream))

@@ -1,0 +1,59 @@
+"""Rewards of this project are called once without completions: they refuse what they cannot work with."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from grpo_lightning.output.terminal import printable
+
+TRIED = {
+    f"grpo_lightning.reward.{name}"
+    for name in (
+        "pattern.pattern",
+        "pattern.keyword",
+        "json_schema.json_schema",
+        "length.length",
+        "length.repetition",
+        "format.reasoning_steps",
+        "countdown.countdown",
+    )
+}
+"""Functions that need no heavy library and read their settings before any completion."""
+
+
+def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """What a reward function refuses of its own settings.
+
+    Args:
+        node: Settings with a ``_target_``.
+        key: The dotted key of these settings.
+    """
+    target = node["_target_"]
+    given = {name: value for name, value in node.items() if not name.startswith("_")}
+    if target not in TRIED or any(isinstance(value, Mapping) and "_target_" in value for value in given.values()):
+        return
+    module, _, name = target.rpartition(".")
+    function = getattr(import_module(module), name)
+    columns: dict[str, list[Any]] = {
+        parameter.name: []
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    try:
+        function(**{**columns, **given})
+    except TypeError:
+        return  # arguments that are missing, unknown or of a wrong type are reported as such
+    except ValueError as error:
+        yield printable(f"{key}.{_said(str(error), given)}")
+
+
+def _said(message: str, given: Mapping[str, Any]) -> str:
+    """The function's own words, in the form that all settings are reported in."""
+    name, _, rest = message.partition(": expected ")
+    allowed, _, got = rest.rpartition(", got ")
+    if name not in given or not allowed:
+        return message
+    shown = f"{given[name]!r:.80}"
+    reason = got.removeprefix(shown).lstrip(": ")
+    return f"{name}={shown.strip(chr(39))}: allowed is {allowed}{f' ({reason})' if reason and reason != got else ''}"

@@ -1,0 +1,164 @@
+"""What somebody meant who mistyped a key or a choice, or used another project's name for it."""
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.names import translated
+
+_APPENDED = re.compile(r"To append to your config use \+([^=\s]+)=(.*)")
+_UNKNOWN = re.compile(r"Could not override '([^']*)'")
+_NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
+_NOT_THERE = re.compile(r"Could not delete from config\. '([^']*)'")
+_THERE_ALREADY = re.compile(r"An item is already at '([^']*)'")
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
+_CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
+_NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
+_FULL_KEY = re.compile(r"full_key: (\S+)")
+_LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
+_NOT_BY_ITSELF = {"base", "taught"}
+"""Files of conf/ that others inherit from."""
+_OF_HYDRA = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",
+    "hydra.verbose",
+)
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that is most like another one; None if none is much like it."""
+    found = get_close_matches(word, list(known), 5, cutoff)
+    return next((one for one in found if sorted(one) == sorted(word)), found[0] if found else None)
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+    """The known dotted key that somebody may have meant: one beside it, else one elsewhere with such a last part."""
+    above, _, last = key.rpartition(".")
+    beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == above}
+    if found := nearest(last, beside):
+        return beside[found]
+    lasts = {one.rpartition(".")[2]: one for one in sorted(known, key=lambda one: (-one.count("."), one))}
+    if found := nearest(last, lasts, cutoff=0.75):
+        return lasts[found]
+    return nearest(key, known, cutoff=0.85)
+
+
+def choices(conf: Path, group: str) -> list[str]:
+    """The names of the files of a group that may be chosen."""
+    return sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem not in _NOT_BY_ITSELF)
+
+
+def explain(error: Exception, conf: Path, keys: Collection[str] = ()) -> str:
+    """One sentence for what Hydra says of overrides that it cannot apply: key, value, and what may have been meant.
+
+    Args:
+        error: Raised by composing settings: of Hydra or of OmegaConf.
+        conf: The directory of the settings' files, whose folders are the groups.
+        keys: Dotted keys of the settings; where there are none, those that the files hold are taken.
+    """
+    text = str(error)
+    for form, answer in (
+        (_NO_CHOICE, lambda path: _no_choice(path, conf)),
+        (_UNKNOWN, lambda key: _unknown(error, key, conf, keys or known_keys(conf))),
+        (_NOT_THERE, lambda key: _not_there(key, keys or known_keys(conf))),
+        (_THERE_ALREADY, lambda key: f"+{key}: it is there already; allowed is {key}=VALUE, without the plus sign"),
+        (_CHOSEN_ALREADY, lambda key: f"+{key}: one is chosen already; allowed is {key}=NAME, without the plus sign"),
+        (_AMBIGUOUS, _ambiguous),
+        (_NOT_PARSED, _not_parsed),
+    ):
+        if match := form.search(text):
+            return printable(answer(match[1].strip()))
+    if place := _FULL_KEY.search(text):
+        kind = type(error).__name__
+        missing = f"a value is missing; allowed is {place[1]}=VALUE"
+        return printable(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
+    if type(error).__name__ == "OverrideParseException":
+        return printable(_not_parsed(str(getattr(error, "override", "") or "")))
+    cause = str(error.__cause__ or "").splitlines()
+    lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and "hydra.cc" not in line]
+    return printable("; ".join(lines))
+
+
+def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:
+    """What is to be said of a key that is none of the known ones; None if it is like none of them."""
+    said = f"{key}={value}" if value is not None else key
+    if ours := translated(key, value):
+        return f"{said}: {ours}"
+    if meant := nearest_key(key, keys):
+        return f"{said}: unknown; the nearest is {meant}{f'={value}' if value is not None else ''}"
+    return None
+
+
+def _unknown(error: Exception, key: str, conf: Path, keys: Collection[str]) -> str:
+    appended = _APPENDED.search(str(error))
+    value = appended[2] if appended else None
+    said = f"{key}={value}" if value is not None else key
+    absent = _FULL_KEY.search(str(error.__cause__))  # the first part of the key that is not there
+    part, _, name = absent[1].rpartition(".") if absent else ("", "", "")
+    if part == "reward" and name in choices(conf, "reward"):
+        return f"{said}: the reward {name} is not chosen; allowed is reward=[…,{name}] with it"
+    groups = [path.name for path in conf.iterdir() if path.is_dir()]
+    if not set("./") & set(key) and not translated(key) and (group := nearest(key, groups, cutoff=0.7)):
+        return f"{said}: unknown; the nearest is {group}={value or 'NAME'}, a part"
+    return unknown_key(key, value, [*keys, *_OF_HYDRA]) or (
+        f"{said}: unknown; allowed are the keys that `python train.py --cfg job` prints, and +{said} for a new one"
+    )
+
+
+def _not_there(key: str, keys: Collection[str]) -> str:
+    meant = nearest_key(key, keys)
+    return f"~{key}: there is no such setting{f'; the nearest is ~{meant}' if meant else ''}"
+
+
+def _ambiguous(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"{override}: allowed is {key}=[{value}] for several together, or -m for one run of each"
+
+
+def _no_choice(path: str, conf: Path) -> str:
+    group, _, name = path.partition("/")
+    known = choices(conf, group)
+    listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
+    if group == "policy" and "/" in name:
+        return f"{listed}: allowed is policy=hf policy.path={name} for a model of the hub or of a directory"
+    meant = nearest(name, known)
+    return f"{listed}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
+
+
+def _not_parsed(override: str) -> str:
+    key, _, value = override.partition("=")
+    if not value:
+        return f"{override}: allowed is KEY=VALUE{', without dashes' if override.startswith('-') else ''}"
+    if override.startswith("--"):
+        return f"{override}: allowed is {override.lstrip('-')}, without dashes"
+    return (
+        f"{override}: allowed with spaces, commas, brackets, quotes or = in a value are quotes around it, and others "
+        f"for the shell: '{key}=\"…\"'"
+    )
+
+
+@lru_cache(4)
+def known_keys(conf: Path) -> frozenset[str]:
+    """The dotted keys that the settings' files have, whichever of them are chosen."""
+    found: set[str] = set()
+    for path in conf.rglob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        package = [] if "@package _global_" in text or path.parent == conf else [path.parent.name]
+        above: list[tuple[int, str]] = []
+        for line in text.splitlines():
+            match = _LINE.match(line)
+            if not match or line.lstrip().startswith(("#", "-")):
+                continue
+            indent, name, rest = len(match[1]), match[2], match[3].split(" #")[0].strip()
+            above = [(deep, one) for deep, one in above if deep < indent]
+            key = ".".join([*package, *(one for _, one in above), name])
+            is_setting = not name.startswith("_") and not key.startswith("hydra") and "defaults" not in key.split(".")
+            if is_setting and rest:
+                found.add(key)
+            above.append((indent, name))
+    return frozenset(found)

@@ -1,0 +1,279 @@
+"""Which code settings may name.
+
+A ``_target_`` is imported and called with arguments that settings choose too, so that whoever writes settings could run
+anything if it might name anything. It may name a member of ``OWN`` or ``LIBRARIES``, and what files of the user define:
+those below the directory in which the program was started, and packages that ``trusted=[…]`` lists. What a path leads
+to counts, not how it begins: ``torch.os.system`` is no member of torch.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+START: Path | None = None
+"""The directory in which the command line was started; None in a program, for its working directory."""
+
+OWN = (
+    *("advantage", "data", "loss", "module", "policy", "reference", "reward", "rollout", "schedule", "validation"),
+    *("varying", "callbacks", "distributed.strategies", "checkpoint.io.AtomicCheckpointIO", "composition.part"),
+)
+"""What of this package settings may name: modules with all that they define, and single members."""
+_NOT_OWN = ("reward.engine", "callbacks.export.export", "policy.loading")
+_OWN_ELSEWHERE = (
+    *("reward.engine.weighted.Weighted", "reward.engine.weighted.PerCompletion"),
+    *("data.prompt_data.PromptData", "composition.overrides.part"),
+)
+"""Where members of ``OWN`` are defined that a part hands out under its own name."""
+_PROJECT = ("benchmarks", "tests", "train")
+"""Beside this package in a checkout, and no files of the user's."""
+
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim": ("torch.optim",),
+    "bitsandbytes.optim": ("bitsandbytes.optim",),
+    "transformers.Adafactor": ("transformers.optimization",),
+    "transformers.optimization.Adafactor": ("transformers.optimization",),
+    "lightning.Trainer": ("lightning.pytorch.trainer",),
+    "lightning.pytorch.Trainer": ("lightning.pytorch.trainer",),
+    "lightning.pytorch.callbacks": ("lightning.pytorch.callbacks",),
+    "lightning.pytorch.strategies": ("lightning.pytorch.strategies",),
+    "lightning.pytorch.accelerators": ("lightning.pytorch.accelerators",),
+    "lightning.pytorch.profilers": ("lightning.pytorch.profilers",),
+    "lightning.pytorch.plugins.environments": ("lightning.fabric.plugins.environments",),
+    "lightning.pytorch.plugins.precision": ("lightning.pytorch.plugins.precision",),
+    **{
+        f"lightning.pytorch.loggers.{name}": ("lightning.pytorch.loggers",)
+        for name in ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+    },
+}
+"""Prefix of a path -> the modules in which the class that it leads to is defined."""
+
+PACKAGE = "pkg://"
+"""Begins a path inside an installed package."""
+ALLOWED = (
+    "parts of this package, torch's and bitsandbytes' optimizers, Lightning's trainer, callbacks, loggers and "
+    "strategies, and what is defined in Python files below the directory where the program was started or in packages "
+    "that trusted=[…] names"
+)
+
+
+class Elsewhere(ValueError):
+    """A path leads to code that settings may not name."""
+
+
+class NoCode(ValueError):
+    """A path leads to something that cannot be called."""
+
+
+def problems(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the code that settings name, wherever it stands in them; nothing is imported.
+
+    Args:
+        config: Resolved settings.
+
+    Returns:
+        One text for every path, at the first key that has it.
+    """
+    listed, trusted = packages(config)
+    found: dict[str, str] = {}
+    for key, name in targets(config):
+        if isinstance(name, str) and "." in name and name not in found and not may_name(name, trusted):
+            listed.append(f"{key}={name}: allowed are {ALLOWED}")
+            found[name] = key
+    for key, value in values(config):
+        if isinstance(value, bytes):
+            listed.append(f"{key}: allowed are texts, and this is binary")
+        elif isinstance(value, str) and value.startswith(PACKAGE) and not may_read(value, trusted):
+            listed.append(f"{key}={value}: allowed are weights in this package and in packages that trusted=[…] names")
+    return listed
+
+
+def packages(config: Mapping[str, Any]) -> tuple[list[str], tuple[str, ...]]:
+    """What is wrong with ``trusted``, and the packages that it names."""
+    given = config.get("trusted") or []
+    if not isinstance(given, list | tuple):
+        return [f"trusted={given}: allowed is a list of packages, such as trusted=[trl]"], ()
+    wrong = [
+        name
+        for name in given
+        if not isinstance(name, str) or not name.isidentifier() or name in sys.stdlib_module_names
+    ]
+    found = [
+        f"trusted={name}: allowed are names of installed packages outside the standard library, such as trusted=[trl]"
+        for name in wrong
+    ]
+    return found, tuple(name for name in given if name not in wrong)
+
+
+def may_read(path: str, trusted: Collection[str] = ()) -> bool:
+    """Whether ``pkg://package/folder`` names a package that may be imported to find the folder."""
+    package = path.removeprefix(PACKAGE).partition("/")[0]
+    return package == "grpo_lightning" or package in trusted
+
+
+def values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value in nested settings, as pairs of its dotted key and itself."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
+    if pairs is None:
+        yield prefix, node
+        return
+    for key, value in pairs:
+        yield from values(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def targets(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every ``_target_`` in nested settings, as pairs of its dotted key and its value."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == "_target_":
+            yield name, value
+        yield from targets(value, name)
+
+
+def may_name(name: str, trusted: Collection[str] = ()) -> bool:
+    """Whether settings may name a dotted path, as far as the path itself and the place of its package tell.
+
+    Args:
+        name: The path, such as ``torch.optim.AdamW``.
+        trusted: Packages that the user trusts.
+    """
+    parts = name.split(".")
+    if any(not part.isidentifier() or part.startswith("_") for part in parts):
+        return False
+    if parts[0] == "grpo_lightning":
+        own = ".".join(parts[1:])
+        return _below(own, OWN) and not _below(own, _NOT_OWN)
+    return _below(name, LIBRARIES) or is_of_user(parts[0], trusted)
+
+
+def is_of_user(top: str, trusted: Collection[str] = ()) -> bool:
+    """Whether a package or module is one of the user's: trusted by name, or below the directory of the start."""
+    if top in trusted:
+        return True
+    place = START or Path.cwd().resolve()
+    return top not in sys.stdlib_module_names and not _is_of_project(top) and _lies_below(top, place)
+
+
+def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_") -> Any:
+    """What a path leads to, imported.
+
+    Args:
+        name: A path that `may_name` allows.
+        trusted: Packages that the user trusts.
+        key: Where the path stands in the settings, for messages.
+
+    Raises:
+        Elsewhere: It is not allowed, or leads to something that was defined elsewhere.
+        NoCode: It cannot be called.
+        ImportError: A module cannot be imported.
+        AttributeError: A module has no such member.
+    """
+    if not may_name(name, trusted):
+        raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], start=2):
+        if _is_method(found, part):
+            raise NoCode(f"{key}={name}: allowed is a function or a class, and this is a method")
+        found = _member(found, part, ".".join(parts[:number]))
+        if isinstance(found, ModuleType) and number < len(parts) and not _continues(parts[0], found.__name__):
+            raise Elsewhere(f"{key}={name}: leads to the module {found.__name__}; allowed are {ALLOWED}")
+    if isinstance(found, ModuleType) or not callable(found):
+        raise NoCode(f"{key}={name}: allowed is a function or a class, and this is {_kind(found)}")
+    home = str(getattr(found, "__module__", None) or "")
+    if not _is_defined_well(name, found, home, parts[0]):
+        raise Elsewhere(f"{key}={name}: is defined in {home or 'builtins'}; allowed are {ALLOWED}")
+    return found
+
+
+def _is_defined_well(name: str, found: Any, home: str, top: str) -> bool:
+    if top == "grpo_lightning":
+        # By its own place too: parts import one another, and what they use is not meant for settings.
+        own = f"{home}.{getattr(found, '__qualname__', '')}".removeprefix("grpo_lightning.")
+        is_listed = own in _OWN_ELSEWHERE or (_below(own, OWN) and not _below(own, _NOT_OWN))
+        return home.startswith("grpo_lightning.") and is_listed
+    for prefix, homes in LIBRARIES.items():
+        if _below(name, (prefix,)):
+            return inspect.isclass(found) and _below(home, homes)
+    # A file of the user may import functions of any package and so name them, but not those of Python itself, which
+    # every file imports: ``my_rewards.system`` after ``from os import system``.
+    return not (inspect.isroutine(found) or inspect.isclass(found)) or (
+        home.partition(".")[0] not in {*sys.stdlib_module_names, "builtins", ""}
+    )
+
+
+def _is_method(parent: Any, name: str) -> bool:
+    """Whether a member of a class needs an object of it; what makes such objects does not."""
+    return inspect.isclass(parent) and inspect.isfunction(inspect.getattr_static(parent, name, None))
+
+
+def _member(parent: Any, part: str, path: str) -> Any:
+    """An attribute or, where a package has none of that name, its module: as Hydra finds it."""
+    try:
+        return getattr(parent, part)
+    except AttributeError:
+        if not isinstance(parent, ModuleType):
+            raise
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise AttributeError(f"{parent.__name__} has no member {part!r}") from None
+
+
+def _continues(top: str, module: str) -> bool:
+    """Whether a path that began in package ``top`` may go on in ``module``."""
+    return _below(module, (top,))
+
+
+def _below(path: str, prefixes: Collection[str]) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _kind(value: Any) -> str:
+    return (
+        f"the module {value.__name__}" if isinstance(value, ModuleType) else f"a value of type {type(value).__name__}"
+    )
+
+
+def _lies_below(top: str, here: Path) -> bool:
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    if spec is None:
+        return False
+    # Built-in and frozen modules have no location: "frozen" is no path.
+    places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
+    return bool(places) and all(_is_own_file(Path(place).resolve(), here) for place in places)
+
+
+def _is_own_file(path: Path, here: Path) -> bool:
+    if here not in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
+
+
+def _is_of_project(top: str) -> bool:
+    """Whether a module is one of this project's own helpers, in a checkout."""
+    if top not in _PROJECT:
+        return False
+    spec = importlib.util.find_spec(top)
+    places = [spec.origin or ""] if spec and spec.origin else list((spec and spec.submodule_search_locations) or ())
+    checkout = Path(__file__).resolve().parents[2]
+    return any(checkout in Path(place).resolve().parents for place in places)
+
+
+@functools.cache
+def _installed() -> frozenset[Path]:
+    """Where Python, its library and its packages are; what lies in there is no file of the user's."""
+    named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
+    return frozenset(Path(name).resolve() for name in named if name)

@@ -1,0 +1,111 @@
+"""Files of strangers: what in a model's directory would run code is refused, in words that name the setting."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from grpo_lightning.allowed import MODULES_OF_PEFT
+from grpo_lightning.output.terminal import printable
+
+
+@contextmanager
+def only_data(key: str, path: str, what: str) -> Iterator[None]:
+    """Inside, a model's files are read; what they would need code of their own for is an error of one sentence.
+
+    Weights are read by ``torch.load(weights_only=True)`` or from safetensors, templates in Jinja's sandbox.
+
+    Args:
+        key: Of the setting that names the files, such as ``policy.path``.
+        path: Its value.
+        what: The kind of model that has to be there, such as "a model".
+
+    Raises:
+        ValueError: There is none, the weights are a pickle of more than tensors, code comes with them, or a package is
+            absent.
+    """
+    where = f"{key}={path!r}"
+    try:
+        yield
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{where}: its weights are a pickle that holds more than tensors, and could run code when it is read; "
+            "allowed are safetensors, and pickles of tensors"
+        ) from error
+    except ImportError as error:
+        raise ValueError(f"{where}: a package is absent: {printable(str(error).strip().splitlines()[0])}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{where}: neither a directory with {what} in Hugging Face format nor {what} that the hub can be asked "
+            f"for from here: {error}"
+        ) from error
+    except ValueError as error:
+        if str(error).startswith(key):
+            raise
+        if "trust_remote_code" not in str(error):
+            raise ValueError(f"{where}: transformers cannot read {what} there: {error}") from error
+        raise ValueError(
+            f"{where}: it comes with code of its own; allowed is {key.rpartition('.')[0]}.trust_remote_code=true, if "
+            "you have read that code"
+        ) from error
+
+
+def check_attention(name: Any, key: str, *, trusted: bool) -> None:
+    """Refuse an attention function that is a kernel of the hub, whose code would be downloaded and run.
+
+    Args:
+        name: Of the function, as transformers means it; a text with a slash names a kernel.
+        key: Of the setting or file it stands in, for the message.
+        trusted: Whether code that comes with the weights may run.
+
+    Raises:
+        ValueError: It is such a kernel, and code is not trusted.
+    """
+    if "/" in str(name) and not trusted:
+        raise ValueError(
+            f"{key}={printable(str(name))}: a kernel of the hub, whose code would run; allowed without "
+            "trust_remote_code=true are sdpa, eager, flash_attention_2 and others that transformers or an installed "
+            "package has"
+        )
+
+
+def check_adapter(adapter: Iterable[str], key: str) -> None:
+    """Refuse arguments of an adapter that make peft import a module by its name.
+
+    Args:
+        adapter: The names of the arguments.
+        key: Of the setting they stand in, for the message.
+
+    Raises:
+        ValueError: There are such arguments.
+    """
+    if named := sorted({*adapter} & {*MODULES_OF_PEFT}):
+        raise ValueError(
+            f"{key}.{named[0]}: would import a module, whose code would run; allowed are the other arguments of peft's "
+            "LoraConfig"
+        )
+
+
+def check_adapter_files(path: str, key: str) -> None:
+    """`check_adapter`, of the adapter that lies beside a model's weights; one as peft itself writes it is allowed.
+
+    Args:
+        path: Hub name or directory.
+        key: Of the setting that names it, for the message.
+
+    Raises:
+        ValueError: Its adapter has such arguments, or its settings are no mapping.
+    """
+    found = find_adapter_config_file(path)
+    if found is None:
+        return
+    where = f"{key}={path!r}: adapter_config.json"
+    content = json.loads(Path(found).read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where}: allowed is a mapping")
+    written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
+    check_adapter((name for name, value in content.items() if value is not None and value != written.get(name)), where)

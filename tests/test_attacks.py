@@ -1,0 +1,176 @@
+"""Commands of someone who controls settings and wants to run code, and settings with secrets: real processes."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+from tests.support.running import SMALL
+
+pytestmark = pytest.mark.slow
+REFUSED = "refused by its key, nothing ran, exit 1"
+
+
+def start(place: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """train.py, started in a directory of one's own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=provocation("`" + "` `".join(words) + "`", REFUSED))
+        for words in (
+            ("+reward.format.function.loss={_target_: numpy.load, file: x.npy, allow_pickle: true}",),
+            ("+reward.format.function.trainer={_target_: torch.load, f: x.npy, weights_only: false}",),
+            ('+module.schedule.x={_target_: sympy.sympify, a: \'open("HIT","w")\'}',),
+            ("loss.kl._target_=torch.hub.load",),
+            ("loss.kl._target_=torch.os.system",),
+            (
+                "loss.kl._target_=torch.utils.collect_env.run",
+                "+loss.kl.command=touch HIT",
+            ),
+            ("+hydra.callbacks={x: {_target_: os.system, command: touch HIT}}",),
+            ("+evil={_target_: os.system, command: touch HIT}", "+hydra.callbacks.x=${evil}"),
+            ("+hydra.hydra_logging.handlers.x={class: os.system, command: touch HIT}",),
+            ("hydra.launcher._target_=os.system",),
+            ("+hydra.job.env_set.LD_PRELOAD=./x.so",),
+            ("+hydra.job.env_copy=[PYTHONPATH]",),
+            ("hydra.searchpath=[pkg://antigravity]",),
+            ("hydra.output_subdir=.hydra",),
+            ("--experimental-rerun=x.npy",),
+            ("--exp", "x.npy"),
+            ("-cp", "pkg://mine"),
+            ("--config-path=structured://mine",),
+            ("hydra.searchpath=[structured://mine]",),
+            ("+hydra.callbacks.a={_target_: hydra.experimental.callbacks.logging.io.open, file: HIT, mode: w}",),
+            ("+hydra.callbacks.a={_target_: mine.os.system, command: touch HIT}",),
+            ("+hydra.job.env_set.NCCL_NET_PLUGIN=./x.so",),
+            ("trusted=[os]", "loss.kl._target_=os.system"),
+            ("reward.format.function._target_=mine.os.system", "+reward.format.function.command=touch HIT"),
+        )
+    ],
+)
+def test_settings_run_no_code(words, tmp_path):
+    with (tmp_path / "x.npy").open("wb") as file:
+        pickle.dump(Touch(tmp_path / "HIT"), file)
+    (tmp_path / "mine.py").write_text("import os\n")
+    done = start(tmp_path, *SMALL[:11], "reward=[format]", *words)
+    assert done.returncode == 1
+    assert "allowed" in done.stderr or "from directories" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(lines, marks=provocation(f"a settings file with `{lines}`", REFUSED))
+        for lines in (
+            "hydra: {callbacks: {x: {_target_: os.system, command: touch HIT}}}",
+            "hydra: {job_logging: {formatters: {x: {(): os.system, command: touch HIT}}}}",
+            "hydra: {job_logging: {filters: {x: '${evil}'}}}\nevil: {(): os.system, command: touch HIT}",
+            "hydra: {hydra_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'ext://os.environ'}}}}",
+            "hydra: {hydra_logging: {handlers: {x: {class: logging.FileHandler, filename: HIT, mode: w}}}}",
+            "hydra: {runtime: {choices: {e: '${evil}'}}, callbacks: {x: '${hydra.runtime.choices.e}'}}\n"
+            "evil: {_target_: os.system, command: touch HIT}",
+            "reward: {format: {function: {x: '\\${oc.create:\"{_target_: os.system, command: touch HIT}\"}'}}}",
+        )
+    ],
+)
+def test_settings_files_run_no_code(lines, tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (tmp_path / "mine.py").write_text("open('HIT', 'w')\n")
+    done = start(tmp_path, "--config-dir", "conf", "experiment=evil")
+    assert done.returncode == 1
+    assert "allowed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+@provocation("a primary settings file with `hydra.searchpath: [pkg://mine]`", REFUSED)
+def test_a_primary_file_imports_no_package(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "own.yaml").write_text(
+        "defaults:\n  - train\n  - _self_\nhydra:\n  searchpath: ['pkg://mine']\n"
+    )
+    (tmp_path / "mine.py").write_text("open('HIT', 'w')\n")
+    done = start(tmp_path, "--config-dir", "conf", "--config-name", "own")
+    assert done.returncode == 1
+    assert "hydra.searchpath=pkg://mine: allowed are directories" in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+SECRETS = ("k-logger1", "k-private2", "k-listed3", "k-environment4", "sk-pattern567890", "k-bearer5")
+
+
+@provocation(
+    "secrets by key (`auth`, `private_key`), in lists, by their look (`sk-…`) and from `${oc.env:…}`",
+    "stand in no file of the run and not on the terminal",
+)
+@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
+def test_secrets_are_written_nowhere(mode, tmp_path):
+    words = (
+        "+wandb.auth=k-logger1",
+        "+wandb.private_key=k-private2",
+        "+wandb.tokens=[x,k-listed3]",
+        "+wandb.env=${oc.env:MINE}",
+        "+wandb.header='Bearer ${oc.env:BEARER}'",
+        "+wandb.arguments=[with/sk-pattern567890]",
+    )
+    (tmp_path / "mine.py").write_text(
+        "def fails(completions, **columns):\n"
+        "    print('k-environment4')\n"
+        "    raise OSError('no entry with k-environment4 and k-private2')\n"
+    )
+    own = ("reward=[custom]", "reward.custom.function._target_=mine.fails")
+    for number, reward in enumerate([("reward=[format]",), own]):
+        place = tmp_path / f"run{number}"
+        where = f"hydra.{'sweep' if mode else 'run'}.dir={place}"
+        environment = {"MINE": "k-environment4", "BEARER": "k-bearer5"}
+        done = start(tmp_path, *mode, *SMALL[:11], "trainer=cpu", "steps=1", *words, *reward, where, **environment)
+        assert done.returncode == (reward == own), done.stderr[-3000:]
+        assert "<redacted>" in done.stderr
+        files = [path for path in place.rglob("*") if path.is_file()]
+        assert any(path.name == "overrides.yaml" for path in files)
+        shown = {"stdout": done.stdout, "stderr": done.stderr}
+        for name, text in shown.items() | {(str(path), path.read_bytes().decode("latin1")) for path in files}:
+            for secret in SECRETS:
+                assert secret not in text, (name, secret)
+
+
+@provocation(
+    "an exception's text with escape sequences", "they are escaped on the terminal, in train.log and summary.json"
+)
+def test_escape_sequences_do_not_reach_the_terminal(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Odd(Exception):\n    def __str__(self):\n        return '\\x1b[2Jgone\\x9b'\n\n\n"
+        "def fails(completions, **columns):\n    raise Odd\n"
+    )
+    own = ("reward=[custom]", "reward.custom.function._target_=mine.fails")
+    for more in ((), ("reward.custom.timeout=20", "reward.custom.max_failed=0")):
+        place = tmp_path / f"run{len(more)}"
+        done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", *own, *more, f"hydra.run.dir={place}")
+        assert done.returncode == 1
+        for text in (done.stdout, done.stderr, (place / "train.log").read_text(), (place / "summary.json").read_text()):
+            assert "\x1b[2J" not in text
+            assert "\x9b" not in text
+        assert "\\x1b[2Jgone" in done.stderr

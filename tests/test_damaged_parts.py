@@ -1,0 +1,195 @@
+"""Directories of parts made to run code behind the back of what checks them."""
+
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from grpo_lightning.checkpoint import parts
+from grpo_lightning.checkpoint.io import check, weights
+from grpo_lightning.checkpoint.resume import chosen
+from grpo_lightning.distributed.strategies import FullyShardedStrategy
+from tests.support.composed import composed
+from tests.support.provocations import provocation
+from tests.test_damaged import LAST, Code, pickled
+
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class Replaced:
+    """Is unpickled as an ``OrderedDict`` whose ``items`` gives nothing."""
+
+    def __init__(self, content: dict) -> None:
+        self.content = content
+
+    def __reduce__(self):
+        return OrderedDict, ([list(pair) for pair in self.content.items()],), {"items": torch.Size}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """As torch writes it, with a list beside the weights."""
+    directory = tmp_path / "parts"
+    content = {"state_dict": {"w": torch.arange(2.0)}, "plain": [1, 2]}
+    _save_state_dict(content, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    torch.save({"step": {"completed": 3}}, directory / "meta.pt")
+    return directory
+
+
+def changed(directory: Path, change) -> None:
+    described = pickle.loads((directory / ".metadata").read_bytes())
+    change(described)
+    (directory / ".metadata").write_bytes(pickle.dumps(described))
+
+
+def poisoned(directory: Path, mark: Path) -> None:
+    """What is no tensor becomes code, in a part of its own."""
+    (directory / "code.distcp").write_bytes(pickled(Code(mark)))
+
+    def change(described):
+        for index, place in described.storage_data.items():
+            if isinstance(described.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                place.relative_path, place.offset = "code.distcp", 0
+                place.length = (directory / "code.distcp").stat().st_size
+
+    changed(directory, change)
+
+
+def as_tensor(described) -> None:
+    for kind in described.state_dict_metadata.values():
+        vars(kind).setdefault("chunks", [])
+
+
+def unseen(described) -> None:
+    described.storage_data = Replaced(described.storage_data)
+
+
+def unseen_kinds(described) -> None:
+    described.state_dict_metadata = Replaced(described.state_dict_metadata)
+
+
+def no_places(described) -> None:
+    described.storage_data = torch.Size([])
+
+
+@provocation(
+    "a directory of parts whose `.metadata` passes code in a part off as a tensor, or hides its list of parts",
+    "refused; nothing ran",
+)
+@pytest.mark.parametrize("trick", [lambda described: None, as_tensor, unseen, unseen_kinds, no_places])
+def test_no_trick_in_the_metadata_lets_code_in_a_part_run(trick, written, tmp_path):
+    check(written)
+    assert torch.equal(weights(written)["w"], torch.arange(2.0))
+    mark = tmp_path / "code ran"
+    poisoned(written, mark)
+    changed(written, trick)
+    for reader in (check, weights):
+        with pytest.raises(ValueError, match=r"could run code|cannot be read"):
+            reader(written)
+    last = tmp_path / "run" / LAST
+    last.parent.mkdir(parents=True)
+    last.symlink_to(written)
+    for config in (composed("checkpoint=last", "mode=export"), composed("checkpoint=last", "trainer=fsdp")):
+        with pytest.raises(ValueError, match=r"could run code|cannot be read"):
+            chosen(config, tmp_path / "run", directory_given=True)
+    assert not mark.exists()
+
+
+def test_a_part_that_is_exchanged_after_the_check_runs_no_code(written, tmp_path, monkeypatch):
+    mark = tmp_path / "code ran"
+    poisoned(written, mark)
+    monkeypatch.setattr(parts, "problem", lambda directory: None)
+    with pytest.raises(BaseException, match=r"[Ww]eights.only"):
+        weights(written)
+    assert not mark.exists()
+
+    def load(*args, **options):
+        return torch.load(written / "code.distcp", weights_only=False)
+
+    monkeypatch.setattr("lightning.pytorch.strategies.ModelParallelStrategy.load_checkpoint", load)
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
+        FullyShardedStrategy(timeout=1).load_checkpoint(written)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+def test_what_the_user_has_set_for_torch_is_as_before(name, written, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    before = dict(os.environ)
+    assert weights(written)
+    assert dict(os.environ) == before
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def word(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+CHANGED = [
+    (METADATA, "BytesStorageMetadata", "chunks"),
+    (METADATA, "Metadata", "storage_data"),
+    (METADATA, "_MEM_FORMAT_ENCODING", "value"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo", "offset"),
+    ("torch.serialization", "_get_layout", "__doc__"),
+    ("pathlib", "PosixPath", "unlink"),
+    ("pathlib", "Path", "unlink"),
+    ("torch", "Size", "numel"),
+]
+
+
+@provocation("a directory of parts whose `.metadata` changes classes of the program", "refused; they are as before")
+@pytest.mark.parametrize("made", [b"", b")\x81", b")R"], ids=["itself", "new", "called"])
+@pytest.mark.parametrize("module, name, attribute", CHANGED)
+def test_no_class_is_changed(module, name, attribute, made, written):
+    before = pathlib.PosixPath.unlink, pathlib.Path.unlink, torch.serialization._get_layout.__doc__
+    for state in (b"N}(%su\x86", b"}(%su"):
+        entry = word(attribute) + named("torch", "Size")
+        (written / ".metadata").write_bytes(b"\x80\x04" + named(module, name) + made + state % entry + b"b.")
+        with pytest.raises(ValueError, match=r"has a .metadata that cannot be read"):
+            check(written)
+    assert before == (pathlib.PosixPath.unlink, pathlib.Path.unlink, torch.serialization._get_layout.__doc__)
+    assert not hasattr(BytesStorageMetadata, "chunks")
+    assert not hasattr(parts._Bytes, "chunks")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"relative_path": 1},
+        {"relative_path": Path("__0_0.distcp")},
+        {"offset": -1},
+        {"length": -1},
+        {"offset": True},
+        {"length": 1.0},
+        {"transform_descriptors": ["zstd"]},
+    ],
+)
+def test_places_of_other_types_are_refused(place, written):
+    def change(described):
+        for found in described.storage_data.values():
+            vars(found).update(place)
+
+    changed(written, change)
+    with pytest.raises(ValueError, match=r"is damaged|has not written"):
+        check(written)
+
+
+def test_a_tensor_s_metadata_is_one(written):
+    def change(described):
+        for name, kind in described.state_dict_metadata.items():
+            if isinstance(kind, TensorStorageMetadata):
+                described.state_dict_metadata[name] = kind.properties
+
+    changed(written, change)
+    with pytest.raises(ValueError, match="has not written"):
+        check(written)

@@ -1,0 +1,217 @@
+"""Disks that are full, or too small from the beginning."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_lightning.checkpoint import disk
+from grpo_lightning.checkpoint.io import check, read
+from tests.support.disk import on_small_disk, pretend
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
+
+TASK = ("steps=3", "data.prompts_per_step=4", "rollout.group_size=4", "validation.every=3", "data.validation_size=16")
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [str(path) for path in directory.rglob(".*") if path.name not in (".hydra", ".lock")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(3_000_000, marks=provocation("a disk of 3 MB", "refused before the first step")),
+        pytest.param(
+            16_000_000,
+            marks=provocation("a disk of 16 MB, where a checkpoint takes 10", "refused before the first step"),
+        ),
+    ],
+)
+def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(size, tmp_path):
+    place = tmp_path / "run"
+    ended = on_small_disk(size, place, "train.py", *TASK, "trainer=cpu", f"hydra.run.dir={place}")
+    assert ended.returncode == 1, ended.stderr[-2000:]
+    expected = f"{place}/checkpoints: a checkpoint takes 9.79 MB, and "
+    assert expected in ended.stderr
+    assert "are free; allowed is a disk with room for two" in ended.stderr
+    assert "step 0/" not in ended.stderr
+    summary = json.loads((place / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 0)
+    assert not (place / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@provocation(
+    "the disk is full when step 4 is saved",
+    "one sentence with path, needed and free bytes and what is kept; no partial file; summary written; continues later",
+)
+def test_a_disk_that_fills_up_costs_the_step_that_is_saved(tmp_path):
+    place = tmp_path / "run"
+    filling = f"+callbacks.fill={{_target_: tests.support.disk.Fill, directory: {place}, step: 4, left: 20000}}"
+    run = [*SMALL, "steps=6", "callbacks.checkpoint.every=1", "policy.seed=0"]
+    ended = on_small_disk(2_000_000, place, "train.py", *run, filling, f"hydra.run.dir={place}")
+    assert ended.returncode == 1, ended.stderr[-2000:]
+    sentence = ended.stderr[
+        ended.stderr.index(f"{place}/checkpoints/last.ckpt was not written (No space left on device): it takes ") :
+    ].splitlines()[0]
+    assert "kB are free on its disk; last.ckpt, of step 3 and best.ckpt, of step 0, stay" in sentence
+    summary = json.loads((place / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 4)
+    assert leftovers(place) == []
+    assert read(place / "checkpoints" / "last.ckpt")["step"]["completed"] == 3
+    (place / "filler").unlink()
+    small_run(place, "steps=6", "callbacks.checkpoint.every=1", "policy.seed=0", "checkpoint=last")
+    small_run(tmp_path / "unbroken", "steps=6", "callbacks.checkpoint.every=1", "policy.seed=0")
+    one, other = (
+        torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for directory in (place, tmp_path / "unbroken")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def no_room(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("how", ["fsync", "archive"])
+def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypatch):
+    written, save, usage = [], torch.save, disk.shutil.disk_usage
+
+    def saved(*arguments):  # of steps 0, 1 and 2
+        written.append(arguments)
+        if len(written) > 3 and how == "fsync":
+            monkeypatch.setattr(os, "fsync", no_room)
+        elif len(written) > 3:
+            raise RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
+        save(*arguments)
+
+    def free(place):
+        return usage(place)._replace(free=5_000 if len(written) > 3 else 10**9)
+
+    monkeypatch.setattr(torch, "save", saved)
+    monkeypatch.setattr(disk.shutil, "disk_usage", free)
+    expected = (
+        r"last.ckpt was not written \(No space left on device\): it takes \d+ kB, and 5000 bytes are free on its disk; "
+        r"last.ckpt, of step 2 and best.ckpt, of step 0, stay as before"
+    )
+    with pytest.raises(disk.CannotSave, match=expected):
+        small_run(tmp_path, "steps=5", "callbacks.checkpoint.every=1")
+    assert leftovers(tmp_path) == []
+    check(tmp_path / "checkpoints" / "last.ckpt")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_another_error_while_saving_stays_what_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="no disk"), disk.telling(tmp_path / "x", 1, kept=lambda: ""):
+        raise RuntimeError("no disk")
+    with (
+        pytest.raises(disk.CannotSave, match=r"x cannot be written: Read-only file system; all stays"),
+        disk.telling(tmp_path / "x", 1, kept=lambda: "all stays"),
+    ):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@provocation("the disk is full when summary.json is written", "a warning; the error that ended the run is the one told")
+def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog):
+    write = Path.write_text
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, *a, **k: no_room() if "summary" in path.name else write(path, *a, **k)
+    )
+    monkeypatch.setattr("tests.support.rewards.vowels", lambda completions: 1 / 0)
+    with pytest.raises(Exception, match="division by zero"):
+        small_run(tmp_path)
+    assert "summary.json cannot be written: No space left on device" in caplog.text
+    assert leftovers(tmp_path) == []
+
+
+@provocation("the disk is full when the policy is exported", "one sentence; checkpoints stay; the old export stays")
+def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
+    small_run(tmp_path, "steps=1")
+    before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", no_room)
+    with pytest.raises(
+        disk.CannotSave, match=r"export was not written .* the checkpoints stay, and mode=export checkpoint=last"
+    ):
+        small_run(tmp_path, "steps=2", "checkpoint=last")
+    assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
+    assert leftovers(tmp_path) == []
+    assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 2
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        (),
+        ("optimizer=adamw_8bit",),
+        ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "+optimizer.momentum=0.9"),
+    ],
+    ids=["adamw", "adamw_8bit", "momentum"],
+)
+def test_the_size_of_a_checkpoint_is_foretold(optimizer, tmp_path):
+    large = ("policy.hidden_size=256", "policy.intermediate_size=1024", "rollout.max_new_tokens=2")
+    module = small_run(tmp_path, *large, *optimizer)
+    written = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
+    foretold = disk.checkpoint_bytes(module.policy, module.optimizer, all_weights=True)
+    assert written * 0.97 < foretold < written * 1.1
+
+
+def test_what_is_there_already_is_counted(tmp_path, monkeypatch, caplog):
+    own = tmp_path / "checkpoints"
+
+    def room(free: int, *, export: int = 0) -> str:
+        caplog.clear()
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: type("Usage", (), {"free": free}))
+        disk.check_room(own, checkpoint=100_000, export=export)
+        return caplog.text
+
+    with pytest.raises(
+        disk.CannotSave, match=r"takes 100 kB, and 200 kB are free; allowed is a disk with room for two"
+    ):
+        room(199_999)
+    assert "200 kB are free, and the run may need 300 kB" in room(200_000)
+    assert room(300_000) == ""
+    assert (
+        "the run may need 350 kB: last.ckpt, best.ckpt and the one in writing take 100 kB each, the export 50"
+        in room(300_000, export=50_000)
+    )
+    own.mkdir()
+    (own / "last.ckpt").write_text("")
+    with pytest.raises(disk.CannotSave, match=r"allowed is a disk with room for one more"):
+        room(99_999)
+    assert "may need 200 kB" in room(150_000)
+    os.link(own / "last.ckpt", own / "best.ckpt")  # the same file
+    assert "may need 200 kB" in room(150_000)
+    (own / "best.ckpt").unlink()
+    (own / "best.ckpt").write_text("")
+    assert room(150_000) == ""
+
+
+def test_an_optimizer_that_cannot_be_tried_counts_as_adamw():
+    def own(parameters):
+        raise TypeError("wants more")
+
+    assert disk.state_bytes(own) == 8
+    assert disk.state_bytes(torch.optim.AdamW) == 8
+    assert disk.state_bytes(lambda parameters: torch.optim.SGD(parameters, lr=1)) == 0
+
+
+def test_sizes_in_words():
+    assert [disk.size(n) for n in (0, 9_999, 10_000, 999_499, 1e6, 9.79e6, 123e9)] == [
+        *("0 bytes", "9999 bytes", "10 kB", "999 kB", "1 MB", "9.79 MB", "123 GB")
+    ]
+
+
+def test_a_pretended_disk_is_as_small_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk.shutil, "disk_usage", disk.shutil.disk_usage)
+    monkeypatch.setattr(os, "fsync", os.fsync)
+    pretend(200_000, tmp_path)
+    assert disk.shutil.disk_usage(tmp_path).free == 200_000
+    (tmp_path / "x").write_bytes(bytes(200_001))
+    with (tmp_path / "x").open() as file, pytest.raises(OSError, match="No space left"):
+        os.fsync(file.fileno())
+    assert disk.shutil.disk_usage("/").free > 0

@@ -1,0 +1,162 @@
+"""One run at a time in a directory."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.checkpoint.lock import NAME, Locked, held
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
+
+HOLDER = (
+    "import sys, time; from pathlib import Path; from grpo_lightning.checkpoint.lock import held\n"
+    "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
+)
+
+
+def holder(directory: Path, seconds: float = 60) -> subprocess.Popen:
+    """A process that holds the lock, once this returns."""
+    command = [sys.executable, "-c", HOLDER, str(directory), str(seconds)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def other(tmp_path):
+    process = holder(tmp_path)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@provocation(
+    "a second run in the directory of one that trains, with or without `checkpoint=last`",
+    "refused: which process on which host trains there since when; the first run's files are as they were",
+)
+@pytest.mark.parametrize("overrides", [(), ("checkpoint=last",)])
+def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.2)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / f".last.ckpt.{other.pid}").write_text("in writing")
+    (tmp_path / "summary.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != NAME}
+    expected = rf"hydra.run.dir=.*: process {other.pid} on {socket.gethostname()} is training in it since 20"
+    with pytest.raises(Locked, match=expected):
+        small_run(tmp_path, *overrides)
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json", NAME}
+
+
+@provocation("the run in the directory was killed (`kill -9`)", "its lock ends with it, and the next run starts")
+def test_a_lock_ends_with_its_process(tmp_path, other):
+    other.kill()
+    with held(tmp_path, patience=3):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(tmp_path):
+    process = holder(tmp_path, seconds=1)
+    started = time.monotonic()
+    with held(tmp_path, patience=10):
+        assert time.monotonic() - started < 9
+    process.wait()
+
+
+def test_a_process_keeps_out_of_its_own_directory(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with held(tmp_path / "run"):
+        for name in ("run", "link"):
+            with pytest.raises(Locked, match=f"process {os.getpid()} on "), held(tmp_path / name, patience=0):
+                pass
+        with held(tmp_path / "run", first=False):
+            pass
+        with pytest.raises(subprocess.TimeoutExpired):  # still held, by the first one
+            subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path / "run"), "0"], cwd=ROOT, timeout=1.5)
+    with held(tmp_path / "run", patience=0):
+        pass
+
+
+def test_workers_do_not_hold_the_lock(tmp_path):
+    with held(tmp_path):
+        worker = subprocess.Popen(["sleep", "60"], close_fds=False)
+        forked = os.fork()
+        if not forked:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        holder(tmp_path, seconds=0).wait()
+        with held(tmp_path, patience=0):
+            pass
+    finally:
+        for pid in (worker.pid, forked):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[1]", '{"pid": 999999999, "host": "HOST"}', '{"pid": OWN, "host": "HOST"}']
+)
+def test_without_locks_a_process_that_is_gone_holds_nothing(text, tmp_path, without_locks):
+    text = text.replace("HOST", socket.gethostname()).replace("OWN", str(os.getpid()))
+    (tmp_path / NAME).write_text(text)
+    with held(tmp_path, patience=0):
+        pass
+
+
+def test_without_locks_a_process_that_lives_holds_and_one_elsewhere_may(tmp_path, without_locks):
+    (tmp_path / NAME).write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
+    with pytest.raises(Locked, match=f"process {os.getppid()} on "), held(tmp_path, patience=0):
+        pass
+    (tmp_path / NAME).write_text(json.dumps({"pid": 1, "host": "another"}))
+    expected = f"process 1 on another .*if that process is gone, remove .*{NAME}"
+    with pytest.raises(Locked, match=expected), held(tmp_path, patience=0):
+        pass
+
+
+@provocation("`hydra.run.dir=` that cannot be written to", "refused by its key")
+def test_a_place_that_is_no_directory_is_refused_by_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    expected = r"hydra.run.dir=.*file.run: allowed is a directory that can be written to"
+    with pytest.raises(Locked, match=expected), held(tmp_path / "file" / "run"):
+        pass
+
+
+@pytest.mark.slow
+def test_validation_looks_at_a_run_that_trains(tmp_path):
+    small_run(tmp_path, "steps=2")
+    process = holder(tmp_path)
+    try:
+        small_run(tmp_path, "mode=validate", "checkpoint=last")
+        command = [sys.executable, "train.py", *SMALL, f"hydra.run.dir={tmp_path}", "steps=9", "checkpoint=last"]
+        before = (tmp_path / "summary.json").read_bytes()
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert refused.returncode == 1
+        assert f"process {process.pid} on" in refused.stderr
+        assert (tmp_path / "summary.json").read_bytes() == before
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,51 @@
+"""Functions in a file of the current directory are found, wherever train.py is, in worker processes too."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+from tests.support.running import SMALL
+
+REWARDS = """import my_words
+
+
+def here(completions, **columns):
+    return [float(my_words.count(text)) for text in completions]
+"""
+OWN = ("reward=[custom]", "reward.custom.function._target_=my_rewards.here", "steps=1")
+
+
+@provocation(
+    "`cd DIR && python /path/train.py reward.custom.function._target_=my_rewards.f`", "DIR/my_rewards.py is found"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, runs",
+    [
+        (["reward.custom.timeout=30", "hydra.run.dir=run"], ["run"]),
+        (["-m", "seed=0,1", "hydra.sweep.dir=sweep"], ["sweep/0", "sweep/1"]),
+        (["-m", "seed=0,1", "reward.custom.timeout=30", "hydra.sweep.dir=sweep"], ["sweep/0", "sweep/1"]),
+    ],
+    ids=["pooled", "sweep", "pooled sweep"],
+)
+def test_a_file_of_the_current_directory_is_found(words, runs, tmp_path):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "my_words.py").write_text("def count(text):\n    return len(text.split())\n")
+    small = [word for word in SMALL if not word.startswith(("reward", "steps"))]
+    flags = [word for word in words if word == "-m"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, *small, *OWN, *(w for w in words if w != "-m")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run in runs:
+        summary = json.loads((tmp_path / run / "summary.json").read_text())
+        assert summary["status"] == "finished"
+        assert summary["metrics"]["reward/custom"] > 0
+        assert summary["metrics"].get("failure/custom", 0) == 0

@@ -1,0 +1,161 @@
+"""A checkpoint is exported and validated with its own policy, and refuses one that its weights do not fit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import grpo_lightning as grpo
+from grpo_lightning.checkpoint.own_policy import own_settings, recalled
+from tests.support.composed import composed
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
+
+TASK = [setting for setting in SMALL if not setting.startswith(("policy", "rollout.max_new_tokens"))]
+LOADED = {
+    "_target_": "grpo_lightning.policy.hf.load",
+    "path": "/models/a",
+    "trust_remote_code": False,
+    "adapter": {"r": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run whose policy nothing but its own settings describes."""
+    directory = tmp_path_factory.mktemp("trained")
+    small_run(directory, "policy.seed=7")
+    return directory
+
+
+def recorded(**parts):
+    return {"policy": LOADED, "reference": {"_target_": "grpo_lightning.reference.frozen_copy"}, **parts}
+
+
+def nothing(key):
+    return None
+
+
+@provocation("`mode=export checkpoint=FILE` of a run with `policy.hidden_size=16`", "exports that policy")
+def test_an_export_needs_nothing_but_the_checkpoint(trained, tmp_path):
+    run = grpo.compose("mode=export", f"checkpoint={trained}/checkpoints/best.ckpt", run_dir=tmp_path)
+    assert run.config["module"]["policy"] == run.config["policy"]
+    assert run.config["policy"]["seed"] == 7
+    run.export()
+    stored = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(run.module.state_dict()[name], value) for name, value in stored.items())
+    assert (tmp_path / "export" / "model.safetensors").exists()
+
+
+@provocation("`mode=validate checkpoint=FILE` without the policy's settings", "measures what the training measured")
+def test_a_validation_has_the_policy_and_lengths_of_the_training(trained, tmp_path):
+    best = f"checkpoint={trained}/checkpoints/last.ckpt"
+    run = grpo.compose("mode=validate", best, *TASK, run_dir=tmp_path)
+    metrics = run.validate()
+    known = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)["step"]["metrics"]
+    assert {name: value for name, value in metrics.items() if name.startswith("val/")} == {
+        name: value for name, value in known.items() if name.startswith("val/")
+    }
+    assert run.module.validated_at == 1
+    assert run.config["validation"]["max_new_tokens"] == 10
+    given = grpo.compose("mode=validate", best, *TASK, "rollout.max_new_tokens=5", run_dir=tmp_path)
+    assert given.config["validation"]["max_new_tokens"] == given.config["rollout"]["max_new_tokens"] == 5
+
+
+def test_the_last_checkpoint_of_the_directory_is_read_too(trained):
+    named = {"mode": "export", "checkpoint": "last", "run_dir": str(trained)}
+    assert recalled(named, (), nothing)["policy"]["hidden_size"] == 16
+    assert recalled(named | {"mode": "fit"}, (), nothing) == {}
+    assert recalled(named | {"run_dir": "/nonexistent"}, (), nothing) == {}
+
+
+def test_what_the_user_says_wins():
+    value = {"policy.path": "/moved/a", "policy.adapter.r": 4, "rollout.max_new_tokens": 7}.get
+    then = recorded(rollout={"max_new_tokens": 100}, validation={"max_new_tokens": 50}, loss={"kl_coef": 0.5})
+    words = ["policy.path=/moved/a", "++policy.adapter.r=4", "rollout.max_new_tokens=7"]
+    updates = own_settings(then, words, value)
+    assert updates["policy"] == LOADED | {"path": "/moved/a", "adapter": {"r": 4}}
+    assert LOADED["adapter"] == {"r": 8}
+    assert updates == {
+        "policy": updates["policy"],
+        "reference": then["reference"],
+        "validation.max_new_tokens": 50,
+        "loss.kl_coef": 0.5,
+    }
+    chosen = own_settings(then, ["policy=gpt2", "reference@reference=none"], nothing)
+    assert chosen == {}
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        pytest.param(
+            {"_target_": "grpo_lightning.policy.hf.HFPolicy", "model": {"_target_": "grpo_lightning.composition.part"}},
+            r"its policy was an object of a Python program; allowed is policy=NAME",
+            marks=provocation("`mode=export` of a checkpoint whose policy was a live object", "asks for `policy=NAME`"),
+        ),
+        pytest.param(
+            LOADED | {"path": "<redacted>"},
+            r"its policy.path is <redacted>; allowed is policy.path=… with the value",
+            marks=provocation("`mode=export` of a checkpoint with `policy.path` redacted", "asks for it"),
+        ),
+        pytest.param(
+            LOADED | {"trust_remote_code": True},
+            r"it was trained with policy.trust_remote_code=true, which only you can decide",
+            marks=provocation("a stranger's checkpoint that says `trust_remote_code: true`", "refused by its key"),
+        ),
+        pytest.param(
+            {"_target_": "os.system", "command": "true"},
+            r"its policy was built by os.system; allowed without policy=NAME",
+            marks=provocation("a stranger's checkpoint with the policy `_target_: os.system`", "refused"),
+        ),
+        pytest.param(
+            LOADED | {"adapter": {"_target_": "os.getcwd"}}, r"its policy was built by .*os.getcwd", id="inner"
+        ),
+        pytest.param(
+            LOADED | {"path": "${oc.env:HOME}"},
+            r"its policy.path is \$\{oc.env:HOME\}; allowed is policy.path=",
+            marks=provocation("a stranger's checkpoint with `path: ${oc.env:…}`", "refused by its key"),
+        ),
+    ],
+)
+def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    content = {"run": {"config": recorded(policy=policy)}, "step": {"completed": 1}}
+    torch.save(content, tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint=last: " + message):
+        grpo.compose("mode=export", "checkpoint=last", run_dir=tmp_path)
+    value = {"policy.trust_remote_code": True, "policy.path": "x"}.get
+    if "adapter" in policy and not isinstance(policy["adapter"].get("_target_"), str):
+        given = own_settings(recorded(policy=policy), ["policy.path=x", "policy.trust_remote_code=true"], value)
+        assert given["policy"] == policy | {"path": "x", "trust_remote_code": True}
+
+
+@provocation("`checkpoint=FILE` of a policy of another shape", "names the settings of the policy that differ")
+@pytest.mark.parametrize("mode", ["fit", "validate", "export"])
+def test_a_policy_of_another_shape_is_named_by_its_settings(mode, trained, tmp_path):
+    best = f"checkpoint={trained}/checkpoints/best.ckpt"
+    wide = [*SMALL, "policy.hidden_size=32", f"mode={mode}"]
+    run = grpo.compose(best, *wide, run_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"^checkpoint=.*best.ckpt: its policy has other settings: ") as error:
+        getattr(run, mode)()
+    assert "policy.hidden_size was 16 and is 32 (" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_of_the_first_version_are_understood():
+    """It had no version in its checkpoints, and the same names for what builds policies."""
+    now = composed()["policy"]
+    old = {key: value for key, value in now.items() if key != "share_prompts"}
+    assert own_settings(recorded(policy=old), [], nothing)["policy"] == old
+    assert own_settings({}, [], nothing) == {}
+
+
+@provocation("a run killed after its last step, before its export, then `checkpoint=last`", "exports, and ends")
+def test_a_run_killed_before_its_export_finishes(trained):
+    shutil.rmtree(trained / "export")
+    (trained / "summary.json").unlink()
+    small_run(trained, "policy.seed=7", "checkpoint=last")
+    assert (trained / "export" / "model.safetensors").exists()
+    assert json.loads((trained / "summary.json").read_text())["steps"] == 1

@@ -1,0 +1,78 @@
+import pytest
+
+from grpo_lightning.output import redaction
+from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words, remember, remember_words
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", set())
+    monkeypatch.setattr(redaction, "_keys", set())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("token", "hf_token", "HF_TOKEN", "api_key", "apikey", "api_keys", "secret", "client_secret", "password"),
+        *("private_key", "ssh_key", "access_key", "auth", "authorization", "credentials", "bearer", "tokens", "cookie"),
+    ],
+)
+def test_values_of_keys_that_name_secrets_are_hidden(key):
+    nested = {"logger": {key: "abc1"}, "listed": [{key: ["one1", "two2"]}], key: {"deep": {"er": "x"}}}
+    shown = redacted(nested)
+    assert shown["logger"][key] == HIDDEN
+    assert shown["listed"] == [{key: [HIDDEN, HIDDEN]}]
+    assert shown[key] == {"deep": {"er": HIDDEN}}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("max_new_tokens", "microbatch_tokens", "num_tokens", "tokenizer", "keyword", "keywords", "author", "monkey"),
+        *("checkpoint", "key", "path", "token_mean"),
+    ],
+)
+def test_other_keys_keep_their_values(key):
+    assert redacted({"a": {key: 7, "x": {key: "value"}}}) == {"a": {key: 7, "x": {key: "value"}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("hf_abcdefghijklmnopqrst", "sk-abcdefghijkl", "sk-proj-abc_def-ghi", "ghp_abcdefghijklmnopqrstuv"),
+        *("github_pat_11ABCDEFG0abcdefghijkl", "xoxb-123456789012-abc", "AKIAABCDEFGHIJKLMNOP"),
+        *("glpat-abcdefghijklmnopqrst", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSM"),
+    ],
+)
+def test_tokens_of_well_known_services_are_hidden_wherever_they_stand(text):
+    assert hide(f"a {text} b") == f"a {HIDDEN} b"
+    assert redacted({"listed": [f"--with={text}"]}) == {"listed": [f"--with={HIDDEN}"]}
+
+
+def test_passwords_in_addresses_and_private_keys_are_hidden():
+    assert hide("http://me:pass@host:80/x and http://host:80/") == f"http://{HIDDEN}@host:80/x and http://host:80/"
+    key = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----"
+    assert hide(f"<{key}>") == f"<{HIDDEN}>"
+
+
+def test_what_is_a_secret_in_the_settings_is_hidden_in_every_text():
+    remember({"a": {"auth": ["p1", "q12345"]}, "b": {"plain": "visible"}, "c": {"env": "from-outside"}}, keys=["c.env"])
+    assert hide("p1 q12345 visible from-outside") == f"p1 {HIDDEN} visible {HIDDEN}"
+    assert redacted({"c": {"env": 7}, "d": "x from-outside"}) == {"c": {"env": HIDDEN}, "d": f"x {HIDDEN}"}
+
+
+def test_a_reference_to_the_environment_is_no_secret():
+    assert redacted({"auth": "${oc.env:KEY}"}) == {"auth": "${oc.env:KEY}"}
+
+
+def test_overrides_lose_the_values_of_secret_keys():
+    words = ["+logger.api_key=abc", "steps=3", "++a.auth=[k1,k234]", "x=sk-abcdefghijkl", "~token"]
+    assert redacted_words(words) == [
+        f"+logger.api_key={HIDDEN}",
+        "steps=3",
+        f"++a.auth={HIDDEN}",
+        f"x={HIDDEN}",
+        "~token",
+    ]
+    remember_words(words)
+    assert hide("k234 k1") == f"{HIDDEN} k1"

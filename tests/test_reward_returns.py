@@ -1,0 +1,82 @@
+"""What a reward may return, and how it may end: the same in this process and in workers."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_lightning.reward import RewardError, Scoring, Weighted, score
+from grpo_lightning.reward.engine import pool
+from tests.support import rewards
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+
+WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_worker():
+    pool.configure(1)
+    yield
+    pool.configure(None)
+
+
+def scored(function, timeout, texts=("ab", "abcd")):
+    weighted = Weighted(function, 1.0, timeout=timeout, max_failed=0.0)
+    return score({"mine": weighted}, ["p"] * len(texts), texts, {})["mine"]
+
+
+@WHERE
+@pytest.mark.parametrize("kind", ["tensor", "tensors", "column", "array", "generator", "values"])
+@provocation("a reward that returns a tensor, an array or a generator", "its numbers count, with a timeout or without")
+def test_numbers_are_taken_however_they_are_packed(kind, timeout):
+    assert scored(getattr(rewards, f"as_{kind}"), timeout) == [0.5, 1.0]  # 2/4 and 4/4
+
+
+@WHERE
+def test_steps_are_taken_however_they_are_packed(timeout):
+    texts = ("ab", "abcd")
+    weighted = Weighted(rewards.as_steps, 1.0, timeout=timeout, max_failed=0.0)
+    scores = Scoring({"mine": weighted}, ["p", "p"], {}).finish(texts, None)
+    assert scores.values["mine"] == [((1, 0.25), (2, 0.5)), ((1, 0.25), (4, 0.5))]
+
+
+@WHERE
+@pytest.mark.parametrize("kind", ["table", "one_tensor"])
+def test_a_tensor_of_another_shape_is_refused(kind, timeout):
+    with pytest.raises(RewardError, match="reward 'mine'"):
+        scored(getattr(rewards, f"as_{kind}"), timeout)
+
+
+@WHERE
+def test_a_generator_that_raises_is_an_error_of_its_reward(timeout):
+    with pytest.raises(RewardError) as error:
+        scored(rewards.generator_that_raises, timeout)
+    assert "reward 'mine'" in str(error.value)
+    assert r"KeyError: '\x1b]0;title\x07 of the window'" in str(error.value)
+
+
+@WHERE
+@provocation("a reward that calls sys.exit(), with escape sequences", "a reward error with its name; escapes are shown")
+def test_a_reward_cannot_end_the_program(timeout):
+    with pytest.raises(RewardError) as error:
+        scored(rewards.exits, timeout)
+    assert "reward 'mine'" in str(error.value)
+    assert r"SystemExit: \x1b[2Jno more rewards" in str(error.value)
+    assert "\x1b" not in str(error.value)
+
+
+def test_the_row_at_which_a_reward_exits_is_named():
+    with pytest.raises(RewardError, match="row 1 raises SystemExit: None, completion 'bad'"):
+        scored(rewards.exits_at, None, ("ab", "bad"))
+
+
+def test_the_trainer_needs_no_torch_to_read_scores():
+    code = """if __name__ == "__main__":
+        import sys
+        from grpo_lightning.reward import Weighted, score
+        from tests.support import rewards
+        weighted = Weighted(rewards.as_tensor, 1.0, timeout=60.0, max_failed=0.0)
+        print(score({"mine": weighted}, ["p"], ["abcd"], {}), "torch" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "{'mine': [1.0]} False\n", done.stderr

@@ -1,0 +1,252 @@
+"""A model directory or a data set of a stranger runs no code: what tries to is refused, or does nothing."""
+
+import json
+import os
+import pickle
+import tarfile
+from io import BytesIO
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from grpo_lightning.data.hub import Hub
+from grpo_lightning.data.jsonl import JsonLines
+from grpo_lightning.policy import hf
+from grpo_lightning.reward.model import RewardModel
+from tests.support.checkpoints import write_checkpoint, write_reward_model
+from tests.support.provocations import provocation
+
+PLAIN = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False, "quantization": None}
+PLAIN |= {"gradient_checkpointing": False, "adapter": None, "system_prompt": None, "plain_text": False}
+PLAIN |= {"template_kwargs": None, "share_prompts": True}
+REFUSED_CODE = r"it comes with code of its own; allowed is policy.trust_remote_code=true, if you have read that code"
+A_PICKLE = r"its weights are a pickle that holds more than tensors, and could run code when it is read; allowed are"
+
+
+class Payload:
+    """What makes the file at its path when a pickle of it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """The file that a payload makes; the test fails where there is one at its end."""
+    mark = tmp_path / "ran"
+    yield mark
+    assert not mark.exists()
+
+
+@pytest.fixture
+def model(tmp_path, ran):
+    """A whole model, and beside it the code that its files may name."""
+    directory = write_checkpoint(tmp_path / "model", "llama", chat=True)
+    code = (
+        f"import os\nos.system('touch {ran}')\n"
+        "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Words\n"
+        "def generate(*_, **__): pass\n"
+    )
+    for place in (directory, directory / "custom_generate"):
+        place.mkdir(exist_ok=True)
+        for name in ("evil.py", "generate.py", "modeling_llama.py", "__init__.py"):
+            (place / name).write_text(code)
+    return directory
+
+
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def of_pickle(directory, payload, name, *, raw):
+    (directory / "model.safetensors").unlink()
+    if raw:
+        (directory / name).write_bytes(pickle.dumps(payload))
+    else:
+        torch.save({"model.embed_tokens.weight": payload}, directory / name)
+
+
+@provocation("a model directory whose `pytorch_model.bin` is a pickle that runs a command", "refused in one sentence")
+@pytest.mark.parametrize("raw", [True, False], ids=["pickle", "torch"])
+def test_weights_are_tensors(raw, model, ran):
+    of_pickle(model, Payload(ran), "pytorch_model.bin", raw=raw)
+    with pytest.raises(ValueError, match=r"^policy.path='.*model': " + A_PICKLE):
+        hf.load(str(model), **PLAIN)
+
+
+def test_weights_outside_the_directory_are_tensors_too(model, tmp_path, ran):
+    of_pickle(model, Payload(ran), "../elsewhere.bin", raw=False)
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "../elsewhere.bin"}}
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=A_PICKLE):
+        hf.load(str(model), **PLAIN)
+
+
+AUTO = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+@provocation(
+    "`auto_map` in `config.json` or `tokenizer_config.json`", "not run without `policy.trust_remote_code=true`"
+)
+@pytest.mark.parametrize(
+    "file, values",
+    [
+        ("config.json", {"model_type": "evil", "auto_map": AUTO}),
+        ("tokenizer_config.json", {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "evil.Words"]}}),
+    ],
+)
+def test_code_of_a_model_does_not_run_unless_asked_for(file, values, model, ran):
+    edit(model / file, **values)
+    with pytest.raises(ValueError, match=rf"^policy.path='.*model': {REFUSED_CODE}"):
+        hf.load(str(model), **PLAIN)
+
+
+@pytest.mark.parametrize(
+    "file, values",
+    [
+        ("config.json", {"auto_map": AUTO}),  # of a type that transformers knows
+        ("config.json", {"attn_implementation": "stranger/kernel", "use_kernels": True}),
+        ("config.json", {"kernel_config": {"kernel_mapping": {"RMSNorm": "stranger/kernel:RMSNorm"}}}),
+        ("generation_config.json", {"custom_generate": "custom_generate"}),
+        ("tokenizer_config.json", {"tokenizer_class": "os.system"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoProcessor": "evil.Words"}}),
+    ],
+)
+def test_what_could_name_code_does_nothing(file, values, model, ran):
+    edit(model / file, **values)
+    for name in ("training_args.bin", "optimizer.pt", "adapter_model.bin"):
+        (model / name).write_bytes(pickle.dumps(Payload(ran)))
+    assert hf.load(str(model), **PLAIN).render("hi").startswith("<|im_start|>user\nhi")
+
+
+@provocation("a model directory with a pickled `adapter_model.bin`", "refused in one sentence")
+def test_an_adapter_is_tensors(model, ran):
+    lora = {"peft_type": "LORA", "r": 4, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    parent = {"auto_mapping": {"base_model_class": "Model", "parent_library": "evil"}}
+    (model / "adapter_config.json").write_text(json.dumps(lora | parent | {"base_model_name_or_path": str(model)}))
+    torch.save({"a": Payload(ran)}, model / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"^policy.path='.*model': neither a directory with a model"):
+        hf.load(str(model), **PLAIN)
+
+
+@provocation("`policy.attn_implementation=stranger/kernel`, code of the hub", "refused without `trust_remote_code`")
+def test_kernels_of_the_hub_are_code(model, tmp_path, ran):
+    with pytest.raises(ValueError, match=r"^policy.attn_implementation=stranger/kernel: a kernel of the hub"):
+        hf.load(str(model), **PLAIN | {"attn_implementation": "stranger/kernel"})
+    rewarding = write_reward_model(tmp_path / "reward", "llama", chat=True)
+    edit(rewarding / "config.json", attn_implementation="kernels-community/flash-attn2")
+    with pytest.raises(ValueError, match=r"^reward.model.function.path='.*reward': attn_implementation=kernels-comm"):
+        reward_model(rewarding)(["hi"], ["there"])
+
+
+def reward_model(path):
+    sizes = {"batch_tokens": 99, "max_length": 99, "label": 0}
+    return RewardModel(
+        path=str(path), dtype="float32", device=None, quantization=None, trust_remote_code=False, **sizes
+    )
+
+
+@provocation("a reward model whose weights are a pickle that runs a command", "refused in one sentence")
+def test_a_reward_model_is_tensors(tmp_path, ran):
+    directory = write_reward_model(tmp_path / "reward", "llama", chat=True)
+    of_pickle(directory, Payload(ran), "pytorch_model.bin", raw=False)
+    with pytest.raises(ValueError, match=r"^reward.model.function.path='.*reward': " + A_PICKLE):
+        reward_model(directory)(["hi"], ["there"])
+
+
+@provocation("a chat template that reaches for Python's own attributes", "Jinja's sandbox refuses it")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ lipsum.__globals__['os'].system('touch RAN') }}",
+        "{{ cycler.__init__.__globals__.os.system('touch RAN') }}",
+        "{{ strftime_now.__globals__['__builtins__']['__import__']('os').system('touch RAN') }}",
+        "{{ raise_exception.__globals__['__builtins__']['__import__']('os').system('touch RAN') }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
+        "{% for message in messages %}{{ message.update({'role': 'system'}) }}{% endfor %}",
+        "{{ (messages | map(attribute='__class__') | first).__mro__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_only_makes_text(template, model, ran):
+    (model / "chat_template.jinja").write_text(template.replace("RAN", str(ran)))
+    policy = hf.load(str(model), **PLAIN)
+    with pytest.raises(Exception, match=r"unsafe|undefined|no loader") as error:
+        policy.render("hi")
+    assert type(error.value).__name__ in ("SecurityError", "UndefinedError", "TypeError")
+
+
+def a_script(place, ran):
+    (place / f"{place.name}.py").write_text(f"import os\nos.system('touch {ran}')\n")
+    (place / "data.jsonl").write_text('{"prompt": "a"}\n')
+
+
+def a_card(place, ran):
+    (place / "data.jsonl").write_text('{"prompt": "a"}\n')
+    dtype = f"!!python/object/apply:os.system ['touch {ran}']"
+    (place / "README.md").write_text(f"---\ndataset_info:\n  features:\n  - name: prompt\n    dtype: {dtype}\n---\n")
+
+
+def an_archive(place, ran):
+    with tarfile.open(place / "train-0.tar", "w") as archive:
+        for ending in ("txt", "pyd", "pickle", "pth", "npy"):
+            content = pickle.dumps(Payload(ran))
+            member = tarfile.TarInfo(f"0001.{ending}")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+
+
+def a_saved_set(place, ran):
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(place)
+    edit(place / "dataset_info.json", features={"prompt": {"_type": "os.system", "dtype": f"touch {ran}"}})
+
+
+def pickles(place, ran):
+    for name in ("train.pkl", "train.pickle", "train.pt"):
+        (place / name).write_bytes(pickle.dumps(Payload(ran)))
+    np.save(place / "train.npy", np.array([Payload(ran)], dtype=object), allow_pickle=True)
+
+
+@provocation("a data set with a loading script, pickles, YAML tags or types of its own", "refused in one sentence")
+@pytest.mark.parametrize("fill", [a_script, a_card, an_archive, a_saved_set, pickles])
+def test_a_data_set_runs_nothing(fill, tmp_path, ran):
+    place = tmp_path / "data"
+    place.mkdir()
+    fill(place, ran)
+    with pytest.raises(ValueError, match=r"^data.path='.*data', data.split='train': ") as error:
+        Hub(str(place), "train")
+    assert "\n" not in str(error.value)
+
+
+@provocation(
+    "a parquet or arrow file with a pickled extension type", "its bytes are a column; nothing is read from them"
+)
+def test_types_of_a_table_run_nothing(tmp_path, ran):
+    content = pickle.dumps(Payload(ran))
+    own = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": content}
+    schema = pa.schema([("prompt", pa.string()), pa.field("odd", pa.binary(), metadata=own)])
+    table = pa.table({"prompt": ["a", "b"], "odd": [content, content]}, schema=schema)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        stream.write_table(table)
+    for rows in (
+        JsonLines(str(tmp_path / "a.parquet")),
+        Hub(str(tmp_path / "a.parquet"), "train"),
+        Hub(str(tmp_path / "a.arrow"), "train"),
+    ):
+        assert rows[1] == ("b", {"odd": content})
+
+
+def test_columns_with_names_of_pythons_own_are_data(tmp_path, ran):
+    row = {"prompt": "a", "_target_": "os.system", "__class__": "x", "__reduce__": f"touch {ran}", "py/reduce": [1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert JsonLines(str(tmp_path / "a.jsonl"))[0] == ("a", {k: v for k, v in row.items() if k != "prompt"})

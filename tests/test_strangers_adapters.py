@@ -1,0 +1,93 @@
+"""An adapter of a stranger imports no module that it names."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from grpo_lightning.policy import hf
+from grpo_lightning.settings.targets import adapter_problems
+from tests.support.checkpoints import write_checkpoint, write_reward_model
+from tests.support.provocations import provocation
+from tests.test_strangers import PLAIN, edit, reward_model
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+EVIL = {"megatron_config": {"a": 1}, "megatron_core": "megatron.evil"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, in which Python finds a package of the model directory's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    imported = [name for name in sys.modules if name.split(".")[0] == "megatron"]
+    for name in imported:
+        del sys.modules[name]
+    assert not imported
+    assert not (tmp_path / "ran").exists()
+
+
+def with_adapter(directory, **settings):
+    """An adapter as peft writes it beside whole weights, with other settings."""
+    if not (directory / "base").exists():
+        shutil.copytree(directory, directory / "base")
+    model = AutoModelForCausalLM.from_pretrained(directory / "base")
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA)).save_pretrained(directory)
+    assert json.loads((directory / "adapter_config.json").read_text())["megatron_core"] == "megatron.core"
+    edit(directory / "adapter_config.json", **settings)
+    (directory / "evil.py").write_text("open('ran', 'w').close()\n")
+    return directory
+
+
+@provocation(
+    "a model directory whose `adapter_config.json` names a module with `megatron_core`", "refused in one sentence"
+)
+@pytest.mark.parametrize("settings", [EVIL, {"megatron_config": {}}, {"megatron_core": "evil"}])
+def test_the_adapter_of_a_model_names_no_module(settings, here):
+    directory = with_adapter(write_checkpoint(here / "megatron", "llama", chat=True), **settings)
+    with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.megatron_co.*: would import a") as e:
+        hf.load(str(directory), **PLAIN)
+    assert "\n" not in str(e.value)
+
+
+@provocation("a reward model's directory with such an adapter", "refused in one sentence")
+def test_the_adapter_of_a_reward_model_names_no_module(here):
+    directory = write_reward_model(here / "megatron", "llama", chat=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | LORA | EVIL))
+    torch.save({}, directory / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"^reward.model.function.path='.*': adapter_config.json.megatron_config: wo"):
+        reward_model(directory)(["hi"], ["there"])
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '"megatron_core"'])
+def test_settings_of_an_adapter_are_a_mapping(content, here):
+    directory = write_checkpoint(here / "model", "llama", chat=True)
+    (directory / "adapter_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^policy.path='.*'"):
+        hf.load(str(directory), **PLAIN)
+
+
+def test_an_adapter_as_peft_writes_it_is_loaded(here):
+    directory = with_adapter(write_checkpoint(here / "model", "llama", chat=True))
+    policy = hf.load(str(directory), **PLAIN)
+    assert any("lora" in name for name, _ in policy.model.named_parameters())
+
+
+@provocation(
+    "`policy.adapter={megatron_config: …, megatron_core: megatron.evil}`, also in a checkpoint's own settings",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", EVIL)
+def test_settings_of_an_adapter_name_no_module(name, here):
+    directory = write_checkpoint(here / "megatron", "llama", chat=True)
+    adapter = LORA | {name: EVIL[name]}
+    with pytest.raises(ValueError, match=rf"^policy.adapter.{name}: would import a module"):
+        hf.load(str(directory), **PLAIN | {"adapter": adapter})
+    assert list(adapter_problems({"adapter": adapter})) == [
+        f"policy.adapter.{name}: unknown; no adapter may name a module that peft would import"
+    ]

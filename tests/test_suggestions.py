@@ -1,0 +1,157 @@
+"""What is said to somebody who mistyped a key or a choice, or used another project's name for it."""
+
+import re
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_lightning.settings.contradictions import lookup
+from grpo_lightning.settings.names import SAME, SIMILAR, translated
+from grpo_lightning.settings.suggestions import explain, known_keys, nearest, nearest_key
+from grpo_lightning.settings.values import RULES
+from tests.support.composed import CONF, ROOT, composed
+from tests.support.provocations import provocation
+
+NEAREST = "one sentence that names the nearest"
+OURS = "answered with this project's name"
+SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+
+
+def explained(override: str) -> str:
+    with pytest.raises((HydraException, OmegaConfBaseException)) as error:
+        composed(override)
+    return explain(error.value, CONF)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param(override, message, id=override, marks=provocation(override, what))
+        for what, override, message in [
+            (NEAREST, "reward=[accuracy,formt]", "reward=[…,formt]: allowed is one of accuracy, cosine_length,"),
+            (NEAREST, "algorithm=gpro", "algorithm=gpro: allowed is one of cispo, dapo, dr_grpo,"),
+            (NEAREST, "stepps=3", "stepps=3: unknown; the nearest is steps=3"),
+            (NEAREST, "algoritm=dapo", "algoritm=dapo: unknown; the nearest is algorithm=dapo, a part"),
+            (NEAREST, "rollout.groupsize=3", "rollout.groupsize=3: unknown; the nearest is rollout.group_size=3"),
+            (NEAREST, "reward.accuracy.wieght=2", "unknown; the nearest is reward.accuracy.weight=2"),
+            (NEAREST, "lr=3e-5", "lr=3e-5: unknown; the nearest is optimizer.lr=3e-5"),
+            (NEAREST, "~stepss", "~stepss: there is no such setting; the nearest is ~steps"),
+            (NEAREST, "hydra.run.dri=x", "hydra.run.dri=x: unknown; the nearest is hydra.run.dir=x"),
+            (
+                OURS,
+                "num_generations=8",
+                "num_generations=8: allowed here is rollout.group_size=8, as this project calls",
+            ),
+            (OURS, "beta=0.1", "beta=0.1: allowed here is loss.kl_coef=0.1, as this project calls it"),
+            (OURS, "learning_rate=1e-5", "learning_rate=1e-5: allowed here is optimizer.lr=1e-5, as this project"),
+            (OURS, "max_completion_length=64", "allowed here is rollout.max_new_tokens=64, as this project calls it"),
+            (OURS, "rollout.max_completion_length=64", "allowed here is rollout.max_new_tokens=64, as this project"),
+            (OURS, "per_device_train_batch_size=8", "allowed here is data.prompts_per_step for a rollout, module.mini"),
+            (OURS, "actor_rollout_ref.rollout.n=8", "allowed here is rollout.group_size=8, as this project calls it"),
+            (OURS, "data.train_batch_size=8", "allowed here is data.prompts_per_step=8, as this project calls it"),
+            (
+                "one sentence",
+                "reward.exact.weight=1",
+                "the reward exact is not chosen; allowed is reward=[…,exact] with",
+            ),
+            (
+                "one sentence",
+                "policy=Qwen/Qwen3-0.6B",
+                "allowed is policy=hf policy.path=Qwen/Qwen3-0.6B for a model of",
+            ),
+            ("one sentence", "policy=hf", "policy.path: a value is missing; allowed is policy.path=VALUE"),
+            (
+                "one sentence",
+                "+loss.kl_coef=1",
+                "+loss.kl_coef: it is there already; allowed is loss.kl_coef=VALUE, wit",
+            ),
+            ("one sentence", "+policy=hf", "+policy: one is chosen already; allowed is policy=NAME, without the plus"),
+            (
+                "one sentence",
+                "reward=accuracy,format",
+                "allowed is reward=[accuracy,format] for several together, or -m",
+            ),
+            ("one sentence", "steps", "steps: allowed is KEY=VALUE"),
+            ("one sentence", "--lr=3", "--lr=3: allowed is lr=3, without dashes"),
+            ("one sentence", "reward.format.only_if=format > 0", "allowed with spaces, commas, brackets, quotes or ="),
+            ("one sentence", "steps=${nope}", "data.steps: Interpolation key 'nope' not found"),
+            (
+                "one sentence",
+                "a=1",
+                "a=1: unknown; allowed are the keys that `python train.py --cfg job` prints, and +a",
+            ),
+            ("one sentence", "hydra.sweeper.params=x", "override hydra.sweeper.params=x; Cannot assign str to Dict"),
+        ]
+    ],
+)
+def test_an_override_that_cannot_be_applied_is_explained(override, message):
+    said = explained(override)
+    assert message in said
+    assert "\n" not in said
+    assert "hydra.cc" not in said
+    assert "Traceback" not in said
+
+
+def test_the_nearest_choice_is_at_the_end():
+    assert explained("reward=[accuracy,formt]").endswith("; the nearest is format")
+    assert explained("algorithm=gpro").endswith("; the nearest is grpo")
+    assert explained("trainer=quantum").endswith("auto, cpu, ddp, fsdp, gpu")
+
+
+def test_control_characters_of_an_override_stay_in_it():
+    said = explained("trainer='\x1b[2Jx'")
+    assert "\x1b" not in said
+    assert "\\x1b[2Jx" in said
+
+
+def test_keys_are_those_of_the_files_unless_they_are_given():
+    known = known_keys(CONF)
+    assert {key for key in RULES if lookup(composed(), key) is not KeyError} <= known
+    assert {"reward.pattern.function.expression", "callbacks.reference.alpha", "rollout.downsample.size"} <= known
+    assert not {key for key in known if key.startswith(("hydra", "defaults")) or "_target_" in key}
+    with pytest.raises(HydraException) as error:
+        composed("my.own.kee=3")
+    assert explain(error.value, CONF, ["my.own.key"]) == "my.own.kee=3: unknown; the nearest is my.own.key=3"
+
+
+def test_the_nearest_word():
+    assert nearest("gpro", ["gspo", "grpo"]) == "grpo"  # the same letters
+    assert nearest("xyz", ["gspo", "grpo"]) is None
+    assert nearest_key("loss.kl_coeff", {"loss.kl_coef", "module.kl_coeff"}) == "loss.kl_coef"  # beside it first
+    assert nearest_key("kl_coeff", {"loss.kl_coef", "steps"}) == "loss.kl_coef"
+    assert nearest_key("policy.tiny", {"policy.dtype"}) is None
+
+
+def cells(number: int) -> list[str]:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+    return [row[number] for row in rows if len(row) == 3]
+
+
+VALUES = {
+    *("grpo", "dapo", "dr_grpo", "k1", "k2", "k3", "k3_weighted", "kl", "mse", "low_var_kl", "seq-mean-token-mean"),
+    *("token-mean", "seq-mean-token-sum-norm", "constant_with_warmup", "linear", "cosine", "constant", "gdpo", "rloo"),
+    *("devices", "GRPOTrainer", "RLOOTrainer"),
+}
+"""Words of the page that are no names of settings."""
+SHORTENED = {"top_p", "top_k", "name", "clip_ratio_high", "adv_estimator", "dual_clip"}
+"""Names behind others whose beginning they share."""
+EQUAL = {"rollout.temperature", "data.max_prompt_length"}
+"""Names that are those of this project."""
+
+
+def test_names_of_others_are_those_of_the_page():
+    words = {word for cell in cells(1) + cells(2) for word in re.findall(r"`([^`]+)`", cell)}
+    names = {part.split("=")[0] for word in words for part in re.split(r" \W ", word)} - VALUES - SHORTENED - EQUAL
+    assert [name for name in sorted(names) if not translated(name)] == []
+    assert len(names) > 60
+
+
+def test_what_others_are_told_to_use_exists():
+    for theirs, key in SAME.items():
+        assert key in known_keys(CONF), theirs
+        assert f"`{key}`" in SETTINGS or key == "loss.surrogate.dual_clip", theirs
+    assert not SAME.keys() & SIMILAR.keys()
+    assert translated("num_generations") == "allowed here is rollout.group_size, as this project calls it"
+    assert translated("no_such_setting") is None

@@ -1,0 +1,210 @@
+"""Settings name code, so what they may name is settled before anything is imported for it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_lightning.settings import ConfigError, check, trust
+from tests.support.composed import CONF, composed
+from tests.support.provocations import provocation
+
+REFUSED = "is refused by its key before anything is imported for it"
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A directory of the user's with a module, which is the directory of the start."""
+    monkeypatch.setattr(trust, "START", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "trust_mine.py").write_text(
+        "import os\nfrom functools import lru_cache, partial\nfrom os import system\n"
+        "from hydra.utils import get_class\n"
+        "NUMBER = 1\n\n\ndef ok(completions):\n    return [1.0]\n\n\nkept = lru_cache(ok)\nbound = partial(ok)\n\n\n"
+        "class Made:\n    @classmethod\n    def of(cls):\n        return cls()\n"
+    )
+    yield "trust_mine"
+    sys.modules.pop("trust_mine", None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.system", "builtins.eval", "subprocess.Popen", "pickle.loads", "runpy.run_path", "numpy.load"),
+        *("sympy.sympify", "torch.load", "torch.hub.load", "torch.os.system", "torch.utils.collect_env.run"),
+        *("torch.utils.cpp_extension.load", "torch.nn.Linear", "torch.jit.load"),
+        *("transformers.pipeline", "transformers.AutoModel.from_pretrained", "transformers.utils.hub.os.system"),
+        *("lightning.pytorch.cli.LightningCLI", "lightning.fabric.utilities.cloud_io._load", "lightning.app.x"),
+        *("lightning.pytorch.loggers.CometLogger", "datasets.load_dataset", "hydra.utils.instantiate"),
+        *("hydra._internal.utils._locate", "peft.PeftModel.from_pretrained", "bitsandbytes.nn.Linear4bit"),
+        *("grpo_lightning.reward.engine.pool._run", "grpo_lightning.reward.engine.pool.submit"),
+        *("grpo_lightning.run.Run", "grpo_lightning.report.main", "grpo_lightning.checkpoint.io.read"),
+        *("grpo_lightning.loss.__builtins__.eval", "grpo_lightning.callbacks.export.export", "grpo_lightning.allowed"),
+        *(
+            "__main__.f",
+            "grpo_lightning.composition.main",
+            "torch.optim..x",
+            "a b.c",
+            "grpo_lightning.policy.loading.resolve",
+            "torch.optim.__init__",
+        ),
+    ],
+)
+def test_what_could_run_code_may_not_be_named(name):
+    assert not trust.may_name(name)
+    with pytest.raises(ValueError, match="allowed are parts of this package"):
+        trust.resolved(name)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=provocation(f"`{key}={{_target_: numpy.load, file: x.npy, …}}`", REFUSED))
+        for key in (
+            *("reward.format.function.loss", "reward.format.function.trainer", "module.schedule", "loss.kl"),
+            *("policy.adapter.x", "callbacks.mine", "anything", "data.task_config.deep.deeper"),
+        )
+    ],
+)
+def test_every_target_is_checked_wherever_it_stands(key, tmp_path):
+    config = composed()
+    *above, last = key.split(".")
+    node = config
+    for name in above:
+        node = node[name] if isinstance(node.get(name), dict) else node.setdefault(name, {}) or node
+    node[last] = [{"listed": {"_target_": "numpy.load", "file": "x.npy", "allow_pickle": True}}]
+    with pytest.raises(ConfigError, match=r"_target_=numpy\.load: allowed are parts of this package"):
+        check(config)
+
+
+def test_every_target_of_the_settings_files_may_be_named_and_is_found():
+    found = set()
+    for path in CONF.rglob("*.yaml"):
+        node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        found |= {name for _, name in trust.targets(node)}
+    found = {name for name in found if name != "???" and "$" not in name}
+    assert len(found) > 70
+    for name in found:
+        assert callable(trust.resolved(name)), name
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("torch.optim.AdamW.step", "this is a method"),
+        ("torch.optim.sgd.sgd", "is defined in torch.optim"),
+        ("grpo_lightning.data.jsonl.json.load", "leads to the module json"),
+        ("grpo_lightning.reward.verifier.pool.Pending", "is defined in grpo_lightning.reward.engine.pool"),
+        ("grpo_lightning.data.hub.local_or_hub", "is defined in grpo_lightning.allowed"),
+        ("grpo_lightning.checkpoint.io.AtomicCheckpointIO.remove_checkpoint", "this is a method"),
+        ("grpo_lightning.callbacks.checkpoint.RunCheckpoint.on_train_end", "this is a method"),
+        ("grpo_lightning.rollout.collector.dataclass", "is defined in dataclasses"),
+        ("grpo_lightning.callbacks.samples.TensorBoardLogger", "is defined in lightning"),
+        ("lightning.pytorch.callbacks.lambda_function.Callable", "allowed"),
+    ],
+)
+def test_what_an_allowed_path_leads_to_counts(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        trust.resolved(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("torch.optim.SGD", "torch.optim.adamw.AdamW", "bitsandbytes.optim.AdamW8bit", "transformers.Adafactor"),
+        *("lightning.pytorch.callbacks.EarlyStopping", "lightning.pytorch.loggers.WandbLogger"),
+        *("lightning.pytorch.strategies.DDPStrategy", "lightning.pytorch.profilers.SimpleProfiler"),
+        *("lightning.pytorch.plugins.environments.SLURMEnvironment", "grpo_lightning.reward.model.RewardModel.of"),
+    ],
+)
+def test_what_users_need_may_be_named(name):
+    assert callable(trust.resolved(name))
+
+
+@pytest.mark.parametrize("name", ["ok", "kept", "bound", "Made", "Made.of", "get_class"])
+def test_what_a_file_of_the_user_has_may_be_named(name, mine):
+    assert callable(trust.resolved(f"{mine}.{name}"))
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("os.system", "leads to the module os"),
+        ("os", "this is the module os"),
+        ("system", "is defined in posix"),
+        ("lru_cache", "is defined in functools"),
+        ("NUMBER", "this is a value of type int"),
+    ],
+)
+def test_what_a_file_of_the_user_only_imports_from_python_may_not(name, reason, mine):
+    with pytest.raises(ValueError, match=reason):
+        trust.resolved(f"{mine}.{name}")
+
+
+def test_a_file_is_not_imported_to_be_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(trust, "START", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "trust_breaks.py").write_text("raise RuntimeError('imported')\n")
+    assert trust.may_name("trust_breaks.reward")
+
+
+@provocation("starting in `/`, with a `_target_` of Python's library or of an installed package", REFUSED)
+@pytest.mark.parametrize("place", [Path("/"), Path(sys.prefix), Path(sys.base_prefix).parent])
+def test_python_and_its_packages_are_no_files_of_the_user_wherever_one_starts(place, monkeypatch):
+    monkeypatch.setattr(trust, "START", place.resolve())
+    for name in ("json.load", "shutil.rmtree", "numpy.load", "regex.compile", "pip.main", "site.main"):
+        assert not trust.may_name(name), name
+
+
+def test_below_the_prefix_of_python_ones_own_files_count(tmp_path, monkeypatch):
+    """As in a container whose Python is in /usr, and whose programs are in /usr/src."""
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    trust._installed.cache_clear()
+    place = tmp_path / "src" / "app"
+    place.mkdir(parents=True)
+    (place / "trust_app.py").write_text("")
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setattr(trust, "START", place.resolve())
+    try:
+        assert trust.may_name("trust_app.f")
+    finally:
+        monkeypatch.undo()
+        trust._installed.cache_clear()
+
+
+def test_a_trusted_package_may_be_named_but_leads_nowhere_else():
+    assert not trust.may_name("jsonschema.validate")
+    assert trust.resolved("jsonschema.validate", ["jsonschema"]).__module__ == "jsonschema.validators"
+    with pytest.raises(ValueError, match="leads to the module"):
+        trust.resolved("jsonschema.validators.json.loads", ["jsonschema"])
+    check(composed("trusted=[jsonschema]"))
+
+
+@pytest.mark.parametrize("given", ["[os]", "[torch.os]", "[3]", "jsonschema", "[builtins]"])
+def test_trust_is_in_packages_by_name_outside_the_standard_library(given):
+    with pytest.raises(ConfigError, match=r"trusted=.*: allowed"):
+        check(composed(f"trusted={given}"))
+
+
+@provocation("`pkg://PACKAGE/…` as any value, which would import the package", REFUSED)
+@pytest.mark.parametrize("key", ["policy.path", "reference.path", "reward.model.function.path", "+any.where"])
+def test_what_is_in_packages_needs_trust(key):
+    words = ["reward=[format,model]", "reference=another_model", "reference.path=x/y", "reward.model.function.path=x/y"]
+    with pytest.raises(ConfigError, match=r"=pkg://antigravity/x: allowed are weights in this package"):
+        check(composed(*words, f"{key}=pkg://antigravity/x"))
+
+
+@provocation("a `_target_` of `tests` or `benchmarks` in a checkout of this project", REFUSED)
+@pytest.mark.parametrize("name", ["benchmarks.process.Worker", "tests.test_attacks.start", "train.main"])
+def test_the_projects_own_helpers_are_no_files_of_the_user(name):
+    assert not trust.may_name(name)
+    assert trust.may_name(name, [name.partition(".")[0]])
+
+
+@provocation("binary values, which a pickle could be in", REFUSED)
+def test_binary_values_are_refused():
+    config = composed()
+    config["reward"]["format"]["function"]["x"] = [b"pickled"]
+    with pytest.raises(ConfigError, match=r"reward\.format\.function\.x\.0: allowed are texts"):
+        check(config)

@@ -1,0 +1,130 @@
+"""What a run says while it trains: that nothing is learned, that weights are damaged, and which settings changed."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_lightning.callbacks.standstill import Standstill
+from grpo_lightning.checkpoint.changes import told
+from tests.support.composed import composed
+from tests.support.provocations import provocation
+from tests.support.running import small_module, small_run
+
+TEACHING = {"advantage/std": 0.9, "advantage/mean": 1e-9, "reward/total": 0.5, "optim/grad_norm": 0.1}
+EQUAL = {"advantage/std": 0.0, "advantage/mean": 0.0, "reward/std": 6e-8, "reward/total": 0.6, "optim/grad_norm": 0.02}
+FLAT = TEACHING | {"optim/grad_norm": 0.0}
+
+
+def warnings(caplog, name="standstill"):
+    return [record.getMessage() for record in caplog.records if record.name.endswith(name)]
+
+
+def follow(rollouts, *, first=True):
+    callback = Standstill(rollouts=3)
+    for number, metrics in enumerate(rollouts, 1):
+        module = SimpleNamespace(metrics=metrics, completed_steps=number)
+        callback.on_train_batch_end(SimpleNamespace(is_global_zero=first), module)
+
+
+@provocation("a reward that gives every completion the same number", "after 10 rollouts one warning, with what to try")
+def test_constant_rewards_are_said_once(tmp_path, caplog):
+    constant = "reward.custom.function._target_=tests.support.rewards.same"
+    small_run(tmp_path, constant, "reward=[custom]", "steps=7", "callbacks.standstill.rollouts=3", "validation.every=7")
+    (said,) = warnings(caplog)
+    assert said.startswith("step 3: in each of the last 3 rollouts all completions of a prompt had the same reward (")
+    for remedy in ("reward/total is 1)", "finer differences", "easier or harder prompts", "rollout.temperature"):
+        assert remedy in said
+
+
+@pytest.mark.parametrize(
+    "rollouts, expected",
+    [
+        ([EQUAL, EQUAL], None),
+        ([EQUAL, EQUAL, TEACHING, EQUAL, EQUAL], None),
+        ([EQUAL, EQUAL, TEACHING, EQUAL, EQUAL, EQUAL, TEACHING, EQUAL, EQUAL, EQUAL], "step 6: in each of the last 3"),
+        ([EQUAL | {"optim/grad_norm": 0.0}] * 4, "step 3: in each of the last 3 rollouts all completions"),
+        ([FLAT, FLAT, TEACHING, FLAT, FLAT], None),
+        ([FLAT, FLAT, EQUAL | {"optim/grad_norm": 0.0}, FLAT, FLAT], None),
+        ([FLAT] * 8, "step 3: the gradient was exactly 0 in each of the last 3 rollouts although rewards differ"),
+        ([{"optim/grad_norm": 0.3}] * 5, None),  # supervised training has no rewards
+        ([EQUAL | {"advantage/mean": 0.1}] * 5, None),  # the same for all, and yet it teaches
+        ([EQUAL | {"reward/std": 0.1}] * 5, None),  # the tokens that would teach are masked
+    ],
+)
+def test_a_rollout_with_a_difference_starts_the_count_anew(rollouts, expected, caplog):
+    follow(rollouts)
+    said = warnings(caplog)
+    assert len(said) == (expected is not None)
+    if expected:
+        assert said[0].startswith(expected)
+
+
+def test_only_the_first_process_speaks(caplog):
+    follow([EQUAL] * 5, first=False)
+    assert not warnings(caplog)
+
+
+def test_a_count_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"callbacks.standstill.rollouts=0: allowed is an integer >= 1"):
+        Standstill(rollouts=0)
+
+
+@provocation(
+    "`rollout.mask_truncated=true` where every completion is cut", "after 10 rollouts one warning, with where to look"
+)
+def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
+    still = ["rollout.mask_truncated=true", "rollout.max_new_tokens=8", "rollout.stop=[]", "loss.kl_coef=0"]
+    small_run(tmp_path, *still, "steps=5", "callbacks.standstill.rollouts=2", "validation.every=5")
+    (said,) = warnings(caplog)
+    assert said.startswith("step 2: the gradient was exactly 0 in each of the last 2 rollouts although rewards differ")
+
+
+@provocation("`optimizer.lr=1e30`: the weights become NaN", "the step is named, with the settings to lower")
+def test_damaged_weights_name_the_step_and_what_to_try(tmp_path):
+    with pytest.raises(FloatingPointError, match="logits are not finite") as error:
+        small_run(tmp_path, "optimizer.lr=1e38", "steps=9", "validation.every=9", "module.max_grad_norm=1.5")
+    said = str(error.value)
+    assert said.startswith("in the rollout after step ")
+    for remedy in ("a lower optimizer.lr", "module.max_grad_norm below 1.5", "trainer.precision=32-true"):
+        assert remedy in said
+
+
+def test_weights_that_are_damaged_from_the_start_say_so(tmp_path):
+    module = small_module()
+    with torch.no_grad():
+        next(module.policy.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"in the rollout before any step, .* not finite; .*policy.path"):
+        module.train_step(["a", "b"])
+
+
+@provocation("continuing with other settings, `trainer.precision` too", "one line for each of them, once")
+def test_changed_settings_are_listed_once_each(tmp_path, caplog):
+    small_run(tmp_path)
+    changed = ["trainer.precision=bf16-mixed", "reward.format.weight=0.3", "seed=3", "optimizer.lr=0.5", "steps=2"]
+    caplog.clear()
+    small_run(tmp_path, *changed, "checkpoint=last")
+    (said,) = warnings(caplog, "changes")
+    assert said.splitlines() == [
+        "settings that have changed since the checkpoint was written:",
+        "  optimizer.lr was 0.001 and is 0.5 now, which is ignored: a continued run keeps its optimizer",
+        "  reward.format.weight was 0.1 and is 0.3 now",
+        "  seed was 0 and is 3 now",
+        "  trainer.precision was 32-true and is bf16-mixed now",
+    ]
+
+
+def test_settings_that_follow_others_are_not_listed():
+    then = composed()
+    assert told(then, composed()) is None
+    assert told(then, composed("steps=9", "run_dir=/elsewhere", "callbacks.checkpoint.every=3", "logger=csv")) is None
+    now = composed("validation.every=7", "rollout.max_new_tokens=9", "advantage=centered")
+    assert [line.split()[0] for line in told(then, now).splitlines()[1:]] == [
+        "advantage._target_",
+        "advantage.correction",
+        "advantage.eps",
+        "rollout.max_new_tokens",
+        "validation.every",
+    ]
+    assert "rollout.max_new_tokens was 36 and is \\x1b now" in told(then, composed("rollout.max_new_tokens='\x1b'"))
