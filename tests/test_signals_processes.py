@@ -38,7 +38,7 @@ TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
             143,
             "preempted",
             marks=provocation(
-                "SIGTERM to the first of two processes", "both end within 2 s of a slow reward, exit 143"
+                "SIGTERM to the first of two processes", "both end without waiting for a slow reward, exit 143"
             ),
         ),
     ],
@@ -48,7 +48,7 @@ def test_two_processes_end_together(to_group, number, exit_status, status, tmp_p
     wait_for((tmp_path / "begun").exists, process)
     time.sleep(1)  # for the other one to begin, too
     (os.killpg if to_group else os.kill)(process.pid, number)
-    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=8)
+    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=30)
     assert "step 0 is saved; continue with: python train.py" in told
     assert saved(tmp_path) == 0
 
@@ -71,8 +71,8 @@ def test_a_second_ctrl_c_ends_processes_that_wait_for_one_another(tmp_path):
     time.sleep(1)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=2) == 130
-    wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=5)
+    assert process.wait(timeout=20) == 130
+    wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=20)
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

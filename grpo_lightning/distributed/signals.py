@@ -163,9 +163,9 @@ class Signals:
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
         """Inside, a signal raises `Preempted` at once, and again at the end if what is inside has swallowed it."""
-        self.check()
         self._may_break_off = True
         try:
+            self.check()  # once a signal would raise: one that came just before has not
             yield
         finally:
             self._may_break_off = False
