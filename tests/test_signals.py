@@ -185,9 +185,14 @@ def test_a_signal_just_before_foreign_code_runs_stops_it():
             if self._in_steps and self.heard is None:
                 signal.raise_signal(signal.SIGTERM)
 
-    has_run = False
-    with JustAfter() as signals, pytest.raises(Preempted):
-        signals.begin_steps(None)
+    has_run = []
+
+    def reward():
         with signals.breaking_off():
-            has_run = True
+            has_run.append(True)
+
+    with JustAfter() as signals:
+        signals.begin_steps(None)
+        with pytest.raises(Preempted):
+            reward()
     assert not has_run
