@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled
 from grpo_lightning.policy import Policy
+from grpo_lightning.policy.adapted import is_adapted
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.transformer.head import LossGradient
@@ -44,7 +44,7 @@ def adapter_off(policy: Policy) -> Policy:
         ValueError: The policy has no adapter.
     """
     model = getattr(policy, "model", None)
-    if not isinstance(model, PeftModel):
+    if not is_adapted(model):
         raise ValueError(
             "reference=adapter_off: allowed with an adapter only, such as policy.adapter={r: 16, lora_alpha: 32}"
         )
@@ -54,7 +54,7 @@ def adapter_off(policy: Policy) -> Policy:
 class _AdapterOff(Policy):
     """Uses the policy's weights without owning them; it only gives log-probabilities."""
 
-    def __init__(self, policy: Policy, model: PeftModel) -> None:
+    def __init__(self, policy: Policy, model: Any) -> None:
         super().__init__()
         self._of_policy = (policy, model)  # a tuple, so no submodules
 

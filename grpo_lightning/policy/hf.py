@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
@@ -16,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
+from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, window
 from grpo_lightning.policy.tokenization import TextPolicy
@@ -125,18 +125,18 @@ class HFPolicy(TextPolicy):
 
     @property
     def _base(self) -> Any:
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return base_of(self.model)
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
         if weights is not None:
             model = AutoModelForCausalLM.from_config(self._base.config)
-            if isinstance(self.model, PeftModel):
-                model = get_peft_model(model, self.model.peft_config["default"])
+            if is_adapted(self.model):
+                model = with_adapter(model, self.model.peft_config["default"])
             model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
-        elif isinstance(model, PeftModel):
+        elif is_adapted(model):
             model = copy.deepcopy(model)
-        if isinstance(model, PeftModel):
+        if is_adapted(model):
             model = model.merge_and_unload()
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
@@ -217,9 +217,7 @@ def load(
         quantization=quantization,
     )
     if adapter is not None:
-        if quantization:
-            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
+        model = with_adapter(model, adapter, is_quantized=quantization is not None)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with named(path):

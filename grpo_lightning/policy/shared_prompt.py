@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.policy.adapted import base_of
 from grpo_lightning.sampler.cache import SharedPromptCache
 from grpo_lightning.sampler.decode import decode
 from grpo_lightning.sampler.draw import uniforms
@@ -39,7 +39,7 @@ class SharedPath:
         Raises:
             CannotShare: The model has no such parts.
         """
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = base_of(model)
         head = Head.of(base)
         if head is None:
             raise CannotShare("its last layer is not a plain linear one")
