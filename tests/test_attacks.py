@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import ConfigCompositionException
 
+import grpo_lightning as grpo
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
@@ -92,6 +94,12 @@ def test_settings_run_no_code(words, tmp_path):
             "hydra: {runtime: {choices: {e: '${evil}'}}, callbacks: {x: '${hydra.runtime.choices.e}'}}\n"
             "evil: {_target_: os.system, command: touch HIT}",
             "reward: {format: {function: {x: '\\${oc.create:\"{_target_: os.system, command: touch HIT}\"}'}}}",
+            'trusted: [sympy]\nreward: {format: {function: {_target_: sympy.sympify, a: \'open("HIT","w")\'}}}',
+            "policy: {trust_remote_code: true}",
+            "policy: {trust_remote_code: {x: 1}}",
+            "reference: {trust_remote_code: '${policy.share_prompts}'}",
+            "hydra: {mode: MULTIRUN, sweeper: {params: {trusted: '[sympy]'}}}",
+            "hydra: {mode: MULTIRUN, sweeper: {params: {+policy: '{trust_remote_code: true}'}}}",
         )
     ],
 )
@@ -119,7 +127,40 @@ def test_a_primary_file_imports_no_package(tmp_path):
     assert not (tmp_path / "HIT").exists()
 
 
-SECRETS = ("k-logger1", "k-private2", "k-listed3", "k-environment4", "sk-pattern567890", "k-bearer5")
+@provocation(
+    "files named `hydra.py`, `torch.py` or `hydra_plugins/x.py` in the directory of the start", "they are not run"
+)
+def test_files_that_nobody_names_are_not_run(tmp_path):
+    for name in ("hydra.py", "torch.py", "omegaconf.py", "sitecustomize.py", "hydra_plugins/own.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
+    done = start(tmp_path, "steps=0")
+    assert "steps=0" in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+def test_a_program_composes_with_the_same_checks(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "evil.yaml").write_text("# @package _global_\ntrusted: [mine]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigCompositionException, match="allowed are directories"):
+        grpo.compose("hydra.searchpath=[pkg://mine]")
+    with pytest.raises(ConfigCompositionException, match="trusted stands in a file"):
+        grpo.compose(f"hydra.searchpath=[{tmp_path}/conf]", "experiment=evil")
+    assert not (tmp_path / "HIT").exists()
+
+
+SECRETS = (
+    "k-logger1",
+    "k-private2",
+    "k-listed3",
+    "k-environment4",
+    "sk-pattern567890",
+    "k-bearer5",
+    "k-quoted6",
+    "k-named7",
+)
 
 
 @provocation(
@@ -134,6 +175,9 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
         "+wandb.tokens=[x,k-listed3]",
         "+wandb.env=${oc.env:MINE}",
         "+wandb.header='Bearer ${oc.env:BEARER}'",
+        "+wandb.quoted=\"${oc.env:'QUOTED'}\"",
+        "+wandb.name=NAMED",
+        '+wandb.far="${oc.env:${wandb.name}}"',
         "+wandb.arguments=[with/sk-pattern567890]",
     )
     (tmp_path / "mine.py").write_text(
@@ -145,7 +189,7 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
     for number, reward in enumerate([("reward=[format]",), own]):
         place = tmp_path / f"run{number}"
         where = f"hydra.{'sweep' if mode else 'run'}.dir={place}"
-        environment = {"MINE": "k-environment4", "BEARER": "k-bearer5"}
+        environment = {"MINE": "k-environment4", "BEARER": "k-bearer5", "QUOTED": "k-quoted6", "NAMED": "k-named7"}
         done = start(tmp_path, *mode, *SMALL[:11], "trainer=cpu", "steps=1", *words, *reward, where, **environment)
         assert done.returncode == (reward == own), done.stderr[-3000:]
         assert "<redacted>" in done.stderr

@@ -105,6 +105,14 @@ def test_what_the_user_says_wins():
             r"it was trained with policy.trust_remote_code=true, which only you can decide",
             marks=provocation("a stranger's checkpoint that says `trust_remote_code: true`", "refused by its key"),
         ),
+        *(
+            pytest.param(
+                LOADED | {"trust_remote_code": value},
+                r"it was trained with policy.trust_remote_code=true, which only you can decide",
+                marks=provocation(f"a stranger's checkpoint with `trust_remote_code: {value!r}`", "refused by its key"),
+            )
+            for value in ({"x": 1}, {}, [], [True], 1, "yes")
+        ),
         pytest.param(
             {"_target_": "os.system", "command": "true"},
             r"its policy was built by os.system; allowed without policy=NAME",

@@ -94,14 +94,16 @@ def test_every_target_of_the_settings_files_may_be_named_and_is_found():
     [
         ("torch.optim.AdamW.step", "this is a method"),
         ("torch.optim.sgd.sgd", "is defined in torch.optim"),
-        ("grpo_lightning.data.jsonl.json.load", "leads to the module json"),
-        ("grpo_lightning.reward.verifier.pool.Pending", "is defined in grpo_lightning.reward.engine.pool"),
-        ("grpo_lightning.data.hub.local_or_hub", "is defined in grpo_lightning.allowed"),
+        ("grpo_lightning.schedule.math.exp", "leads to the module math"),
+        ("grpo_lightning.loss.Rollout", "is defined in grpo_lightning.batch"),
         ("grpo_lightning.checkpoint.io.AtomicCheckpointIO.remove_checkpoint", "this is a method"),
         ("grpo_lightning.callbacks.checkpoint.RunCheckpoint.on_train_end", "this is a method"),
-        ("grpo_lightning.rollout.collector.dataclass", "is defined in dataclasses"),
-        ("grpo_lightning.callbacks.samples.TensorBoardLogger", "is defined in lightning"),
+        ("grpo_lightning.loss.dataclass", "is defined in dataclasses"),
         ("lightning.pytorch.callbacks.lambda_function.Callable", "allowed"),
+        ("grpo_lightning.reward.verifier.begin", "allowed"),  # its callers look at the row before it is evaluated
+        ("grpo_lightning.reward.verifier.make_scorer", "allowed"),
+        ("grpo_lightning.reward.engine.weighted.load", "allowed"),
+        ("grpo_lightning.policy.adapted.with_adapter", "allowed"),
     ],
 )
 def test_what_an_allowed_path_leads_to_counts(name, reason):

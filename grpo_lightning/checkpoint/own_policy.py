@@ -91,6 +91,9 @@ def own_settings(
 def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str]) -> None:
     """Refuse settings that say nothing, or that only a user may decide."""
     leaves = dict(_leaves(own, part))
+    trust = f"{part}.trust_remote_code"
+    if own.get("trust_remote_code", False) is not False and trust not in given:
+        raise ValueError(f"it was trained with {trust}=true, which only you can decide; allowed is to give it again")
     builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
     if _LIVE in builders.values():
         raise ValueError(
@@ -107,8 +110,6 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        if key.endswith(".trust_remote_code") and value:
-            raise ValueError(f"it was trained with {key}=true, which only you can decide; allowed is to give it again")
         if isinstance(value, str) and (value == _REDACTED or "${" in value):
             raise ValueError(
                 f"its {printable(key)} is {printable(value)}; allowed is {printable(key)}=… with the value"

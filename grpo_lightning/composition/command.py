@@ -18,7 +18,6 @@ def main() -> None:
     """Train, validate or export, as the command line says."""
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
-    sys.path.insert(0, str(Path.cwd()))  # functions of one's own are found from wherever the command is
     trust.START = Path.cwd().resolve()
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
@@ -26,8 +25,13 @@ def main() -> None:
     if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
 
+    from hydra.core.plugins import Plugins
+
     from grpo_lightning.composition.job import job
 
+    Plugins.instance()  # Hydra runs what it finds on the path: not in this directory, which may hold anybody's files
+    # Last, so that no file here stands for a package: functions of one's own are found from wherever the command is.
+    sys.path.append(str(Path.cwd()))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         job()

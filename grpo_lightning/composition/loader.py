@@ -3,8 +3,8 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hydra._internal import hydra as hydra_internal
@@ -43,6 +43,7 @@ _TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|sub
 _PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})\}}|now:|oc\.env:)")
 _LOG_FILE = re.compile(r"\$\{hydra\.(runtime\.output_dir|sweep\.dir|run\.dir)\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
 _PLACE = re.compile(r"(file://)?[^:]*")
+_TRUST = re.compile(r"\btrusted\b|trust_remote_code")
 
 
 class CheckedLoader(ConfigLoaderImpl):
@@ -70,7 +71,10 @@ class CheckedLoader(ConfigLoaderImpl):
         except HydraException as error:
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
-            raise ConfigCompositionException("the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong))
+            raise ConfigCompositionException(_listed(wrong))
+        own: Any = OmegaConf.to_container(composed, resolve=False)
+        if wrong := trusted_by_files({key: node for key, node in own.items() if key != "hydra"}, overrides):
+            raise ConfigCompositionException(_listed(wrong))
         remember_secrets(composed)
         return composed
 
@@ -90,6 +94,50 @@ class CheckedLoader(ConfigLoaderImpl):
 def install() -> None:
     """Let Hydra compose by `CheckedLoader`."""
     hydra_internal.ConfigLoaderImpl = CheckedLoader  # type: ignore[attr-defined]
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside, Hydra composes by `CheckedLoader`; afterwards, in a program that has settings of its own, as before."""
+    before = hydra_internal.ConfigLoaderImpl  # type: ignore[attr-defined]
+    install()
+    try:
+        yield
+    finally:
+        hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
+
+
+def _listed(wrong: Sequence[str]) -> str:
+    return "the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong)
+
+
+def trusted_by_files(settings: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """What settings' files decide although only the user may: whose code is trusted.
+
+    Args:
+        settings: As composed, without Hydra's own.
+        words: The overrides with which they were composed.
+    """
+    given = {word.partition("=")[0].lstrip("+~"): word for word in words}
+    found = []
+    if settings.get("trusted") and "trusted" not in given:
+        found.append("trusted")
+    for key, value in _nodes(settings, "trust_remote_code"):
+        above = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
+        is_given = key in given or any("trust_remote_code" in given.get(name, "") for name in above)
+        if value not in (False, None) and not is_given:
+            found.append(key)
+    return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
+
+
+def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands under a name at any depth, as pairs of its dotted key and itself."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == wanted:
+            yield name, value
+        yield from _nodes(value, wanted, name)
 
 
 def problems(hydra: Any) -> list[str]:
@@ -113,6 +161,8 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log")
         if part.endswith("_logging") and name == "mode" and text != "a":
             found.append(f"{key}={value}: allowed is a")
+        if part == "sweeper" and (_TRUST.search(name) or "trust_remote_code" in text):
+            found.append(f"{key} says whose code is trusted; allowed is to do that on the command line itself")
         if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env: and plain texts of hydra. in ${{…}}")
     for part in ("env_set", "env_copy"):

@@ -22,6 +22,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.output import redaction
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ENVIRONMENT = re.compile(r"\boc\.env\s*:\s*(\w+)")
+_ENVIRONMENT = re.compile(r"\boc\.env\s*:")
 _SURELY_PRIVATE = 12  # characters of a value of the environment that is hidden in any text
 _RUN_DIRECTORY = "hydra.run.dir="
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
@@ -97,10 +98,12 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
 @contextlib.contextmanager
 def _composing() -> Iterator[None]:
     """Inside, Hydra composes this project's settings, also where a program has initialized it for its own."""
+    from grpo_lightning.composition.loader import installed
+
     state = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = state
@@ -145,13 +148,21 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
     """Take note of the secrets among settings as composed and, if they are known already, as resolved."""
     composed: Any = OmegaConf.to_container(cfg, resolve=False)
-    texts = dict(_texts(composed))
-    named = {key: _ENVIRONMENT.findall(text) for key, text in texts.items() if _ENVIRONMENT.search(text)}
-    values = [os.environ.get(name, "") for names in named.values() for name in names]
-    # A directory's name is found in many texts, and is no secret by itself.
-    private = [text for text in values if len(text) >= _SURELY_PRIVATE and "/" not in text]
+    named = [key for key, text in _texts(composed) if _ENVIRONMENT.search(text)]
     own = config or {key: node for key, node in composed.items() if key != "hydra"}
-    redaction.remember(own, keys=named, texts=private)
+    redaction.remember(own, keys=named)
+
+
+def _of_environment(*words: Any) -> Any:
+    """OmegaConf's resolver ``oc.env``; what it reads is kept out of all texts."""
+    value = oc.env(*words)
+    # A directory's name is found in many texts, and is no secret by itself.
+    if isinstance(value, str) and len(value) >= _SURELY_PRIVATE and "/" not in value:
+        redaction.remember({}, texts=[value])
+    return value
+
+
+OmegaConf.register_new_resolver("oc.env", _of_environment, replace=True)
 
 
 def _texts(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

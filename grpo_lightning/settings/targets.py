@@ -116,7 +116,7 @@ def _has_rule(key: str, argument: str) -> bool:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a plain value can be what the annotation says; built parts and other annotations pass."""
-    if isinstance(value, Mapping) or hint is Any:
+    if hint is Any or (isinstance(value, Mapping) and "_target_" in value):
         return True
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not set(options) <= {int, float, bool, str, NoneType}:
