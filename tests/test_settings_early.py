@@ -52,7 +52,7 @@ def row(override: str, message: str):
         row("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1]: allowed is two numbers in [0, 1)"),
         row("seed=4294967296", "seed=4294967296: allowed is an integer from 0 to 4294967295"),
         row(
-            "loss.kl._target_=grpo_lightning.data.rules.RULES",
+            "loss.kl._target_=grpo_lightning.loss.MAX_LOG_RATIO",
             "allowed is a function or a class; ",
         ),
         row("loss.kl._target_=grpo_lightning.loss", "allowed is a function or a class; it is a module"),

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.composition import CONF
-from grpo_lightning.composition.overrides import remember_secrets
+from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.suggestions import explain, known_keys

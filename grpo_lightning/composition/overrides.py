@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -22,9 +21,10 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.loader import installed
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.suggestions import explain
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ENVIRONMENT = re.compile(r"\boc\.env\s*:")
-_SURELY_PRIVATE = 12  # characters of a value of the environment that is hidden in any text
 _RUN_DIRECTORY = "hydra.run.dir="
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
@@ -98,8 +96,6 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
 @contextlib.contextmanager
 def _composing() -> Iterator[None]:
     """Inside, Hydra composes this project's settings, also where a program has initialized it for its own."""
-    from grpo_lightning.composition.loader import installed
-
     state = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -140,38 +136,11 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)
     # What is built is made from these values, and would be read once more.
-    if again := [f"{key}={text}: allowed is text without ${{" for key, text in _texts(config) if "${" in text]:
+    if again := [
+        f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)
+    ]:
         raise ConfigError(again)
     return config  # type: ignore[no-any-return]
-
-
-def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
-    """Take note of the secrets among settings as composed and, if they are known already, as resolved."""
-    composed: Any = OmegaConf.to_container(cfg, resolve=False)
-    named = [key for key, text in _texts(composed) if _ENVIRONMENT.search(text)]
-    own = config or {key: node for key, node in composed.items() if key != "hydra"}
-    redaction.remember(own, keys=named)
-
-
-def _of_environment(*words: Any) -> Any:
-    """OmegaConf's resolver ``oc.env``; what it reads is kept out of all texts."""
-    value = oc.env(*words)
-    # A directory's name is found in many texts, and is no secret by itself.
-    if isinstance(value, str) and len(value) >= _SURELY_PRIVATE and "/" not in value:
-        redaction.remember({}, texts=[value])
-    return value
-
-
-OmegaConf.register_new_resolver("oc.env", _of_environment, replace=True)
-
-
-def _texts(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, str):
-            yield name, value
-        yield from _texts(value, name)
 
 
 def made(

@@ -30,8 +30,8 @@ OWN = (
     *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
-    *("module.GRPOLightningModule", "module.SFTLightningModule"),
-    *("policy.hf.HFPolicy", "policy.hf.load", "policy.plain.PlainPolicy", "policy.scratch.character_llama"),
+    *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
+    *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
     *(f"reference.{name}" for name in ("adapter_off", "another_model", "frozen_copy", "none", "of_model")),
     *(f"reward.accuracy.{name}" for name in ("demonstrated", "exact", "numeric", "reasoning_gym")),
     *(f"reward.format.{name}" for name in ("format", "reasoning_steps", "tag_count")),
@@ -207,7 +207,7 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
         if _is_method(found, part):
             raise NoCode(f"{key}={name}: allowed is a function or a class, and this is a method")
         found = _member(found, part, ".".join(parts[:number]))
-        if isinstance(found, ModuleType) and number < len(parts) and not _continues(parts[0], found.__name__):
+        if isinstance(found, ModuleType) and number < len(parts) and not _below(found.__name__, parts[:1]):
             raise Elsewhere(f"{key}={name}: leads to the module {found.__name__}; allowed are {ALLOWED}")
     if isinstance(found, ModuleType) or not callable(found):
         raise NoCode(f"{key}={name}: allowed is a function or a class, and this is {_kind(found)}")
@@ -250,11 +250,6 @@ def _member(parent: Any, part: str, path: str) -> Any:
         if error.name != path:
             raise
         raise AttributeError(f"{parent.__name__} has no member {part!r}") from None
-
-
-def _continues(top: str, module: str) -> bool:
-    """Whether a path that began in package ``top`` may go on in ``module``."""
-    return _below(module, (top,))
 
 
 def _below(path: str, prefixes: Collection[str]) -> bool:
