@@ -270,6 +270,11 @@ class Rollout(_Rows):
     advantages: Tensor
     """[B, T] an outcome advantage is the same along a row."""
 
+    @property
+    def mean_advantages(self) -> Tensor:
+        """[B] mean over each row's tokens."""
+        return self.advantages.sum(-1) / self.mask.sum(-1).clamp(min=1)
+
     def minibatches(self, *, size: int, epochs: int, generator: torch.Generator) -> Iterator["Rollout"]:
         """Shuffled minibatches of ``size`` rows, ``epochs`` passes over all rows.
 

@@ -207,7 +207,9 @@ class Run:
         steps, seconds = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0)
         activity.note(seconds_before=seconds)
         if mode == "fit" and is_first():
-            leftovers.sweep(self.directory, keep=checkpoint)
+            own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
+            completed = self.module.completed_steps if trained_already else steps if own else 0
+            leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
         if self._on_start is not None and is_first():
             self._on_start(self.directory)
 

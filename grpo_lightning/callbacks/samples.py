@@ -37,7 +37,9 @@ class Samples(Callback):
                 with attempt(logger):
                     self._write(logger.experiment, step, **outputs)
 
-    def _write(self, writer: Any, step: int, *, scored: Scored, advantages: torch.Tensor, ratio: torch.Tensor) -> None:
+    def _write(
+        self, writer: Any, step: int, *, scored: Scored, advantages: torch.Tensor, ratio: torch.Tensor, **_: Any
+    ) -> None:
         rewards = scored.rewards["total"]
         known = rewards.nan_to_num(-torch.inf)
         rows = {

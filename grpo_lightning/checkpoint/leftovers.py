@@ -6,26 +6,30 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_lightning.recording.files import FOLDER, rewind
+
 log = logging.getLogger(__name__)
 
-_STAGED = re.compile(r"\.(last|best)\.ckpt\.\d+|\.summary\w*\.json\.\d+|\.export\d*\.partial")
+_STAGED = re.compile(r"\.(last|best)\.ckpt\.\d+|\.summary\w*\.json\.\d+|\.export\d*\.partial|\.\d+\.jsonl\.gz\.\d+")
 _PARTS = re.compile(r"last_\d+_\d+\.ckpt")
 
 
-def sweep(directory: Path, *, keep: Path | None = None) -> list[Path]:
+def sweep(directory: Path, *, keep: Path | None = None, completed: int = 0) -> list[Path]:
     """Remove staged files and unfinished checkpoints of processes that are gone; nobody else may be writing there.
 
-    Directories of sharded checkpoints are removed where ``last.ckpt`` or ``best.ckpt`` stand, and lead to others.
+    Rollouts that were recorded after the checkpoint go, too: they are made again. Directories of sharded checkpoints
+    are removed where ``last.ckpt`` or ``best.ckpt`` stand, and lead to others.
 
     Args:
         directory: The run directory.
         keep: A checkpoint that stays in any case.
+        completed: Steps that the run in this directory has made when it goes on.
 
     Returns:
         What was removed.
     """
     own = directory / "checkpoints"
-    found = [path for place in (directory, own) if place.is_dir() for path in place.iterdir()]
+    found = [path for place in (directory, own, directory / FOLDER) if place.is_dir() for path in place.iterdir()]
     links = [path for path in (own / "last.ckpt", own / "best.ckpt") if path.exists() or path.is_symlink()]
     used = {link.resolve() for link in (*links, *([keep] if keep else []))}
     gone = [path for path in found if _STAGED.fullmatch(path.name)]
@@ -37,6 +41,8 @@ def sweep(directory: Path, *, keep: Path | None = None) -> list[Path]:
         else:
             with suppress(OSError):
                 path.unlink()
+    with suppress(OSError):
+        gone += rewind(directory / FOLDER, completed)
     if gone:
         log.info("removed what a killed process had left: %s", ", ".join(str(path) for path in gone))
     return gone

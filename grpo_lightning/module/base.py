@@ -89,7 +89,13 @@ class StepModule(LightningModule):
 
     def context(self, *what: object) -> StepContext:
         """What sampling for a purpose needs, see `seed_of`."""
-        return StepContext(seed=self.seed_of(*what), clock=self.clock, poll=self.poll, ranks=self.loop.ranks)
+        return StepContext(
+            seed=self.seed_of(*what),
+            step=self.completed_steps,
+            clock=self.clock,
+            poll=self.poll,
+            ranks=self.loop.ranks,
+        )
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""

@@ -103,7 +103,7 @@ class GRPOLightningModule(StepModule):
                 carried=self.carried,
             )
         self.carried = collected.carried
-        if self.self_check and step == 0:
+        if self.self_check and step == 0 and collected.is_fresh:
             check_rollout(self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
         with self.clock("update"):
             updates = self._updates(collected, loss, rollout.temperature)
@@ -116,7 +116,14 @@ class GRPOLightningModule(StepModule):
         varying.observe(self._varying, metrics)
         self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
         ratio = torch.cat([update.ratio for update in updates])
-        return {"scored": collected.scored, "advantages": collected.advantages, "ratio": ratio}
+        return {
+            "scored": collected.scored,
+            "advantages": collected.advantages,
+            "ratio": ratio,
+            "collector": rollout,
+            "collected": collected,
+            "updates": updates,
+        }
 
     def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[Update]:
         """Every optimizer step on a rollout."""

@@ -30,6 +30,8 @@ class Update:
     """[n] to the policy that sampled, of this process's tokens."""
     flops: float
     """Floating-point operations of one forward pass of all rows, see ``Policy.flops``."""
+    microbatches: list[tuple[Tensor, Tensor]]
+    """Of this process: the rows of each in the minibatch, [b], and their log-probabilities, [b, T]."""
 
 
 def accumulate(
@@ -60,10 +62,12 @@ def accumulate(
     weights = loss.weights(minibatch.mask)
     teaching = loss.teaches(minibatch) if skip_dead else minibatch.mask.any(-1)
     teaching[0] |= not teaching.any()  # one row whose gradient is zero, since there has to be one
-    taught, weights = minibatch[teaching.nonzero().flatten()], weights[teaching]
+    numbers = teaching.nonzero().flatten()
+    taught, weights = minibatch[numbers], weights[teaching]
     parts: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
     ratio = [weights.new_zeros(0)]
+    microbatches: list[tuple[Tensor, Tensor]] = []
     indices, idle = policy.own_microbatches(taught, microbatch_tokens, ranks)
     for number, index in enumerate(indices):
         is_real = number < len(indices) - idle  # the others keep step with processes that have more
@@ -82,8 +86,9 @@ def accumulate(
         add_up(sums, {name: one * is_real for name, one in loss.statistics(logprobs, rows).items()})
         if is_real:
             ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
+            microbatches.append((numbers[index], logprobs.detach()))
     metrics = loss.metrics(ranks.add_up(parts), ranks.add_up(sums))
-    return Update(metrics=metrics, ratio=torch.cat(ratio), flops=policy.flops(taught))
+    return Update(metrics=metrics, ratio=torch.cat(ratio), flops=policy.flops(taught), microbatches=microbatches)
 
 
 def add_up(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:

@@ -153,8 +153,8 @@ class Collector:
             chosen = chosen.rows((torch.arange(len(rewards)).unsqueeze(-1) * rewards.shape[-1] + inside).flatten())
         with context.clock("score"):
             ref_logprobs = self._ref_logprobs(reference, chosen.sampled, microbatch_tokens, context)
-        rollout = self._rollout(chosen, ref_logprobs)
-        advantages = rollout.advantages.sum(-1) / rollout.mask.sum(-1).clamp(min=1)
+        rollout = self.compared(chosen, ref_logprobs)
+        advantages = rollout.mean_advantages
         everything = Scored.concatenate(fresh)
         metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, reference)
         metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
@@ -224,7 +224,13 @@ class Collector:
             logprobs[rows.to(logprobs.device)] = values.to(logprobs.device)
         return logprobs
 
-    def _rollout(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
+    def compared(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
+        """The rows of a rollout with their advantages over one another.
+
+        Args:
+            scored: The completions that are trained on.
+            ref_logprobs: [B, T] of them under the reference; zeros where none is used.
+        """
         sampled, groups = scored.sampled, (len(scored.prompts), scored.group_size)
         total = scored.rewards["total"]
         if unscored := int(total.isnan().sum()):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, tota
 from grpo_lightning.rollout.step_context import StepContext
 
 _CPU = torch.device("cpu")
+
+
+class TokenAt(Protocol):
+    """Knows which token of a completion a place in its text belongs to."""
+
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        """As in ``Policy.token_at``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,7 @@ class Judge:
         ranks, clock = context.ranks, context.clock
         portion = ranks.portion(len(prompts))
         own = prompts[portion]
-        texts = _per_row(own.texts, group_size)
-        columns = {name: _per_row(v, group_size) for name, v in own.columns.items()}
-        scoring = Scoring(self.rewards, texts, columns, context.poll)
+        scoring = self._scoring(own, group_size, context)
 
         def sample() -> Sampled:
             with clock("rollout"):
@@ -90,16 +96,35 @@ class Judge:
             return judged.to(_CPU) if ranks.size > 1 else judged, failures, sampled.mask.device
 
         parts = ranks.together(scored, waiting=clock("wait"))
-        device = parts[ranks.rank][2]
-        sizes = [len(part.right) for part, _, _ in parts]
-        failures = {
-            name: sum(failed[name] * size for (_, failed, _), size in zip(parts, sizes, strict=True)) / sum(sizes)
-            for name in parts[0][1]
-        }
-        return Scored.concatenate([part for part, _, _ in parts]).to(device), failures
+        return _joined([(part, failed) for part, failed, _ in parts], parts[ranks.rank][2])
+
+    def rescore(self, tokens: TokenAt, scored: Scored, *, context: StepContext) -> tuple[Scored, dict[str, float]]:
+        """Score completions anew that were sampled before; every process does its portion of the prompts.
+
+        Args:
+            tokens: Finds the tokens where steps end; a policy does.
+            scored: The completions.
+            context: What watches over it.
+
+        Returns:
+            As `score` does.
+        """
+        ranks = context.ranks
+
+        def judged() -> tuple[Scored, dict[str, float]]:
+            own = scored.groups(list(ranks.portion(len(scored.prompts))))
+            scoring = self._scoring(own.prompts, scored.group_size, context)
+            found, failed = self._scored(tokens, own.prompts, own.sampled, scoring, context.clock)
+            return found.to(_CPU) if ranks.size > 1 else found, failed
+
+        return _joined(ranks.together(judged, waiting=context.clock("wait")), scored.sampled.mask.device)
+
+    def _scoring(self, prompts: Prompts, group_size: int, context: StepContext) -> Scoring:
+        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}
+        return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns, context.poll)
 
     def _scored(
-        self, policy: Policy, prompts: Prompts, sampled: Sampled, scoring: Scoring, clock: Clock
+        self, policy: TokenAt, prompts: Prompts, sampled: Sampled, scoring: Scoring, clock: Clock
     ) -> tuple[Scored, dict[str, float]]:
         with clock("reward"):
             length = sampled.mask.shape[1]
@@ -123,7 +148,7 @@ class Judge:
         return scored, dict(scores.failed)
 
     def _steps(
-        self, policy: Policy, scores: Mapping[str, Sequence[Score]], ids: Sequence[Sequence[int]], length: int
+        self, policy: TokenAt, scores: Mapping[str, Sequence[Score]], ids: Sequence[Sequence[int]], length: int
     ) -> Tensor:
         """[B, T] weighted scores at the token where each step ends, NaN elsewhere."""
         steps = torch.full((len(ids), length), torch.nan)
@@ -136,6 +161,16 @@ class Judge:
                     before = steps[row, token].nan_to_num(0.0)
                     steps[row, token] = before + weight * step
         return steps
+
+
+def _joined(parts: Sequence[tuple[Scored, dict[str, float]]], device: torch.device) -> tuple[Scored, dict[str, float]]:
+    """What the processes scored, by rank, as one; a failure counts as often as its process has completions."""
+    sizes = [len(part.right) for part, _ in parts]
+    failures = {
+        name: sum(failed[name] * size for (_, failed), size in zip(parts, sizes, strict=True)) / sum(sizes)
+        for name in parts[0][1]
+    }
+    return Scored.concatenate([part for part, _ in parts]).to(device), failures
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:

@@ -17,6 +17,8 @@ class StepContext:
 
     seed: int
     """Decides everything that is sampled, in [0, 2^64)."""
+    step: int = 0
+    """Steps completed before."""
     clock: Clock = field(default_factory=Clock)
     """Adds up the seconds of the phases rollout, reward, wait and score."""
     poll: Poll | None = None

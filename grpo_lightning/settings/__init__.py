@@ -17,6 +17,7 @@ from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
+from grpo_lightning.settings.recorded import recorded_problems
 from grpo_lightning.settings.rewards import reward_problems
 from grpo_lightning.settings.suggestions import unknown_key
 from grpo_lightning.settings.targets import adapter_problems, target_problems
@@ -45,7 +46,7 @@ def check(config: Mapping[str, Any]) -> None:
     """
     values = dict(_values(config))
     contradictions = []
-    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems):
+    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems):
         try:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:

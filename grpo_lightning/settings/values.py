@@ -74,6 +74,7 @@ RULES: dict[str, Rule] = {
     **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
     "rollout.kl_penalty": _NOT_NEGATIVE,
     "rollout.max_tries": integer(1),
+    "rollout.rescore": flag(),
     "rollout.downsample.size": integer(2),
     "rollout.top_entropy": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "module.ppo_epochs": integer(1),
@@ -97,7 +98,10 @@ RULES: dict[str, Rule] = {
     "optimizer.betas": Rule(_are_betas, "two numbers in [0, 1), such as [0.9, 0.999]"),
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "schedule.warmup_steps": integer(0),
-    **{f"callbacks.{name}.every": EVERY for name in ("checkpoint", "samples", "progress", "reference", "reward_model")},
+    **{
+        f"callbacks.{name}.every": EVERY
+        for name in ("checkpoint", "samples", "progress", "rollouts", "reference", "reward_model")
+    },
     "policy.attn_implementation": choice(*_ATTENTION),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(

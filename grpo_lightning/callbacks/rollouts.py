@@ -1,0 +1,109 @@
+"""Rollouts as files, to look at, to score anew and to train on again."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+
+from grpo_lightning import __version__
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.recording import files
+from grpo_lightning.recording.fields import FORMAT
+from grpo_lightning.recording.rows import Microbatches, fingerprint, lines
+from grpo_lightning.rollout.collector import Collected
+
+log = logging.getLogger(__name__)
+
+_BY_CLOCK = ("time/", "perf/", "val/")
+"""Metrics that no rollout decides."""
+_TOLD = ("reward", "advantage", "loss", "rollout")
+"""Parts whose settings a file tells."""
+
+
+class RecordRollouts(Callback):
+    """Writes a file ``STEP.jsonl.gz`` for some steps, which has all that its update was made from.
+
+    What goes wrong in writing is said once and ends no run.
+
+    Args:
+        directory: Where the files go.
+        every: Steps between two that are recorded; the first step always is.
+
+    Raises:
+        ValueError: On construction, if ``every`` is below 1.
+    """
+
+    def __init__(self, directory: str, *, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"callbacks.rollouts.every={every}: allowed is an integer >= 1")
+        self.directory = Path(directory)
+        self.every = every
+        self._policy = ""
+        self._told = False
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if isinstance(module, GRPOLightningModule) and self._is_due(module.completed_steps + 1):
+            self._policy = fingerprint(module.policy)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(module, GRPOLightningModule) or not outputs or not self._is_due(module.completed_steps):
+            return
+        collected: Collected = outputs["collected"]
+        updates = outputs["updates"]
+        microbatches: Microbatches | None = None
+        if len(updates) == 1 and collected.is_fresh:
+            own = [(rows.cpu(), logprobs.cpu()) for rows, logprobs in updates[0].microbatches]
+            microbatches = module.loop.ranks.gather(own)
+        if not trainer.is_global_zero:
+            return
+        header = self._header(module, collected, len(updates), outputs["collector"])
+        try:
+            made = lines(header, collected.scored, collected.rollout, microbatches)
+            files.write(self.directory / files.file_name(module.completed_steps), made)
+        except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold: training is worth more
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "%s: the rollout of step %d was not recorded (%s): training goes on, and rollouts may be missing",
+                    *(self.directory, module.completed_steps, printable(str(error))[:300]),
+                )
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.every == 0 or step == 1
+
+    def _header(
+        self, module: GRPOLightningModule, collected: Collected, optimizer_steps: int, collector: Any
+    ) -> dict[str, Any]:
+        known = {name: float(value) for name, value in collected.metrics.items()}
+        logged = {name: v for name, v in module.metrics.items() if name not in known and not name.startswith(_BY_CLOCK)}
+        scored = collected.scored
+        return {
+            "format": FORMAT,
+            "version": __version__,
+            "step": module.completed_steps,
+            "seed": module.seed,
+            "temperature": float(collector.temperature),
+            "weights": collector.judge.weights.tolist(),
+            "fresh": collected.is_fresh,
+            "complete": collected.is_fresh and int(scored.sampled.mask.sum()) == collected.num_tokens,
+            "reference": module.reference is not None,
+            "policy": self._policy,
+            "num_tokens": collected.num_tokens,
+            "optimizer_steps": optimizer_steps,
+            "collected": {name: None if math.isnan(value) else value for name, value in sorted(known.items())},
+            "updated": dict(sorted(logged.items())),
+            "settings": _settings(module.settings),
+        }
+
+
+def _settings(settings: Any) -> dict[str, Any]:
+    """Those that decide what is made of completions, each once."""
+    told = {name: settings[name] for name in _TOLD if name in settings}
+    if "rollout" in told:
+        told["rollout"] = {key: v for key, v in told["rollout"].items() if key not in ("reward", "advantage", "path")}
+    return told

@@ -1,0 +1,206 @@
+"""A rollout as the lines of its file, and back; every float32 comes back as it was."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.output.redaction import hide
+
+Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
+"""By process: the rows of each micro-batch [b], and their log-probabilities under the policy that is trained [b, T]."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A recorded rollout."""
+
+    header: Mapping[str, Any]
+    """The first line of its file."""
+    scored: Scored
+    ref_logprobs: Tensor
+    """[B, T] under the reference; zeros where none was used."""
+    logprobs: Tensor
+    """[B, T] as the only optimizer step computed them; zeros where it did not, or where there were several steps."""
+
+    @property
+    def microbatches(self) -> list[list[Tensor]]:
+        """By process: the rows of each micro-batch of the only optimizer step; nothing where there were several."""
+        return [[torch.tensor(rows) for rows in own] for own in self.header["microbatches"] or ()]
+
+
+def fingerprint(policy: nn.Module) -> str:
+    """A text that two policies share if all their trained weights are equal, bit for bit; all processes call it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad:
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            flat = whole.detach().cpu().contiguous().flatten()
+            digest.update(f"{name} {tuple(whole.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines(
+    header: Mapping[str, Any], scored: Scored, rollout: Rollout, microbatches: Microbatches | None
+) -> list[dict[str, Any]]:
+    """The lines of a file: what is known of the whole, then a completion each.
+
+    Args:
+        header: What these tensors do not tell.
+        scored: The completions.
+        rollout: The same rows, as they are trained on.
+        microbatches: Of the only optimizer step; None where there were several.
+    """
+    sampled, length = scored.sampled, scored.sampled.mask.shape[1]
+    width = sampled.ids.shape[1] - length
+    columns, left_out = _columns(scored.prompts)
+    first = {
+        **header,
+        "prompts": len(scored.prompts),
+        "group_size": scored.group_size,
+        "prompt_tokens": width,
+        "completion_tokens": length,
+        "rewards": [name for name in scored.rewards if name != "total"],
+        "microbatches": None if microbatches is None else [[rows.tolist() for rows, _ in own] for own in microbatches],
+        "columns_left_out": left_out,
+    }
+    told: dict[int, list[float]] = {}
+    for rows, values in (pair for own in microbatches or () for pair in own):
+        told.update(zip(rows.tolist(), values.tolist(), strict=True))
+    counts, widths = sampled.mask.sum(-1).tolist(), sampled.attention_mask[:, :width].sum(-1).tolist()
+    ids, old, entropy, ref = (
+        values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
+    )
+    rewards = {name: values.tolist() for name, values in scored.rewards.items()}
+    scores, steps, advantages = scored.scores.tolist(), scored.steps.tolist(), rollout.mean_advantages.tolist()
+    made: list[dict[str, Any]] = [first]
+    for row, (count, given) in enumerate(zip(counts, widths, strict=True)):
+        group = row // scored.group_size
+        line = {
+            "group": group,
+            "prompt": _hidden(scored.prompts.texts[group]),
+            "completion": hide(sampled.texts[row]),
+            "columns": columns[group],
+            "rewards": {name: number(values[row]) for name, values in rewards.items()},
+            "scores": [number(value) for value in scores[row]],
+            "steps": [[token, number(value)] for token, value in enumerate(steps[row]) if not math.isnan(value)],
+            "advantage": number(advantages[row]),
+            "right": bool(scored.right[row]),
+            "finished": sampled.finished[row],
+            "prompt_ids": ids[row][width - given : width],
+            "ids": ids[row][width : width + count],
+            "old_logprobs": [number(value) for value in old[row][:count]],
+            "entropy": [number(value) for value in entropy[row][:count]],
+        }
+        if header["reference"]:
+            line["ref_logprobs"] = [number(value) for value in ref[row][:count]]
+        if row in told:
+            line["logprobs"] = [number(value) for value in told[row][:count]]
+        made.append(line)
+    return made
+
+
+def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: torch.device) -> Restored:
+    """The rollout that `lines` described; samples on ``device``, rewards on the CPU.
+
+    Args:
+        header: The first line of a file, checked as `recording.files.read` does.
+        rows: The other lines.
+        device: Of the token ids and log-probabilities.
+    """
+    width, length = header["prompt_tokens"], header["completion_tokens"]
+    total, size = len(rows), header["group_size"]
+    counts = torch.tensor([len(row["ids"]) for row in rows])
+    widths = torch.tensor([len(row["prompt_ids"]) for row in rows])
+    mask = torch.arange(length) < counts.unsqueeze(-1)
+    prompt_mask = torch.arange(width) >= width - widths.unsqueeze(-1)
+    ids = torch.zeros(total, width + length, dtype=torch.long)
+    ids[:, :width][prompt_mask] = torch.tensor([i for row in rows for i in row["prompt_ids"]], dtype=torch.long)
+    ids[:, width:][mask] = torch.tensor([i for row in rows for i in row["ids"]], dtype=torch.long)
+
+    def values(name: str) -> Tensor:
+        found = torch.zeros(total, length)
+        for row, line in enumerate(rows):
+            if line.get(name) is not None:
+                found[row, : counts[row]] = _tensor(line[name])
+        return found.to(device)
+
+    steps = torch.full((total, length), torch.nan)
+    for row, line in enumerate(rows):
+        for token, score in line["steps"]:
+            steps[row, token] = value_of(score)
+    firsts = rows[::size]
+    names = set.intersection(*(set(row["columns"]) for row in firsts))
+    prompts = Prompts(
+        tuple(row["prompt"] for row in firsts),
+        {name: tuple(row["columns"][name] for row in firsts) for name in sorted(names)},
+    )
+    sampled = Sampled(
+        ids=ids.to(device),
+        attention_mask=torch.cat([prompt_mask, mask], 1).to(device),
+        mask=mask.to(device),
+        logprobs=values("old_logprobs"),
+        entropy=values("entropy"),
+        texts=tuple(row["completion"] for row in rows),
+        finished=tuple(row["finished"] for row in rows),
+    )
+    scored = Scored(
+        prompts=prompts,
+        sampled=sampled,
+        rewards={name: _tensor([row["rewards"][name] for row in rows]) for name in (*header["rewards"], "total")},
+        right=torch.tensor([row["right"] for row in rows]),
+        scores=torch.stack([_tensor(row["scores"]) for row in rows]),
+        steps=steps,
+    )
+    return Restored(header, scored, values("ref_logprobs"), values("logprobs"))
+
+
+def number(value: float) -> float | str | None:
+    """A float32 as JSON has it: nine digits, which tell it from every other; null for NaN, "inf" and "-inf"."""
+    if math.isnan(value):
+        return None
+    return float(f"{value:.9g}") if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+
+
+def value_of(written: float | str | None) -> float:
+    """What `number` wrote."""
+    return math.nan if written is None else float(written)
+
+
+def _tensor(written: Sequence[float | str | None]) -> Tensor:
+    return torch.tensor([value_of(one) for one in written], dtype=torch.float32)
+
+
+def _hidden(value: Any) -> Any:
+    """A prompt or a column without secrets."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, Mapping):
+        return {key: _hidden(one) for key, one in value.items()}
+    return [_hidden(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _columns(prompts: Prompts) -> tuple[list[dict[str, Any]], list[str]]:
+    """[P] the columns of each prompt that JSON can hold, and the names of the others."""
+    kept: list[dict[str, Any]] = [{} for _ in prompts.texts]
+    left_out = []
+    for name, values in prompts.columns.items():
+        hidden = [_hidden(value) for value in values]
+        try:
+            same = json.loads(json.dumps(hidden, allow_nan=False)) == hidden
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:  # an object, a date, a mapping whose keys are numbers
+            left_out.append(name)
+            continue
+        for row, value in zip(kept, hidden, strict=True):
+            row[name] = value
+    return kept, left_out

@@ -1,0 +1,132 @@
+"""Rollouts that another run has recorded, in place of sampling."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Prompts, Scored
+from grpo_lightning.policy import Policy
+from grpo_lightning.recording import files
+from grpo_lightning.recording.rows import Restored, fingerprint, restored
+from grpo_lightning.rollout.collector import Collected, Collector
+from grpo_lightning.rollout.metrics import sampled_metrics, token_metrics
+from grpo_lightning.rollout.step_context import StepContext
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Collector):
+    """Takes each step's completions from a file; the advantages are made from them as the settings say now.
+
+    Where the policy is, bit for bit, the one that has sampled them, all that follows is what followed then. Elsewhere
+    ratios are those to the policy that sampled. Which groups and completions are trained on was decided then.
+    """
+
+    path: str
+    """A run directory, or its directory of rollouts."""
+    rescore: bool = False
+    """Whether the rewards are computed anew; else they are the recorded ones."""
+
+    @torch.no_grad()
+    def collect(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        prompts: Prompts,
+        *,
+        microbatch_tokens: int,
+        context: StepContext,
+        carried: Scored | None = None,
+    ) -> Collected:
+        """The recorded rollout of the step that ``context`` names; arguments and returns as in `Collector.collect`.
+
+        Args:
+            policy: Compared with the one that sampled.
+            reference: Asked for log-probabilities where none were recorded.
+            prompts: Not looked at: the recorded ones count.
+            microbatch_tokens: Most tokens in one forward pass of the reference.
+            context: Whose step is taken.
+            carried: Not looked at: recorded rollouts have what was carried over to them.
+
+        Raises:
+            ValueError: There is no rollout of the step, its file is damaged, or it was made otherwise than set now.
+        """
+        with context.clock("rollout"):
+            found = self._found(context.step + 1, next(policy.parameters()).device)
+        header, scored, failures = found.header, found.scored, dict[str, float]()
+        if (largest := int(scored.sampled.ids.max())) >= (size := _vocabulary(policy)):
+            raise ValueError(
+                f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"
+            )
+        if self.rescore:
+            scored, failures = self.judge.rescore(policy, scored, context=context)
+        ref_logprobs = found.ref_logprobs
+        if reference is not None and not header["reference"]:
+            with context.clock("score"):
+                ref_logprobs = self._ref_logprobs(reference, scored.sampled, microbatch_tokens, context)
+        same = fingerprint(policy) == header["policy"]
+        if not same and context.step == 0:
+            log.warning(
+                "rollout.path=%s: sampled by another policy than the one that is trained; ratios are to that policy",
+                self.path,
+            )
+        rollout = self.compared(scored, ref_logprobs)
+        advantages = rollout.mean_advantages
+        metrics = {name: _scalar(value) for name, value in header["collected"].items()}
+        if self.rescore:
+            metrics |= sampled_metrics(scored) | {f"failure/{name}": _scalar(value) for name, value in failures.items()}
+        metrics |= token_metrics(scored, ref_logprobs, reference)
+        metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
+        return Collected(
+            rollout=rollout,
+            scored=scored,
+            advantages=advantages,
+            metrics=metrics,
+            carried=None,
+            num_tokens=header["num_tokens"],
+            flops=0.0,
+            is_fresh=same and header["fresh"],
+        )
+
+    def _found(self, step: int, device: torch.device) -> Restored:
+        try:
+            known = files.steps(files.folder(self.path))
+            if step not in known:
+                raise ValueError(f"has no rollout of step {step}; there are {files.listed(known)}")
+            header, rows = files.read(known[step])
+        except ValueError as error:
+            raise ValueError(f"rollout.path={self.path}: {error}") from error
+        self._check(header, known[step])
+        return restored(header, rows, device)
+
+    def _check(self, header: dict[str, float], path: Path) -> None:
+        """Refuse what was made otherwise than the settings say, where that would pass unseen."""
+        if header["temperature"] != self.temperature:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}: allowed is {header['temperature']}, that of {path}"
+            )
+        if self.rescore:
+            return
+        names: Sequence[str] = header["rewards"]  # type: ignore[assignment]
+        weights: Sequence[float] = header["weights"]  # type: ignore[assignment]
+        told = " (rollout.rescore=true computes rewards anew)"
+        if list(names) != list(self.reward):
+            raise ValueError(f"reward=[{', '.join(self.reward)}]: allowed is [{', '.join(names)}], as in {path}{told}")
+        for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
+            if then != now:
+                raise ValueError(f"reward.{name}.weight={now:g}: allowed is {then:g}, as in {path}{told}")
+
+
+def _vocabulary(policy: Policy) -> int:
+    """How many tokens the policy has; any number where it does not say."""
+    shape = policy.shape()
+    return shape.vocabulary if shape else 1 << 62
+
+
+def _scalar(value: float | None) -> Tensor:
+    return torch.tensor(torch.nan if value is None else value)
