@@ -22,6 +22,7 @@ NEEDS = {
     ("reward", "pattern"): ["reward.pattern.function.expression=because"],
     ("reward", "json_schema"): ["reward.json_schema.function.schema={type:object}"],
     ("reward", "model"): ["reward.model.function.path=some/model"],
+    ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
     ("module", "sft"): ["data=demonstrations"],
 }
 # A file that is chosen once for each of several names.

@@ -116,14 +116,8 @@ class GRPOLightningModule(StepModule):
         varying.observe(self._varying, metrics)
         self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
         ratio = torch.cat([update.ratio for update in updates])
-        return {
-            "scored": collected.scored,
-            "advantages": collected.advantages,
-            "ratio": ratio,
-            "collector": rollout,
-            "collected": collected,
-            "updates": updates,
-        }
+        made = {"collector": rollout, "collected": collected, "updates": updates}
+        return made | {"scored": collected.scored, "advantages": collected.advantages, "ratio": ratio}
 
     def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[Update]:
         """Every optimizer step on a rollout."""

@@ -97,8 +97,8 @@ def write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         with staged.open("wb") as file:
             with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
                 for line in lines:
-                    text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-                    packed.write(text.encode("utf-8", "surrogatepass") + b"\n")
+                    text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+                    packed.write(text.encode("ascii") + b"\n")
             file.flush()
             os.fsync(file.fileno())
         staged.replace(path)
@@ -150,7 +150,7 @@ def _lines(path: Path, parse: Callable[[str], Any] | None = None) -> Iterator[An
     size = 0
     try:
         with gzip.open(path, "rb") as file:
-            stream = io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", newline="\n")
+            stream = io.TextIOWrapper(file, encoding="utf-8", newline="\n")
             while text := stream.readline(_LONGEST_LINE + 1):
                 size += len(text)
                 if len(text) > _LONGEST_LINE or size > _LONGEST_FILE:

@@ -156,7 +156,7 @@ class Collector:
         rollout = self.compared(chosen, ref_logprobs)
         advantages = rollout.mean_advantages
         everything = Scored.concatenate(fresh)
-        metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, reference)
+        metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, has_reference=reference is not None)
         metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
         metrics |= {
             f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]

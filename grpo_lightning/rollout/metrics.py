@@ -5,7 +5,6 @@ from torch import Tensor
 
 from grpo_lightning.batch import Scored
 from grpo_lightning.loss import k3
-from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.selection import replace_nan
 
 
@@ -25,10 +24,10 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     }
 
 
-def token_metrics(scored: Scored, ref_logprobs: Tensor, reference: Policy | None) -> dict[str, Tensor]:
+def token_metrics(scored: Scored, ref_logprobs: Tensor, *, has_reference: bool) -> dict[str, Tensor]:
     """Metrics of the tokens that are trained on, under the policy that sampled them."""
     sampled = scored.sampled
     metrics = {"policy/entropy": sampled.entropy[sampled.mask].mean()}
-    if reference is not None:
+    if has_reference:
         metrics["policy/kl_divergence"] = k3(sampled.logprobs, ref_logprobs)[sampled.mask].mean()
     return metrics

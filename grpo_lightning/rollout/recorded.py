@@ -80,7 +80,7 @@ class Recorded(Collector):
         metrics = {name: _scalar(value) for name, value in header["collected"].items()}
         if self.rescore:
             metrics |= sampled_metrics(scored) | {f"failure/{name}": _scalar(value) for name, value in failures.items()}
-        metrics |= token_metrics(scored, ref_logprobs, reference)
+        metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
         metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
         return Collected(
             rollout=rollout,

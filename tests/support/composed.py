@@ -9,10 +9,20 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_lightning.recording import files
+
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 NOWHERE = Path(tempfile.gettempdir()) / "nonexistent"
 """A run directory that could be made, and is not."""
+
+HEADER = {
+    **{"format": "grpo-lightning rollout 1", "step": 1, "seed": 0, "prompts": 1, "group_size": 2, "prompt_tokens": 2},
+    **{"completion_tokens": 3, "temperature": 1.0, "rewards": ["right"], "weights": [1.0], "fresh": True},
+    **{"complete": True, "reference": False, "policy": "", "num_tokens": 5, "optimizer_steps": 1},
+    **{"microbatches": None, "collected": {}, "updated": {}, "settings": {}},
+}
+"""The first line of a recorded rollout."""
 
 
 def settings(*overrides: str) -> DictConfig:
@@ -34,10 +44,14 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def with_directories(config: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The same settings; where the policy is what another command leaves in ``place``, that directory is there."""
+    """The same settings; what other commands leave in ``place``, a policy or recorded rollouts, is there."""
     path = config["policy"].get("path", "")
     if path.startswith(("./", "runs/")):
         (place / path).mkdir(parents=True, exist_ok=True)
+    if recorded := config["rollout"].get("path"):
+        sizes = {"prompts": config["data"]["prompts_per_step"], "group_size": config["rollout"]["group_size"]}
+        for step in range(1, config["steps"] + 1):
+            files.write(place / recorded / "rollouts" / files.file_name(step), [HEADER | sizes | {"step": step}])
     return config
 
 

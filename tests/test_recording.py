@@ -1,0 +1,240 @@
+"""The files of recorded rollouts: what is in them, bit for bit, and what is refused."""
+
+import gzip
+import json
+import random
+import struct
+
+import pytest
+import torch
+
+from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.recording import files
+from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
+from tests.support.composed import HEADER
+from tests.support.provocations import provocation
+
+HALF, NAN = 0.5, float("nan")
+TRUE, FALSE = True, False
+SAMPLED = Sampled(
+    # one prompt of the ids 5 6 and one of 4, padded on the left; completions 7 2, 8 9 2, 2 and 3 3 2
+    ids=torch.tensor([[5, 6, 7, 2, 0], [5, 6, 8, 9, 2], [0, 4, 2, 0, 0], [0, 4, 3, 3, 2]]),
+    attention_mask=torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).bool(),
+    mask=torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool(),
+    logprobs=torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5], [-0.6, 0.0, 0.0], [-0.7, -0.8, -0.9]]),
+    entropy=torch.tensor([[1.1, 1.2, 0.0], [1.3, 1.4, 1.5], [1.6, 0.0, 0.0], [1.7, 1.8, 1.9]]),
+    texts=("a", "b\nc", "", "\u202e\ud800"),
+    finished=(TRUE, TRUE, TRUE, FALSE),
+)
+SCORED = Scored(
+    prompts=Prompts(("ask", [{"role": "user", "content": "hi"}]), {"answer": ("1", "2"), "when": ({1: 2}, {3: 4})}),
+    sampled=SAMPLED,
+    rewards={
+        "right": torch.tensor([1.0, 0.0, 0.0, NAN]),
+        "short": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "total": torch.tensor([1.05, 0.1, 0.15, 0.2]),
+    },
+    right=torch.tensor([True, False, False, False]),
+    scores=torch.tensor([[1.0, 0.1], [0.0, 0.2], [0.0, 0.3], [NAN, 0.4]]),
+    steps=torch.tensor([[NAN, 1.05, NAN], [0.3, NAN, 0.1], [0.15, NAN, NAN], [NAN, NAN, 0.2]]),
+)
+ROLLOUT = Rollout(
+    ids=SAMPLED.ids,
+    attention_mask=SAMPLED.attention_mask,
+    mask=SAMPLED.mask,
+    old_logprobs=SAMPLED.logprobs,
+    ref_logprobs=SAMPLED.logprobs * HALF,
+    advantages=torch.tensor([[0.7, 0.7, 0.0], [-0.6, -0.6, -0.3], [0.2, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+)
+GIVEN = {key: value for key, value in HEADER.items() if key not in ("prompts", "group_size", "microbatches", "rewards")}
+GIVEN |= {"reference": True, "weights": [1.0, 0.5]}
+TRAINED = [[(torch.tensor([3, 1]), torch.tensor([[-0.71, -0.81, -0.91], [-0.31, -0.41, -0.51]]))]]
+
+
+def made():
+    return lines(GIVEN, SCORED, ROLLOUT, TRAINED)
+
+
+def test_a_line_says_what_the_tensors_hold():
+    first, *rows = made()
+    assert {key: first[key] for key in ("prompts", "group_size", "prompt_tokens", "completion_tokens", "rewards")} == {
+        **{"prompts": 2, "group_size": 2, "prompt_tokens": 2, "completion_tokens": 3},
+        "rewards": ["right", "short"],
+    }
+    assert first["microbatches"] == [[[3, 1]]]
+    assert first["columns_left_out"] == ["when"]  # JSON has no mappings from numbers
+    assert rows[1] == {
+        "group": 0,
+        "prompt": "ask",
+        "completion": "b\nc",
+        "columns": {"answer": "1"},
+        "rewards": {"right": 0.0, "short": 0.200000003, "total": 0.100000001},
+        "scores": [0.0, 0.200000003],
+        "steps": [[0, 0.300000012], [2, 0.100000001]],
+        "advantage": -0.5,  # (-.6 - .6 - .3) / 3
+        "right": False,
+        "finished": True,
+        "prompt_ids": [5, 6],
+        "ids": [8, 9, 2],
+        "old_logprobs": [-0.300000012, -0.400000006, -0.5],
+        "entropy": [1.29999995, 1.39999998, 1.5],
+        "ref_logprobs": [-0.150000006, -0.200000003, -0.25],
+        "logprobs": [-0.310000002, -0.409999996, -0.50999999],
+    }
+    assert rows[3]["rewards"]["right"] is None
+    assert rows[3]["scores"] == [None, 0.400000006]
+    assert rows[2]["prompt_ids"] == [4]
+    assert "logprobs" not in rows[0]
+
+
+def test_what_is_read_is_bitwise_what_was_written(tmp_path):
+    path = tmp_path / files.file_name(1)
+    files.write(path, made())
+    found = restored(*files.read(path), torch.device("cpu"))
+    for name, value in vars(SAMPLED).items():
+        back = getattr(found.scored.sampled, name)
+        assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value, name
+    for name, value in SCORED.rewards.items():
+        torch.testing.assert_close(found.scored.rewards[name], value, rtol=0, atol=0, equal_nan=True)
+    for name in ("scores", "steps"):
+        torch.testing.assert_close(getattr(found.scored, name), getattr(SCORED, name), rtol=0, atol=0, equal_nan=True)
+    assert found.scored.right.tolist() == [True, False, False, False]
+    assert found.scored.prompts == Prompts(SCORED.prompts.texts, {"answer": ("1", "2")})
+    assert torch.equal(found.ref_logprobs, ROLLOUT.ref_logprobs)
+    assert found.logprobs.tolist()[0] == [0.0, 0.0, 0.0]
+    assert torch.equal(found.logprobs[[3, 1]], TRAINED[0][0][1])
+    assert [[rows.tolist() for rows in own] for own in found.microbatches] == [[[3, 1]]]
+
+
+def test_every_float32_comes_back_from_nine_digits():
+    drawn = random.Random(0)
+    bits = [drawn.getrandbits(32) for _ in range(20_000)] + [1, 0x80000001, 0x007FFFFF, 0x7F7FFFFF, 0x80000000]
+    values = torch.tensor([struct.unpack("f", struct.pack("I", one))[0] for one in bits], dtype=torch.float32)
+    written = json.loads(json.dumps([number(value) for value in values.tolist()], allow_nan=False))
+    back = torch.tensor([value_of(one) for one in written], dtype=torch.float32)
+    known = ~values.isnan()
+    assert torch.equal(back[known].view(torch.int32), values[known].view(torch.int32))
+    assert back[~known].isnan().all()
+    assert [number(float("inf")), number(-float("inf"))] == ["inf", "-inf"]
+
+
+def test_the_same_rollout_makes_the_same_bytes_and_nothing_else(tmp_path):
+    one, other = tmp_path / "a" / files.file_name(1), tmp_path / "b" / files.file_name(1)
+    for path in (one, other):
+        files.write(path, made())
+    assert one.read_bytes() == other.read_bytes()
+    assert one.read_bytes()[4:8] == bytes(4)  # no time
+    assert gzip.decompress(one.read_bytes()).isascii()  # whatever was sampled is safe to show
+    with pytest.raises(ValueError, match="JSON"):
+        files.write(one, [{"value": float("nan")}])
+    assert [path.name for path in one.parent.iterdir()] == [files.file_name(1)]
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_policy_has_another_fingerprint_once_a_bit_of_it_changes():
+    torch.manual_seed(0)
+    policy = torch.nn.Linear(3, 2)
+    before = fingerprint(policy)
+    assert fingerprint(policy) == before
+    with torch.no_grad():
+        policy.weight[1, 2] = torch.nextafter(policy.weight[1, 2], torch.tensor(9.0))
+    assert fingerprint(policy) != before
+    policy.bias.requires_grad_(False)
+    frozen = fingerprint(policy)
+    with torch.no_grad():
+        policy.bias += 1
+    assert fingerprint(policy) == frozen
+
+
+def test_steps_in_words_and_beyond_a_checkpoint(tmp_path):
+    assert files.listed([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
+    assert files.listed([]) == "none"
+    assert files.listed(range(1, 41, 2)) == "1, 3, 5, 7, 9, 11, 13, … 39"
+    for step in (1, 2, 3, 12):
+        (tmp_path / files.file_name(step)).write_bytes(b"")
+    (tmp_path / "000099.jsonl.gz.old").write_bytes(b"")
+    (tmp_path / files.file_name(4)).symlink_to(tmp_path / files.file_name(1))
+    assert sorted(path.name for path in files.rewind(tmp_path, 2)) == ["000003.jsonl.gz", "000012.jsonl.gz"]
+    assert list(files.steps(tmp_path)) == [1, 2, 4]
+    assert files.rewind(tmp_path / "none", 0) == []
+
+
+def changed(place, **given):
+    """The lines with other values in one of them."""
+    every = json.loads(json.dumps(made()))
+    every[place] |= given
+    return every
+
+
+DAMAGED = {
+    "another format": (changed(0, format="else"), "its first line has format='else'"),
+    "a size that no run has": (changed(0, completion_tokens=10**12), "more than a rollout has"),
+    "a size that is no number": (changed(0, group_size="2"), "group_size='2'; allowed is an integer >= 2"),
+    "true as a size": (changed(0, prompts=True), "prompts=True; allowed is an integer >= 1"),
+    "a weight missing": (changed(0, weights=[1.0]), "1 weights of 2 rewards"),
+    "a row that is not there": (changed(0, microbatches=[[[4]]]), "row 4 of 4"),
+    "another step": (changed(0, step=2), "is the rollout of step 2; allowed is the name 000002.jsonl.gz"),
+    "a line missing": (made()[:-1], "has 3 of the 4 completions"),
+    "a line more": ([*made(), made()[1]], "has more than the 4 completions"),
+    "no line": ([], "format=None"),
+    "a list as a line": ([*made()[:2], [], *made()[3:]], "line 3: no object"),
+    "an id that is no token": (changed(2, ids=[8, -9, 2]), "line 3: ids are not at most completion_tokens=3 token ids"),
+    "too many ids": (changed(2, prompt_ids=[1, 2, 3]), "prompt_ids are not at most prompt_tokens=2"),
+    "a log-probability missing": (changed(4, old_logprobs=[-0.7]), "line 5: old_logprobs are not 3 numbers"),
+    "none of the reference": (changed(4, ref_logprobs=None), "ref_logprobs are not 3 numbers"),
+    "text as a log-probability": (changed(4, entropy=["1", 2, 3]), "entropy are not 3 numbers"),
+    "a reward missing": (changed(4, rewards={"right": 1.0}), "rewards are not numbers for right, short and total"),
+    "a step beyond the end": (changed(3, steps=[[1, 0.5]]), "steps are not pairs"),
+    "a prompt of another kind": (changed(3, prompt={"a": 1}), "prompt is neither text nor messages"),
+    "a number as a text": (changed(3, completion=7), "completion and columns"),
+    "a number as a flag": (changed(3, right=1), "right and finished"),
+}
+
+
+@provocation("a recorded rollout is not what its first line says", "one sentence that names the file, line and field")
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_contradicts_itself_is_refused(name, tmp_path):
+    given, told = DAMAGED[name]
+    path = tmp_path / files.file_name(1)
+    files.write(path, given)
+    with pytest.raises(files.Unusable) as error:
+        files.read(path)
+    assert told in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@provocation("a recorded rollout is cut off or was altered", "one sentence that names the file")
+def test_damaged_bytes_are_refused(tmp_path):
+    path = tmp_path / files.file_name(1)
+    files.write(path, made())
+    whole = path.read_bytes()
+    turned = bytearray(whole)
+    turned[len(whole) // 2] ^= 255
+    deep, constant, binary = b"[" * 100_000, b'{"format": NaN}', b"\xff\xfe"
+    for data, told in (
+        (whole[: len(whole) // 2], "is damaged"),
+        (bytes(turned), "is damaged|lines of JSON"),
+        (b"no gzip", "is damaged"),
+        (b"", "format=None"),
+        *((gzip.compress(text), "something else than lines of JSON") for text in (deep, constant, binary)),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(files.Unusable, match=told):
+            files.read(path)
+    path.write_bytes(whole[:-4])
+    files.header(path)
+    with pytest.raises(files.Unusable, match="is damaged"):
+        files.check_bytes(path)
+    with pytest.raises(files.Unusable, match="is not there"):
+        files.folder(tmp_path / "none")
+    with pytest.raises(files.Unusable, match="is no directory"):
+        files.folder(path)
+
+
+def test_a_line_longer_than_any_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / files.file_name(1)
+    files.write(path, made())
+    monkeypatch.setattr(files, "_LONGEST_LINE", 100)
+    with pytest.raises(files.Unusable, match="is longer than a rollout can be"):
+        files.read(path)
