@@ -1,7 +1,7 @@
 """The gradient of one optimizer step, added up over micro-batches and processes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ class Update:
     """[n] to the policy that sampled, of this process's tokens."""
     flops: float
     """Floating-point operations of one forward pass of all rows, see ``Policy.flops``."""
-    microbatches: list[tuple[Tensor, Tensor]]
+    microbatches: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of this process: the rows of each in the minibatch, [b], and their log-probabilities, [b, T]."""
 
 

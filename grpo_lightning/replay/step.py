@@ -23,7 +23,7 @@ from grpo_lightning.rollout.step_context import StepContext
 Build = Callable[[str, Any], Any]
 
 _OF_ALL_SAMPLED = ("reward/", "group/", "completion/")
-_NOT_REPEATED = ("group/tries", "group/kept", "group/carried")
+_SHOWN = ("reward/", "loss/")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
     recorded = {name: value for name, value in (header["collected"] | logged).items() if value is not None}
     return Metrics(
         step=header["step"],
-        recorded={name: value for name, value in recorded.items() if name in metrics},
+        recorded={name: value for name, value in recorded.items() if name in metrics or name.startswith(_SHOWN)},
         replayed={name: float(value) for name, value in metrics.items() if math.isfinite(float(value))},
         approximate=_approximate(found, metrics, loss),
         called=called or [],
