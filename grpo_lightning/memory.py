@@ -129,10 +129,10 @@ def activations(shape: Shape, *, is_half: bool) -> float:
 
 
 def table(parts: Mapping[str, float]) -> str:
-    """What `predicted` returns, as one line of text in GiB."""
-    names = [name for name in parts if name != "peak"]
-    listed = ", ".join(f"{name} {parts[name] / GiB:.2f}" for name in names)
-    return f"memory of a process, predicted: {parts['peak'] / GiB:.2f} GiB at most ({listed})"
+    """What `predicted` returns, as one line of text in GiB, without parts that round to nothing."""
+    sizes = {name: f"{size / GiB:.2f}" for name, size in parts.items() if name != "peak"}
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.00")
+    return f"memory: {parts['peak'] / GiB:.2f} GiB at most{f' ({listed})' * bool(listed)}, predicted"
 
 
 def _largest(number: Any) -> int:

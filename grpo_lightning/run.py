@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from grpo_lightning import __version__, memory, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.loggers import guard
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
+from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
@@ -32,8 +32,10 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
-from grpo_lightning.output.announcement import announce
+from grpo_lightning.output.announcement import say_once, show_settings
+from grpo_lightning.output.ending import closing
 from grpo_lightning.output.redaction import redacted, redacted_words
+from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward import check_columns
@@ -55,6 +57,7 @@ class Run:
         directory_given: Whether the user named the run directory, so that a run to continue can be in it.
         multirun: Whether this is one job of a sweep.
         on_start: Called with the run directory before it is first written to.
+        choices: Which file of conf/ each part is of, for the summary.
 
     Raises:
         ConfigError: The settings cannot work; nothing was loaded.
@@ -70,6 +73,7 @@ class Run:
         directory_given: bool,
         multirun: bool = False,
         on_start: Callable[[Path], None] | None = None,
+        choices: Mapping[str, Any] | None = None,
     ) -> None:
         settings.check(config)
         check_built(config)
@@ -79,7 +83,10 @@ class Run:
         self._build = build
         self._overrides = list(overrides)
         self._directory_given = directory_given
+        self._multirun = multirun
         self._on_start = on_start
+        self._choices = dict(choices or {})
+        self._summary: dict[str, Any] = {}
         self._ended_metrics: Mapping[str, float] = {}
 
     @cached_property
@@ -174,8 +181,8 @@ class Run:
         Raises:
             SystemExit: With status 130 after Ctrl-C, and 143 after SIGTERM, SIGHUP or SIGUSR1.
         """
-        if is_first():
-            announce(self.config, settings.arithmetic(self.config))
+        if is_first() and self.config["print_settings"]:
+            show_settings(self.config)
         try:
             {"fit": self.fit, "validate": self.validate, "export": self.export}[self.config["mode"]]()
         except Preempted as error:
@@ -186,6 +193,10 @@ class Run:
             gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
+        if is_first() and self._summary:
+            command = longer_command(self._overrides, self.directory, steps=self.config["steps"])
+            for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
+                say(line)
         return sweep_value(self.metrics, self.config)
 
     @contextmanager
@@ -204,8 +215,9 @@ class Run:
                 directory_given=self._directory_given,
                 overrides=self._overrides,
             )
-        steps, seconds = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0)
-        activity.note(seconds_before=seconds)
+        steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
+        began = first or now()
+        activity.note(seconds_before=seconds, started=began, choices=self._choices)
         if mode == "fit" and is_first():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
             completed = self.module.completed_steps if trained_already else steps if own else 0
@@ -217,15 +229,18 @@ class Run:
             stands = "module" in vars(self)
             # nothing is lost before the module stands
             if is_first() and (stands or not (self.directory / "summary.json").exists()):
-                summary = {
+                self._summary = {
                     "metrics": dict(sorted(self.metrics.items())),
+                    "values": self.module.values.summary() if stands else {},
                     "steps": max(steps, self.module.completed_steps) if stands else 0,
                     "seconds": round(seconds + time.perf_counter() - started, 3),
+                    "started": began,
+                    "choices": self._choices,
                     "overrides": redacted_words(self._overrides),
                     "status": status,
                     "error": problem,
                 }
-                write_summary(self.directory, summary, mode=mode)
+                write_summary(self.directory, self._summary, mode=mode)
 
         def give_up(asked: Preempted) -> None:
             if is_first():
@@ -257,17 +272,6 @@ class Run:
         return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)
 
 
-def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> float:
-    """``metrics[sweep_metric]``, or the smallest float there is where it was not measured."""
-    name = config["sweep_metric"]
-    value = metrics.get(name, math.nan)
-    if math.isfinite(value):
-        return value
-    if config["mode"] != "export":
-        log.warning("sweep_metric=%s was not measured; there are %s", name, ", ".join(metrics))
-    return -sys.float_info.max
-
-
 def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: Trainer) -> None:
     """Print what the run is going to need, and warn where a GPU has less."""
     shape = module.policy.shape()
@@ -283,7 +287,7 @@ def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptD
         prompt_tokens=max(module.policy.count_tokens(first)),
     )
     parts = memory.predicted(shape, use)
-    say(memory.table(parts))
+    say_once(memory.table(parts))
     if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
         log.warning(
             "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "

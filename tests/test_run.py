@@ -9,7 +9,8 @@ import torch
 
 from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.checkpoint.resume import chosen, differences
-from grpo_lightning.run import Run, sweep_value
+from grpo_lightning.output.summary import sweep_value
+from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run

@@ -2,47 +2,79 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from grpo_lightning.output import activity
-from grpo_lightning.output.terminal import say
+from grpo_lightning.output.ending import label
+from grpo_lightning.output.terminal import WIDTH, brief, printable, say
 
-_SHOWN = {
-    "reward/accuracy": ("accuracy", ".3g"),
-    "reward/format": ("format", ".3g"),
-    "reward/total": ("reward", ".3g"),
-    "advantage/mean": ("advantage", "z.1f"),
-    "advantage/std": ("±", ".2f"),
-    "policy/kl_divergence": ("kl", ".2g"),
-    "val/pass@1": ("pass@1", ".3g"),
-    "perf/tokens_per_second": ("tok/s", ".0f"),
-}
-"""Metric -> its label on a progress line, and the format of its value."""
+_LONGEST = 24
+"""Characters of a metric's name on a line, which a user's reward may be longer than."""
+_TIME = 7
+"""Columns of the bar's remaining time, as in 0:01:23."""
 
 
 class _Live(ProgressColumn):
     """The column of the progress bar with phase and metrics, read from the module at every refresh."""
 
-    def __init__(self, module: Any, trainer: Trainer) -> None:
-        super().__init__()
+    def __init__(self, module: Any, trainer: Trainer, room: Callable[[], int]) -> None:
+        super().__init__(Column(no_wrap=True))
         self.module = module
         self.trainer = trainer
+        self.room = room
 
     def render(self, task: Any) -> Text:
         phase = "validation" if self.trainer.validating or self.trainer.sanity_checking else self.module.clock.phase
-        return Text(f"{phase:<10} {describe(self.module.metrics)}")
+        room = max(0, self.room())
+        metrics = describe(self.module, room=room - 11, keep_old=True)
+        return Text(f"{phase:<10} {metrics}"[:room], no_wrap=True, end="")
 
 
-def describe(metrics: Mapping[str, float]) -> str:
-    """The few numbers of a progress line, those that were measured."""
-    parts = [f"{label} {metrics[name]:{form}}" for name, (label, form) in _SHOWN.items() if name in metrics]
-    return "  ".join(parts).replace("  ±", " ±")
+def outcome_name(module: Any) -> str | None:
+    """The metric of training that tells how a run goes: the reward that says whether a completion is right, or a loss.
+
+    None before there is any.
+    """
+    judge = module.validation.judge
+    right = f"reward/{judge.outcome_name}" if judge.rewards else ""
+    return next((name for name in (right, "reward/total", "loss/total") if name in module.metrics), None)
+
+
+def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
+    """The few numbers of a progress line, the most telling first, as many as there is room for.
+
+    Args:
+        module: Whose metrics are shown.
+        room: Columns.
+        keep_old: Whether the newest validation is shown, with its step, also where steps have been made since.
+    """
+    metrics, parts = module.metrics, []
+    name = outcome_name(module)
+    if name is not None:
+        parts.append(f"{printable(label(name))[:_LONGEST]} {brief(metrics[name], 2)}")
+    is_new = module.validated_at == module.completed_steps
+    if "val/pass@1" in metrics and (is_new or keep_old):
+        old = "" if is_new else f" (step {module.validated_at})"
+        parts.append(f"pass@1 {brief(metrics['val/pass@1'], 2)}{old}")
+    for other in ("reward/total", "reward/format"):
+        if other in metrics and other != name:
+            parts.append(f"{label(other)} {brief(metrics[other], 2)}")
+    if "policy/kl_divergence" in metrics:
+        parts.append(f"kl {metrics['policy/kl_divergence']:.2g}")
+    if "advantage/mean" in metrics and "advantage/std" in metrics:
+        parts.append(f"advantage {metrics['advantage/mean']:z.1f} ± {metrics['advantage/std']:.2f}")
+    if "perf/tokens_per_second" in metrics:
+        parts.append(f"tok/s {metrics['perf/tokens_per_second']:.0f}")
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
 
 
 class RunProgress(Callback):
@@ -60,31 +92,27 @@ class RunProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self._started = time.perf_counter()
-        activity.note(step=module.completed_steps)
+        self._note(module)
         if not trainer.is_global_zero or not sys.stderr.isatty():
             return
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            _Live(module, trainer),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=Console(stderr=True),
-            refresh_per_second=4,
-        )
+        self._bar = progress_bar(module, trainer, Console(stderr=True))
         self._bar.start()
         self._task = self._bar.add_task("fit", total=module.steps, completed=module.completed_steps)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step: int = module.completed_steps
-        activity.note(step=step, metrics=module.metrics, seconds=round(time.perf_counter() - self._started, 3))
+        self._note(module)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step % self.every == 0 and step != module.steps and step % module.validation.every:
             self._line(trainer, module)  # a validation that follows has a line of its own
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        if self._bar is None and module.validated_at == module.completed_steps:
+        if module.validated_at != module.completed_steps:
+            return
+        if trainer.state.fn == "fit":
+            self._note(module)
+        if self._bar is None:
             self._line(trainer, module)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -93,13 +121,35 @@ class RunProgress(Callback):
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._stop()
 
+    def _note(self, module: Any) -> None:
+        """Leave what is known behind, for the summary of a run that crashes."""
+        seconds = round(time.perf_counter() - self._started, 3)
+        facts: dict[str, Any] = {"metrics": module.metrics, "values": module.values.summary()}
+        activity.note(step=module.completed_steps, seconds=seconds, **facts)
+
     def _line(self, trainer: Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._started if self._started else 0.0
-            line = f"step {module.completed_steps}/{module.steps}  {describe(module.metrics)}  {seconds:.0f} s"
-            say(line)
+            start, end = f"step {module.completed_steps}/{module.steps}", f"{seconds:.0f} s"
+            told = describe(module, room=WIDTH - len(start) - len(end) - 4)
+            say("  ".join(part for part in (start, told, end) if part))
 
     def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def progress_bar(module: Any, trainer: Trainer, console: Console) -> Progress:
+    """The bar of a terminal, in one line of it, with as many metrics as fit."""
+    bar = min(40, max(4, console.width // 8))
+    taken = len("step") + 2 * len(str(module.steps)) + 1 + bar + _TIME + 4  # and a space between two columns
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar),
+        _Live(module, trainer, lambda: console.width - taken),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=4,
+    )

@@ -30,6 +30,12 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     return shlex.join([*start, *kept, *own])
 
 
+def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:
+    """The command line that goes on with a run of so many ``steps``, which it has made, for as many again."""
+    kept = [word for word in overrides if not word.startswith("steps=")]
+    return continue_command([*kept, f"steps={2 * steps}"], directory)
+
+
 def _quoted(value: str) -> str:
     """``value`` as Hydra reads it back."""
     if _PLAIN.fullmatch(value):

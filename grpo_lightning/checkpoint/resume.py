@@ -17,6 +17,9 @@ from grpo_lightning.output.terminal import printable
 
 log = logging.getLogger(__name__)
 
+_MAY_CHANGE = {"run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "print_settings"}
+"""Settings that may be others when a run is continued."""
+
 
 def chosen(
     config: Mapping[str, Any], directory: Path, *, directory_given: bool, overrides: Sequence[str] = ()
@@ -115,20 +118,20 @@ def same_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise ValueError(f"optimizer._target_={after}: allowed is {before}, the optimizer of the checkpoint")
 
 
-def so_far(checkpoint: Path | None, directory: Path) -> tuple[int, float]:
-    """The steps that a run has made when it goes on from a checkpoint, and the seconds that they took.
+def so_far(checkpoint: Path | None, directory: Path) -> tuple[int, float, str | None]:
+    """The steps that a run has made when it goes on from a checkpoint, their seconds, and when the first began.
 
     Args:
         checkpoint: The file, or the directory of a sharded checkpoint; None at a run's beginning.
         directory: The run directory, whose summary may know of more seconds.
     """
     if checkpoint is None:
-        return 0, 0.0
+        return 0, 0.0, None
     content = _glance(checkpoint)
     seconds = [float(content.get("run", {}).get("seconds", 0.0))]  # not known of version 0.1
     if is_own(checkpoint, directory):
         seconds.append(float(_summary(directory).get("seconds") or 0.0))
-    return int(content["step"]["completed"]), max(seconds)
+    return int(content["step"]["completed"]), max(seconds), content.get("run", {}).get("started")
 
 
 def is_own(checkpoint: Path, directory: Path) -> bool:
@@ -272,7 +275,7 @@ def differences(
     """
     changed: list[tuple[str, Any, Any]] = []
     keys = {*then, *now} if same_version else {key for key in then if key in now and key != "_target_"}
-    for key in sorted(keys - {"run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode"}):
+    for key in sorted(keys - _MAY_CHANGE):
         before, after = then.get(key), now.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changed += differences(before, after, same_version=same_version, prefix=f"{prefix}{key}.")

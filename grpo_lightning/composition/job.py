@@ -17,14 +17,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF, loader, supervised
+from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, write_settings
 from grpo_lightning.distributed import signals
-from grpo_lightning.output import activity
+from grpo_lightning.distributed.chosen import is_first_process
+from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.settings import ConfigError
 
 log = logging.getLogger(__name__)
+_openings: dict[str, announcement.Opening] = {}
+"""Name of the primary settings -> what its jobs say at their start."""
 
 
 class JobFailed(CompactHydraException):
@@ -46,10 +51,18 @@ def _hydra_job(cfg: DictConfig) -> float:
     except Exception as error:
         return _failed(error, directory, is_sweep)
 
+    if is_first_process() and not _openings:
+        say(announcement.greeting(config))
+    choices = chosen(overrides, config, name=given.job.config_name)
+    if is_first_process():
+        _open(choices, overrides, config, given.job.config_name)
+
     def execute() -> float:
+        activity.note(started=now(), choices=choices)
         run = made(
             cfg,
             overrides=overrides,
+            choices=choices,
             directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"]),
             multirun=is_sweep,
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
@@ -66,11 +79,20 @@ def _hydra_job(cfg: DictConfig) -> float:
         if config["mode"] == "fit":
             supervised.write_summary(directory, activity.noted(), crash, overrides=redacted_words(overrides))
         return _failed(crash, directory, is_sweep)
+    finally:
+        announcement.heard(activity.noted())
     if status == 1 and is_sweep:
         raise JobFailed(facts.get("error", "the job failed"))
     if status:
         sys.exit(status)
     return float(facts.get("value", -sys.float_info.max))
+
+
+def _open(choices: Choices, overrides: list[str], config: dict[str, Any], name: str) -> None:
+    """Say what was chosen, before anything takes time."""
+    opening = _openings.setdefault(name, announcement.Opening(chosen([], name=name)))
+    for line in opening.lines(choices, overrides, config, settings.arithmetic(config)):
+        say(line)
 
 
 def job() -> None:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.loader import installed
 from grpo_lightning.output import redaction
@@ -66,6 +67,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
     directory = Path(run_dir or (named[-1] if named else _new_directory()))
     with _composing():
         cfg = hydra_compose("train", words)
+        files = chosen(words)
         for name, file in given.files.items():
             own = hydra_compose("train", [f"{name}={file}"])[name]
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else cfg[name][key] for key in own}
@@ -89,6 +91,8 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         explicit=[*words, *(f"{name}=" for name in parts)],
         overrides=list(overrides),
         directory_given=run_dir is not None or bool(named),
+        choices={part: name for part, name in files.items() if part not in given.whole}
+        | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
         on_start=lambda place: write_settings(cfg, words, place),
     )
 

@@ -143,8 +143,11 @@ def write_summary(directory: Path, facts: dict[str, Any], error: Crash, *, overr
         directory,
         {
             "metrics": facts.get("metrics", {}),
+            "values": facts.get("values", {}),
             "steps": facts.get("step", 0),
             "seconds": round(facts.get("seconds_before", 0.0) + facts.get("seconds", 0.0), 3),
+            "started": facts.get("started"),
+            "choices": facts.get("choices", {}),
             "overrides": overrides,
             "status": "failed",
             "error": str(error),

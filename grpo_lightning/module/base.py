@@ -19,6 +19,7 @@ from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.module.gradient_step import GradientStep
 from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
+from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.validation import Validation
@@ -80,6 +81,7 @@ class StepModule(LightningModule):
         self.completed_steps = 0
         self.validated_at = -1
         self.metrics: dict[str, float] = {}
+        self.values = Values()
         self._own_loop: OwnLoop | None = None
 
     def seed_of(self, *what: object) -> int:
@@ -162,6 +164,7 @@ class StepModule(LightningModule):
         averaged = self.loop.ranks.average(values, device=self.device, largest={"perf/peak_memory_gb"})
         finite = {name: value for name, value in averaged.items() if math.isfinite(value)}
         self.metrics = {name: value for name, value in self.metrics.items() if name not in averaged} | finite
+        self.values.add(finite, step=self.completed_steps)
         self.loop.log(finite, step=self.completed_steps)
 
     def apply_gradients(self) -> float:
@@ -247,6 +250,7 @@ class StepModule(LightningModule):
             "validated_at": self.validated_at,
             "skipped": self.gradient_step.state(),
             "metrics": dict(self.metrics),
+            "values": self.values.state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -260,3 +264,4 @@ class StepModule(LightningModule):
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])
         self.metrics = dict(state["metrics"])
+        self.values.restore(state.get("values", {}))  # version 0.1 kept none

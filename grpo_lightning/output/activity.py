@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SIZE = 16384  # bytes
+_SIZE = 2**20  # bytes, of which the system takes those that are written to
 
 _page: mmap.mmap | None = None
 _facts: dict[str, Any] = {}
+_texts: dict[str, str] = {}
 
 
 def share() -> None:
@@ -17,13 +18,15 @@ def share() -> None:
     global _page
     _page = mmap.mmap(-1, _SIZE)
     _facts.clear()
+    _texts.clear()
 
 
 def note(**facts: Any) -> None:
     """Note plain values by name, in place of earlier ones of these names; costs microseconds."""
     _facts.update(facts)
     if _page is not None:
-        text = json.dumps(_facts).encode()
+        _texts.update({json.dumps(name): json.dumps(value) for name, value in facts.items()})
+        text = f"{{{', '.join(f'{name}: {value}' for name, value in _texts.items())}}}".encode()
         if len(text) <= _SIZE - 8:
             # The length comes first and is 0 meanwhile, so that a process that dies here leaves nothing half written.
             _page[:8] = bytes(8)

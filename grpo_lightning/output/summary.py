@@ -2,13 +2,21 @@
 
 import json
 import logging
+import math
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+
+def now() -> str:
+    """The time, as in 2026-01-31T23:59:59+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> None:
@@ -16,7 +24,9 @@ def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> 
 
     Args:
         directory: The run's.
-        summary: What there is to say: "metrics", "steps", "seconds", "overrides", "status" and "error".
+        summary: What there is to say: "metrics", "values" (of each metric over the run, as `module.values` sums them
+            up), "steps", "seconds", "started", "choices" (group of conf/ -> name or names), "overrides", "status" and
+            "error".
         mode: What the run did.
     """
     path = directory / "summary.json"
@@ -30,3 +40,14 @@ def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> 
         log.warning("%s cannot be written: %s", path, error.strerror)
         with suppress(OSError):
             staged.unlink(missing_ok=True)
+
+
+def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> float:
+    """``metrics[sweep_metric]``, or the smallest float there is where it was not measured."""
+    name = config["sweep_metric"]
+    value = metrics.get(name, math.nan)
+    if math.isfinite(value):
+        return value
+    if config["mode"] != "export":
+        log.warning("sweep_metric=%s was not measured; there are %s", name, ", ".join(metrics))
+    return -sys.float_info.max

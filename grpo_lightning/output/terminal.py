@@ -10,6 +10,8 @@ from typing import Any, TextIO
 from grpo_lightning.output.redaction import hide
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+WIDTH = 80
+"""Columns that a line fits into, except for a path or a command that is longer by itself."""
 _GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -20,6 +22,14 @@ def printable(text: str) -> str:
     direction of writing around, so that it shows something else than is there.
     """
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def brief(value: float, digits: int) -> str:
+    """A number with so many decimals and no zero before them, as in .979; a large or a tiny one by leading digits."""
+    if value and not 0.5 * 10**-digits <= abs(value) < 10:
+        return f"{value:.{digits + 1}g}"
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
 def say(line: str) -> None:
@@ -59,8 +69,9 @@ class TerminalFormatter(FileFormatter):
 
 
 def is_unseen(record: logging.LogRecord) -> bool:
-    """A logging filter for the terminal: leaves out what was printed there already."""
-    return not getattr(record, "shown", False)
+    """A logging filter for the terminal: leaves out what was printed there already, and what a job says itself."""
+    is_job = record.name.startswith("hydra.") and record.getMessage().startswith("\t#")
+    return not is_job and not getattr(record, "shown", False)
 
 
 def unseen() -> Any:

@@ -114,6 +114,7 @@ TOP = (
         "run_dir",
         "trusted",
         "requeue",
+        "print_settings",
         "algorithm",
         "experiment",
         "sweep",

@@ -58,6 +58,7 @@ RULES: dict[str, Rule] = {
     "seed": integer(0, _LARGEST_SEED),
     "mode": choice("fit", "validate", "export"),
     "requeue": flag(),
+    "print_settings": flag(),
     **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
