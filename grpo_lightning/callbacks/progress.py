@@ -13,7 +13,7 @@ from rich.text import Text
 
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import label
-from grpo_lightning.output.terminal import WIDTH, brief, printable, say
+from grpo_lightning.output.terminal import WIDTH, bare, brief, printable, say
 
 _LONGEST = 24
 """Characters of a metric's name on a line, which a user's reward may be longer than."""
@@ -31,7 +31,8 @@ class _Live(ProgressColumn):
         self.room = room
 
     def render(self, task: Any) -> Text:
-        phase = "validation" if self.trainer.validating or self.trainer.sanity_checking else self.module.clock.phase
+        validates = self.trainer.validating or self.trainer.sanity_checking
+        phase = "validation" if validates else "done" if task.finished else self.module.clock.phase
         room = max(0, self.room())
         metrics = describe(self.module, room=room - 11, keep_old=True)
         return Text(f"{phase:<10} {metrics}"[:room], no_wrap=True, end="")
@@ -63,13 +64,14 @@ def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"
         parts.append(f"pass@1 {brief(metrics['val/pass@1'], 2)}{old}")
-    for other in ("reward/total", "reward/format"):
-        if other in metrics and other != name:
-            parts.append(f"{label(other)} {brief(metrics[other], 2)}")
+    if "reward/total" in metrics and name != "reward/total":
+        parts.append(f"reward {brief(metrics['reward/total'], 2)}")
     if "policy/kl_divergence" in metrics:
-        parts.append(f"kl {metrics['policy/kl_divergence']:.2g}")
-    if "advantage/mean" in metrics and "advantage/std" in metrics:
-        parts.append(f"advantage {metrics['advantage/mean']:z.1f} ± {metrics['advantage/std']:.2f}")
+        parts.append("kl " + bare(f"{metrics['policy/kl_divergence']:.2g}"))
+    if "reward/format" in metrics and name != "reward/format":
+        parts.append(f"format {brief(metrics['reward/format'], 2)}")
+    if "advantage/std" in metrics:
+        parts.append(f"advantage ±{brief(metrics['advantage/std'], 2)}")
     if "perf/tokens_per_second" in metrics:
         parts.append(f"tok/s {metrics['perf/tokens_per_second']:.0f}")
     while parts and len("  ".join(parts)) > room:

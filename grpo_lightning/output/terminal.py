@@ -25,11 +25,15 @@ def printable(text: str) -> str:
 
 
 def brief(value: float, digits: int) -> str:
-    """A number with so many decimals and no zero before them, as in .979; a large or a tiny one by leading digits."""
+    """A number with so many decimals, as in .979, or where that says nothing with as many leading digits and one."""
     if value and not 0.5 * 10**-digits <= abs(value) < 10:
-        return f"{value:.{digits + 1}g}"
-    text = f"{value:.{digits}f}"
-    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
+        return bare(f"{value:.{digits + 1}g}")
+    return bare(f"{value:.{digits}f}")
+
+
+def bare(number: str) -> str:
+    """``number`` without the zero before its point."""
+    return number.replace("0.", ".", 1) if number.startswith(("0.", "-0.")) else number
 
 
 def say(line: str) -> None:
