@@ -11,7 +11,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.callbacks.hparams import flat
-from grpo_lightning.callbacks.progress import describe
 from grpo_lightning.callbacks.samples import Samples
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
@@ -175,20 +174,6 @@ def test_a_run_that_a_callback_ends_has_its_last_step_saved(tmp_path):
     assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 3
     small_run(tmp_path, "steps=6", "checkpoint=last")
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["reward/total"]] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_line_shows_what_is_known():
-    assert describe({}) == ""
-    assert describe({"val/pass@1": 0.51234, "reward/total": -0.05}) == "reward -0.05  pass@1 0.512"
-    tutorial = {
-        "reward/accuracy": 0.4512,
-        "reward/format": 0.98,
-        "reward/total": 0.548,
-        "advantage/mean": -1e-9,
-        "advantage/std": 0.3219,
-        "policy/kl_divergence": 0.00812,
-    }
-    assert describe(tutorial) == "accuracy 0.451  format 0.98  reward 0.548  advantage 0.0 ± 0.32  kl 0.0081"
 
 
 def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):

@@ -9,6 +9,7 @@ import torch
 from grpo_lightning.advantage import centered
 from grpo_lightning.callbacks.progress import describe
 from tests.support.composed import CONF, ROOT, composed
+from tests.test_progress import module
 from tests.test_readme import COMMANDS, FENCE, commands
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
@@ -169,8 +170,10 @@ def test_the_guides_ratio_is_that_of_a_response():
 def test_the_progress_line_is_one():
     tutorial = {"reward/accuracy": 0.45, "reward/format": 0.98, "reward/total": 0.548}
     tutorial |= {"advantage/mean": 0.0, "advantage/std": 0.32, "policy/kl_divergence": 0.008}
-    line = describe(tutorial | {"val/pass@1": 0.44, "perf/tokens_per_second": 812.0})
-    assert f"step 10/500  {line}  93 s" in TUTORIAL
+    line = describe(module(tutorial | {"val/pass@1": 0.44, "perf/tokens_per_second": 812.0}), room=64)
+    assert len(shown := f"step 10/500  {line}  93 s") == 80
+    assert shown in TUTORIAL
+    assert f"`{describe(module({'val/pass@1': 0.44}, validated=10), room=64)}`" in TUTORIAL
 
 
 def settings_here():

@@ -34,7 +34,10 @@ def test_activations_and_cache_by_hand():
         predicted(SHAPE, Use(**{**vars(USE), "checkpointing": flag}))["update"] for flag in (False, True)
     )
     assert full - checkpointed == 80 * (2 * 1000 - (1000 + 4 * 10 * 2))
-    assert "GiB at most (weights" in table(predicted(SHAPE, USE))
+    sizes = {"weights": 1.5, "optimizer": 3.0, "reference": 0.004, "sampling": 0.25, "update": 0.5, "peak": 5.004}
+    told = "memory: 5.00 GiB at most (weights 1.50, optimizer 3.00, sampling 0.25, update 0.50), predicted"
+    assert table({name: size * 2**30 for name, size in sizes.items()}) == told
+    assert table({"update": 0.0, "peak": 1.0}) == "memory: 0.00 GiB at most, predicted"
 
 
 def test_a_number_that_varies_counts_with_its_largest_value():

@@ -59,7 +59,9 @@ def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
     metrics, parts = module.metrics, []
     name = outcome_name(module)
     if name is not None:
-        parts.append(f"{printable(label(name))[:_LONGEST]} {brief(metrics[name], 2)}")
+        number = brief(metrics[name], 2)
+        longest = max(0, min(_LONGEST, room - len(number) - 1))
+        parts.append(f"{printable(label(name))[:longest]} {number}".strip())
     is_new = module.validated_at == module.completed_steps
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"

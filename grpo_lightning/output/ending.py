@@ -12,7 +12,8 @@ _LABELS = {"reward/total": "reward", "loss/total": "loss"}
 
 def label(name: str) -> str:
     """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
-    return _LABELS.get(name) or name.removeprefix("val/").removeprefix("reward/")
+    name = name.removeprefix("val/")
+    return _LABELS.get(name) or name.removeprefix("reward/")
 
 
 def folded(start: str, parts: Sequence[str]) -> list[str]:

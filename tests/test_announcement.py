@@ -1,0 +1,190 @@
+"""What a run says at its start and at its end."""
+
+import pytest
+from hydra import initialize_config_dir
+
+from grpo_lightning import __version__
+from grpo_lightning.checkpoint.command import longer_command
+from grpo_lightning.composition.choices import chosen
+from grpo_lightning.distributed.chosen import is_first_process
+from grpo_lightning.output import activity, announcement, redaction
+from grpo_lightning.output.announcement import Opening, greeting, say_once, show_settings
+from grpo_lightning.output.ending import closing, label, outcome
+from tests.support.composed import CONF
+
+DEFAULTS = {"algorithm": "grpo", "loss": "grpo", "policy": "tiny", "reward": ["accuracy", "format"]}
+CONFIG = {"mode": "fit", "steps": 120, "seed": 0, "checkpoint": None, "run_dir": "runs/a", "sweep_metric": "val/pass@1"}
+WORK = (
+    "8 prompts x 16 completions = 128 completions per rollout; 1 optimizer step per rollout; 120 rollouts = "
+    "15360 completions, 120 optimizer steps in total"
+)
+
+
+def test_the_first_line_says_what_is_done():
+    assert greeting(CONFIG) == f"grpo-lightning {__version__}: fit, 120 steps, seed 0"
+    measured = CONFIG | {"mode": "validate", "checkpoint": "last"}
+    assert greeting(measured) == f"grpo-lightning {__version__}: validate, seed 0, from checkpoint=last"
+
+
+def test_the_default_run_has_nothing_to_name():
+    assert Opening(DEFAULTS).lines(DEFAULTS, [], CONFIG, WORK) == [
+        "8 prompts x 16 completions = 128 completions per rollout; 1 optimizer step per",
+        "  rollout; 120 rollouts = 15360 completions, 120 optimizer steps in total",
+        "directory: runs/a (settings: .hydra/config.yaml)",
+    ]
+
+
+def test_what_differs_has_a_line_what_was_asked_for_first():
+    choices = {"loss": "dapo", "policy": "tiny", "reward": ["accuracy", "length"], "algorithm": "dapo", "sweep": "mine"}
+    words = ["+trainer.benchmark=true", "~reward.format", "steps=9", "seed=7", "algorithm=dapo", "logger.token=hf_abc"]
+    lines = Opening(DEFAULTS).lines(choices, words, CONFIG | {"mode": "validate"}, WORK)
+    assert lines == [
+        "trainer.benchmark: true",
+        "reward.format: left out",
+        "algorithm: dapo",
+        "logger.token: <redacted>",
+        "loss: dapo",
+        "reward: accuracy, length",
+        "sweep: mine",
+        "directory: runs/a (settings: .hydra/config.yaml)",
+    ]
+
+
+def test_further_jobs_of_a_sweep_say_what_tells_them_apart():
+    opening = Opening(DEFAULTS)
+
+    def job(algorithm, seed):
+        choices = DEFAULTS | {"algorithm": algorithm, "loss": algorithm, "policy": "gpt2"}
+        words = ["policy=gpt2", f"algorithm={algorithm}", "optimizer.lr=1e-4", f"seed={seed}"]
+        return opening.lines(choices, words, CONFIG | {"run_dir": f"runs/{algorithm}{seed}"}, "work")
+
+    assert job("grpo", 0)[:3] == ["policy: gpt2", "algorithm: grpo", "optimizer.lr: 1e-4"]
+    assert job("grpo", 1) == ["job 1: seed: 1", "directory: runs/grpo1"]
+    assert job("dapo", 0) == ["job 2: algorithm: dapo · loss: dapo · seed: 0", "directory: runs/dapo0"]
+    assert job("grpo", 1) == ["job 3: algorithm: grpo · loss: grpo · seed: 1", "directory: runs/grpo1"]
+    long = "a" * 70
+    assert job(long, 2)[:4] == ["job 4:", f"  algorithm: {long}", f"  loss: {long}", "  seed: 2"]
+
+
+def test_a_sweep_says_the_same_only_once(capsys, monkeypatch):
+    monkeypatch.setattr(announcement, "_said", set())
+    activity.share()
+    try:
+        say_once("memory: " + "much " * 20)
+        first = capsys.readouterr().err
+        facts = activity.noted()
+        monkeypatch.setattr(announcement, "_said", set())  # the next job, of another process
+        announcement.heard(facts)
+        announcement.heard({})
+        say_once("memory: " + "much " * 20)
+        assert capsys.readouterr().err == ""
+        say_once("memory: little")
+        assert capsys.readouterr().err == "memory: little\n"
+    finally:
+        activity._page = None
+    assert [len(line) <= 80 for line in first.splitlines()] == [True, True]
+
+
+def test_all_settings_are_shown_without_secrets(capsys, monkeypatch):
+    monkeypatch.setattr(redaction, "_known", set())
+    show_settings({"loss": {"kl_coef": 0.04, "empty": {}}, "api_key": "abcdefgh", "note": "x\x1b[2J"})
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "settings"
+    assert [line.lstrip("│├└─ ") for line in shown[1:]] == [
+        *("loss", "kl_coef: 0.04", "empty: {}", "api_key: <redacted>", r"note: x\x1b[2J")
+    ]
+
+
+VALUES = {
+    "val/pass@1": {
+        "first": 0.2612,
+        "last": 0.9712,
+        "best": 0.9791,
+        "best_step": 100,
+        "first_step": 0,
+        "last_step": 120,
+    },
+    "reward/accuracy": {"first": 0.25, "last": 0.75},
+    "loss/total": {"first": 2.5, "last": 0.125},
+}
+
+
+def test_the_outcome_fits_a_line():
+    summary = {"values": VALUES, "seconds": 43.4}
+    assert outcome(summary, "val/pass@1") == "pass@1 .261 → .971 (best .979 at 100) · 43 s"
+    assert outcome(summary, "reward/accuracy") == "accuracy .250 → .750 · 43 s"
+    assert outcome(summary, "val/absent") == "pass@1 .261 → .971 (best .979 at 100) · 43 s"
+    assert outcome({"values": {"loss/total": VALUES["loss/total"]}, "seconds": 0.6}, "val/pass@1") == (
+        "loss 2.500 → .125 · 1 s"
+    )
+    once = {"val/pass@1": VALUES["val/pass@1"] | {"first_step": 120}}
+    assert outcome({"values": once, "seconds": 3}, "val/pass@1") == "pass@1 .971 · 3 s"
+    assert outcome({"values": {}, "seconds": 3}, "val/pass@1") == "3 s"
+    assert [label(name) for name in ("val/reward/total", "val/reward/mine", "optim/lr")] == [
+        "reward",
+        "mine",
+        "optim/lr",
+    ]
+
+
+def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
+    summary = {"values": VALUES, "seconds": 43.4, "metrics": {"val/pass@1": 0.5, "val/maj@4": 0.25, "loss/total": 1.0}}
+    told = "pass@1 .261 → .971 (best .979 at 100) · 43 s"
+    assert closing(summary, CONFIG, tmp_path, "again") == [told]
+    for name in ("export", "tensorboard", "checkpoints"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    assert closing(summary, CONFIG, tmp_path, "again", is_job=True) == [told]
+    lines = closing(summary, CONFIG, tmp_path, "again")
+    text = " ".join(" ".join(lines).split())
+    assert text == (
+        f"{told} exported to {tmp_path}/export look at it with: tensorboard --logdir {tmp_path} continue with: again"
+    )
+    assert all(len(line) <= 80 or line == f"  {line.split()[-1]}" or "--logdir" in line for line in lines)
+    long = tmp_path / ("d" * 90)
+    (long / "export").mkdir(parents=True)
+    assert closing(summary, CONFIG, long, "again") == [told, "exported to", f"  {long}/export"]
+    assert closing(summary, CONFIG | {"mode": "export"}, tmp_path, "again") == []
+    assert closing(summary, CONFIG | {"mode": "validate"}, tmp_path, "again") == ["pass@1 .500 · maj@4 .250 · 43 s"]
+
+
+def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
+    command = longer_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=40)
+    assert command == f"python train.py seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], {"algorithm": "grpo", "schedule": "linear", "reward": ["accuracy", "format"], "callbacks": "default"}),
+        (["algorithm=dapo"], {"loss": "dapo", "reference": "none", "reward": ["accuracy", "format", "soft_overlong"]}),
+        (["experiment=gated"], {"experiment": "gated", "algorithm": "dr_grpo", "advantage": "centered"}),
+        (["callbacks=[default,reward_model]"], {"callbacks": ["default", "reward_model"]}),
+        (["experiment=sft_tiny"], {"module": "sft", "data": "demonstrations", "policy": "scratch"}),
+    ],
+)
+def test_the_chosen_files(words, expected):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = chosen(words)
+        assert {group: found[group] for group in expected} == expected
+        assert found.keys() <= {path.name for path in CONF.iterdir() if path.is_dir()}
+        assert chosen(words, {"reward": {"mine": {}}})["reward"] == ["mine"]
+    assert "experiment" in found or not any("experiment" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    "variables, first",
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "0"}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"SLURM_PROCID": "3"}, False),
+    ],
+)
+def test_one_process_speaks(variables, first, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_first_process() is first

@@ -1,0 +1,159 @@
+"""What every metric was over a run, also one that was interrupted, and where summary.json says so."""
+
+import json
+from datetime import datetime
+
+import pytest
+import torch
+
+from grpo_lightning import compose
+from grpo_lightning.composition.supervised import Crash, write_summary
+from grpo_lightning.module.values import Values
+from grpo_lightning.output import activity
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
+
+MEASURED = ("time/", "perf/")
+"""What is not the same when it is done again."""
+
+
+def summary(directory):
+    return json.loads((directory / "summary.json").read_text())
+
+
+def same(values):
+    return {name: course for name, course in values.items() if not name.startswith(MEASURED)}
+
+
+def test_the_values_of_a_metric():
+    values = Values()
+    for step, value in ((1, 0.5), (2, 2.0), (3, -1.0), (4, 0.25)):
+        values.add({"reward/total": value}, step=step)
+    # (0.5 + 2 - 1 + 0.25) / 4 = 1.75 / 4
+    assert values.summary() == {"reward/total": {"first": 0.5, "last": 0.25, "mean": 0.4375, "min": -1.0, "max": 2.0}}
+
+
+def test_a_validations_metric_has_the_first_step_of_its_best_value():
+    values = Values()
+    for step, value in ((0, 0.25), (20, 0.75), (40, 0.75), (50, 0.5)):
+        values.add({"val/pass@1": value, **({"loss/total": 1.0} if step else {})}, step=step)
+    found = values.summary()
+    assert list(found) == ["loss/total", "val/pass@1"]
+    assert found["val/pass@1"] == {
+        **{"first": 0.25, "last": 0.5, "mean": 0.5625, "min": 0.25, "max": 0.75},  # 2.25 / 4
+        **{"best": 0.75, "best_step": 20, "first_step": 0, "last_step": 50},
+    }
+
+
+@pytest.mark.parametrize("numbers", [[0.1] * 3, [1e308] * 3, [-1e308] * 3, [1e308, 1e308, -1e308, -1e308, -1e308]])
+def test_a_mean_lies_between_the_smallest_and_the_largest_value(numbers):
+    values = Values()
+    for step, number in enumerate(numbers):
+        values.add({"x": number}, step=step)
+    course = values.summary()["x"]
+    assert course["min"] <= course["mean"] <= course["max"]
+    json.dumps(course, allow_nan=False)
+
+
+def test_an_interrupted_course_goes_on_exactly():
+    numbers = [0.1, 0.7, 1e-9, 3.3, 0.3, 1e6, 0.2]
+    whole, first, second = Values(), Values(), Values()
+    for step, number in enumerate(numbers):
+        whole.add({"val/x": number}, step=step)
+        (first if step < 4 else second).add({"val/x": number}, step=step)
+        if step == 3:
+            second.restore(json.loads(json.dumps(first.state())))
+    assert second.summary() == whole.summary()
+    assert second.state() == whole.state()
+
+
+@provocation("a run is continued", "`values` of summary.json are those of an unbroken run, to the last bit")
+def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
+    own = ("steps=5", "validation.every=2", "schedule=constant", "callbacks.checkpoint.every=1")
+    small_run(tmp_path / "whole", *own)
+    small_run(tmp_path / "parts", *own, "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
+    began = summary(tmp_path / "parts")["started"]
+    assert summary(tmp_path / "parts")["values"]["val/pass@1"]["last_step"] == 2
+    small_run(tmp_path / "parts", *own, "checkpoint=last")
+    whole, parts = summary(tmp_path / "whole")["values"], summary(tmp_path / "parts")["values"]
+    assert len(same(whole)) > 25
+    assert same(parts) == same(whole)
+    assert [whole["val/pass@1"][name] for name in ("first_step", "last_step")] == [0, 5]
+    assert summary(tmp_path / "parts")["started"] == began
+
+
+def test_a_summary_tells_of_the_whole_run_and_of_its_parts(tmp_path):
+    module = small_run(tmp_path, "steps=4", "validation.every=2")
+    told = summary(tmp_path)
+    assert list(told) == [
+        *("metrics", "values", "steps", "seconds", "started", "choices", "overrides", "status", "error")
+    ]
+    assert told["values"].keys() == told["metrics"].keys()
+    assert all(course["last"] == told["metrics"][name] for name, course in told["values"].items())
+    pass_1 = told["values"]["val/pass@1"]
+    assert (pass_1["first_step"], pass_1["last_step"]) == (0, 4)
+    assert "best" not in told["values"]["reward/total"]
+    assert told["values"] == json.loads(json.dumps(module.values.summary()))
+    began = datetime.fromisoformat(told["started"])
+    assert began.utcoffset().total_seconds() == 0
+
+
+def test_a_checkpoint_without_values_is_continued(tmp_path):
+    small_run(tmp_path, "steps=2")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    del content["step"]["values"], content["run"]["started"]
+    torch.save(content, last)
+    small_run(tmp_path, "steps=3", "checkpoint=last")
+    told = summary(tmp_path)
+    assert told["status"] == "finished"
+    assert told["values"]["val/pass@1"]["first_step"] == 3
+
+
+def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
+    activity.share()
+    try:
+        small_run(tmp_path / "run", "steps=2")
+        activity.note(long="x" * 100_000)  # more than a page of memory, and many metrics
+        noted = activity.noted()
+    finally:
+        activity._page = None
+    write_summary(tmp_path, noted, Crash("gone", 9), overrides=["steps=2"])
+    told, ended = summary(tmp_path), summary(tmp_path / "run")
+    assert list(told) == list(ended)
+    assert (told["status"], told["error"], told["steps"]) == ("failed", "gone", 2)
+    for key in ("metrics", "values", "started", "choices"):
+        assert told[key] == ended[key], key
+
+
+def test_what_was_noted_is_read_back_whole():
+    activity.share()
+    try:
+        activity.note(step=1, doing='a "quoted" ü', nothing=None)
+        activity.note(step=2, values={"x": [1.5, {"y": None}]})
+        assert activity.noted() == {
+            "step": 2,
+            "doing": 'a "quoted" ü',
+            "nothing": None,
+            "values": {"x": [1.5, {"y": None}]},
+        }
+        activity.share()
+        assert activity.noted() == {}
+    finally:
+        activity._page = None
+
+
+def test_compose_knows_the_parts(tmp_path):
+    def short(completions, **columns):
+        return [float(len(text) < 9) for text in completions]
+
+    own = [word for word in SMALL if not word.startswith(("reward", "data.t", "data.v", "trusted"))]
+    prompts = [{"prompt": f"Say {number}"} for number in range(8)]
+    run = compose(*own, "algorithm=dr_grpo", reward={"short": short}, data=prompts, run_dir=tmp_path).fit()
+    chosen = summary(tmp_path)["choices"]
+    wanted = {"algorithm": "dr_grpo", "loss": "dr_grpo", "advantage": "centered", "reference": "none", "data": "rows"}
+    assert {name: chosen[name] for name in wanted} == wanted
+    assert chosen["reward"] == ["short"]
+    assert chosen["policy"] == "scratch"
+    another = compose(*own, data=prompts, reward=short, loss=run.module.loss, run_dir=tmp_path / "b")
+    assert "loss" not in another._choices  # an object that no file of conf/ describes
