@@ -34,6 +34,14 @@ def test_the_default_run_has_nothing_to_name():
     ]
 
 
+def test_a_long_directory_stays_whole():
+    long = CONFIG | {"mode": "validate", "run_dir": "runs/" + "d d" * 30}
+    assert Opening(DEFAULTS).lines(DEFAULTS, [], long, WORK) == [
+        f"directory: runs/{'d d' * 30}",
+        "  (settings: .hydra/config.yaml)",
+    ]
+
+
 def test_what_differs_has_a_line_what_was_asked_for_first():
     choices = {"loss": "dapo", "policy": "tiny", "reward": ["accuracy", "length"], "algorithm": "dapo", "sweep": "mine"}
     words = ["+trainer.benchmark=true", "~reward.format", "steps=9", "seed=7", "algorithm=dapo", "logger.token=hf_abc"]

@@ -64,7 +64,9 @@ class Opening:
         told = [f"{key}: {everything[key]}" for key in shown if key in everything and key not in _TOLD]
         if config["mode"] == "fit":
             told += fitted(arithmetic)
-        return [*told, f"directory: {config['run_dir']} (settings: .hydra/config.yaml)"]
+        directory, settings_file = f"directory: {config['run_dir']}", "(settings: .hydra/config.yaml)"
+        line = f"{directory} {settings_file}"
+        return [*told, *([line] if len(line) <= WIDTH else [directory, f"  {settings_file}"])]
 
 
 def _listed(names: str | Iterable[str]) -> str:
