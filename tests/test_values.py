@@ -72,14 +72,19 @@ def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     own = ("steps=5", "validation.every=2", "schedule=constant", "callbacks.checkpoint.every=1")
     small_run(tmp_path / "whole", *own)
     small_run(tmp_path / "parts", *own, "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
-    began = summary(tmp_path / "parts")["started"]
-    assert summary(tmp_path / "parts")["values"]["val/pass@1"]["last_step"] == 2
+    assert datetime.fromisoformat(summary(tmp_path / "parts")["started"]).year >= 2025
+    (tmp_path / "parts" / "summary.json").unlink()  # as if the computer had been switched off
+    last = torch.load(tmp_path / "parts" / "checkpoints" / "last.ckpt", weights_only=True)
+    last["run"]["started"] = began = "2020-02-29T23:59:59+00:00"
+    torch.save(last, tmp_path / "parts" / "checkpoints" / "last.ckpt")
+    assert last["step"]["values"]["val/pass@1"]["last_step"] == 2
     small_run(tmp_path / "parts", *own, "checkpoint=last")
     whole, parts = summary(tmp_path / "whole")["values"], summary(tmp_path / "parts")["values"]
     assert len(same(whole)) > 25
     assert same(parts) == same(whole)
     assert [whole["val/pass@1"][name] for name in ("first_step", "last_step")] == [0, 5]
-    assert summary(tmp_path / "parts")["started"] == began
+    last = torch.load(tmp_path / "parts" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert summary(tmp_path / "parts")["started"] == last["run"]["started"] == began
 
 
 def test_a_summary_tells_of_the_whole_run_and_of_its_parts(tmp_path):
@@ -118,6 +123,7 @@ def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
         noted = activity.noted()
     finally:
         activity._page = None
+    assert len(noted["long"]) == 100_000
     write_summary(tmp_path, noted, Crash("gone", 9), overrides=["steps=2"])
     told, ended = summary(tmp_path), summary(tmp_path / "run")
     assert list(told) == list(ended)
@@ -139,6 +145,8 @@ def test_what_was_noted_is_read_back_whole():
         }
         activity.share()
         assert activity.noted() == {}
+        activity.note(step=3)
+        assert activity.noted() == {"step": 3}
     finally:
         activity._page = None
 

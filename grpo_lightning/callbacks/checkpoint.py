@@ -19,7 +19,7 @@ from grpo_lightning.checkpoint import disk, tensorboard
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.output.summary import now
+from grpo_lightning.output import activity
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ class RunCheckpoint(Checkpoint):
         self._saved_step: int | None = None
         self._seconds_before = 0.0
         self._started = time.perf_counter()
-        self._began = now()
         self._bytes = 0
 
     @property
@@ -113,14 +112,13 @@ class RunCheckpoint(Checkpoint):
             "config": _steps(module).settings,
             "best": self.best,
             "events": tensorboard.position(self.events_directory),
-            "started": self._began,
+            "started": activity.noted().get("started"),
             "seconds": self._seconds_before + time.perf_counter() - self._started,
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.best = checkpoint["run"]["best"]
         self._seconds_before = checkpoint["run"].get("seconds", 0.0)
-        self._began = checkpoint["run"].get("started", self._began)
         self._saved_step = checkpoint["step"]["completed"]
 
     def _save(self, trainer: Trainer) -> None:
