@@ -154,6 +154,11 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
     assert closing(summary, CONFIG, long, "again") == [told, "exported to", f"  {long}/export"]
     assert closing(summary, CONFIG | {"mode": "export"}, tmp_path, "again") == []
     assert closing(summary, CONFIG | {"mode": "validate"}, tmp_path, "again") == ["pass@1 .500 · maj@4 .250 · 43 s"]
+    many = summary | {"metrics": {f"val/pass@{k}": 0.5 for k in (1, 2, 4, 8, 16, 32)}}
+    assert closing(many, CONFIG | {"mode": "validate"}, tmp_path, "again") == [
+        "pass@1 .500 · pass@2 .500 · pass@4 .500 · pass@8 .500 · pass@16 .500 ·",
+        "pass@32 .500 · 43 s",
+    ]
 
 
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):

@@ -1,6 +1,7 @@
 """What a run says at its end: the outcome, what it leaves behind, and how to go on."""
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def label(name: str) -> str:
 def folded(start: str, parts: Sequence[str]) -> list[str]:
     """``parts`` behind ``start`` on one line, or where that does not fit on one line each."""
     line = start + " · ".join(parts)
-    return [line] if len(line) <= WIDTH else [*([start.rstrip()] * bool(start)), *(f"  {part}" for part in parts)]
+    return [line] if len(line) <= WIDTH else [start.rstrip(), *(f"  {part}" for part in parts)]
 
 
 def outcome(summary: Mapping[str, Any], metric: str) -> str:
@@ -59,7 +60,9 @@ def closing(
     if config["mode"] == "validate":
         metrics = {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}
         told = [f"{label(name)} {brief(value, 3)}" for name, value in metrics.items()]
-        return folded("", [*told, f"{summary['seconds']:.0f} s"])
+        whole = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in (*told, f"{summary['seconds']:.0f} s")]
+        lines = textwrap.wrap(" · ".join(whole), WIDTH, break_long_words=False, break_on_hyphens=False)
+        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
     lines = [outcome(summary, config["sweep_metric"])]
     if is_job:
         return lines
