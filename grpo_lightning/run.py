@@ -30,6 +30,7 @@ from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
+from grpo_lightning.logger.csv import rewind as rewind_tables
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
 from grpo_lightning.output.announcement import say_once, show_settings
@@ -146,6 +147,7 @@ class Run:
             if is_first():
                 own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
                 tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
+                rewind_tables(trainer.loggers, resume.so_far(checkpoint, self.directory)[0] if own else -1)
             check_prompts(self.data, module.policy, self.config)
             announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)

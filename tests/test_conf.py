@@ -5,7 +5,7 @@ import pytest
 from grpo_lightning.settings import check
 from tests.support.composed import CONF, composed
 
-MULTIPLE = {"reward"}
+MULTIPLE = {"reward", "logger"}
 NEEDS = {
     ("policy", "hf"): ["policy.path=some/model"],
     ("reference", "another_model"): ["reference.path=some/model"],

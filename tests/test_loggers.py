@@ -123,7 +123,7 @@ def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, 
 
 @provocation("a logger's service raises in every call", "one warning; trains on, saves and exports")
 def test_a_logger_that_always_fails_is_warned_about_once(unbroken, tmp_path, caplog):
-    small_run(tmp_path, *RUN, "logger=none", "logger={_target_: tests.test_loggers.Failing}")
+    small_run(tmp_path, *RUN, "logger=none", "+logger.failing={_target_: tests.test_loggers.Failing}")
     assert len(warnings_of(caplog)) == 1
     assert "Failing of its service failed (ConnectionError: no service)" in caplog.text
     same(trained(tmp_path), unbroken)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from grpo_lightning.data import PromptData
@@ -68,6 +69,8 @@ def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:
             _whole(made, name, _reference_factory(value))
         elif name == "callbacks":
             _callbacks(made, value)
+        elif name == "logger":
+            _loggers(made, value)
         else:
             _whole(made, name, value)
     for name in parts:
@@ -164,6 +167,19 @@ def _callbacks(made: Choices, value: Any) -> None:
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks[{name!r}]={callback!r:.80}: allowed are Lightning callbacks")
         made.overrides.append(f"+callbacks.{name}={made.put(f'callbacks.{name}', callback)}")
+
+
+def _loggers(made: Choices, value: Any) -> None:
+    """Loggers, or names of conf/logger, one or several; None and False for none."""
+    listed = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
+    files = [one for one in listed if isinstance(one, str)]
+    made.overrides.append(f"logger=[{','.join(files)}]")
+    for number, one in enumerate(listed):
+        if isinstance(one, Logger):
+            name = f"{type(one).__name__.lower()}_{number}"
+            made.overrides.append(f"+logger.{name}={made.put(f'logger.{name}', one)}")
+        elif not isinstance(one, str):
+            raise ValueError(f"logger={one!r:.80}: allowed are Lightning loggers, names such as csv, and False for none")
 
 
 def _reference_factory(value: Any) -> Any:

@@ -15,6 +15,7 @@ from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
+from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
 from grpo_lightning.settings.recorded import recorded_problems
@@ -63,6 +64,7 @@ def check(config: Mapping[str, Any]) -> None:
         *tried,
         *adapted,
         *contradictions,
+        *logger_problems(config),
         *place_problems(config),
     ]:
         raise ConfigError(problems)

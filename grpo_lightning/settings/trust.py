@@ -30,6 +30,7 @@ OWN = (
     *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
+    *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
     *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
     *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
     *(f"reference.{name}" for name in ("adapter_off", "another_model", "frozen_copy", "none", "of_model")),

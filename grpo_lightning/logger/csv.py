@@ -1,0 +1,169 @@
+"""Metrics and tables as CSV files that a continued run goes on with."""
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import loggers
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+Row = dict[str, Any]
+_METRICS, _TABLES = "metrics.csv", "completions_*.csv"
+
+
+class CSVLogger(loggers.CSVLogger):
+    """Writes ``metrics.csv`` with one row per step, tables as ``NAME.csv``, and the settings as ``hparams.yaml``.
+
+    Lightning's logger of this name removes what an earlier process has written, and puts a validation into a row of its
+    own; the arguments are its.
+    """
+
+    _experiment: "Writer | None"
+
+    @property
+    def experiment(self) -> "Writer":
+        """What writes the files; made when it is first asked for."""
+        if self._experiment is None:
+            self._experiment = Writer(self.log_dir)
+        return self._experiment
+
+    @rank_zero_only
+    def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int) -> None:
+        """Append rows to ``KEY.csv``, where slashes are underscores, after the number of the step."""
+        self.experiment.log_table(key, columns, data, step)
+
+
+
+def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
+    """Remove what was written of steps after ``step``, which will be made again; -1 removes all.
+
+    Files of other names, without a first column of steps, and beyond links stay: they may be others'.
+
+    Args:
+        trainers: A trainer's loggers; only a `CSVLogger` has files to be gone through.
+        step: The last that is kept.
+    """
+    for logger in trainers:
+        place = Path(logger.log_dir) if isinstance(logger, CSVLogger) else None
+        if place is None or place.is_symlink():
+            continue
+        for path in (place / _METRICS, *sorted(place.glob(_TABLES))):
+            if path.is_symlink() or not path.is_file() or not _is_own(path):
+                continue
+            if rows := [row for row in read(path) if _step(row) <= step]:
+                write(path, rows)
+            else:
+                path.unlink()
+
+
+class Writer(ExperimentWriter):
+    """Appends to CSV files; a file is written anew, at once, where columns are new or a step is written a second time.
+
+    Args:
+        log_dir: Where the files are.
+    """
+
+    def __init__(self, log_dir: str) -> None:
+        self.hparams: dict[str, Any] = {}
+        self.metrics: list[Row] = []
+        self.log_dir = log_dir
+        self._path = Path(log_dir) / _METRICS
+        self._columns: list[str] | None = None
+        self._last = -1
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Note metrics of a step for the next `save`."""
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics_dict.items()}
+        at = self._last + 1 if step is None else step
+        if self.metrics and self.metrics[-1]["step"] == at:
+            self.metrics[-1].update(values)
+        else:
+            self.metrics.append({"step": at, **values})
+
+    def save(self) -> None:
+        """Write what was noted."""
+        if not self.metrics:
+            return
+        Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        if self._columns is None or not self._path.exists():
+            known = list(read(self._path))
+            self._columns = _columns(known)
+            self._last = max((_step(row) for row in known), default=-1)
+        is_new = {key for row in self.metrics for key in row} - set(self._columns)
+        if is_new or self.metrics[0]["step"] <= self._last:
+            rows: dict[int, Row] = {}
+            for row in (*read(self._path), *self.metrics):
+                rows.setdefault(int(_step(row)), {}).update({key: value for key, value in row.items() if value != ""})
+            self._columns = write(self._path, [rows[step] for step in sorted(rows)])
+        else:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerows(self.metrics)
+        self._last = max(self._last, self.metrics[-1]["step"])
+        self.metrics = []
+
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        """Write the settings."""
+        Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        super().log_hparams(params)
+
+    def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int) -> None:
+        """Append rows to the file of a table."""
+        path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"step": step, **dict(zip(columns, row, strict=True))} for row in data]
+        known = list(read(path))
+        if known and list(known[0]) == ["step", *columns]:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, ["step", *columns]).writerows(rows)
+        else:
+            write(path, [*known, *rows])
+
+
+def read(path: Path) -> Iterable[Row]:
+    """The rows of a file, all values as text; none if there is no file. A row that was cut short is left out."""
+    if not path.exists():
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if None not in row.values() and None not in row and math.isfinite(_step(row)):
+                yield row
+
+
+def write(path: Path, rows: Sequence[Row]) -> list[str]:
+    """Put rows in the place of a file, at once; returns its columns, the step first."""
+    columns = _columns(rows)
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with staged.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+    return columns
+
+
+def _columns(rows: Iterable[Row]) -> list[str]:
+    names = dict.fromkeys(["step"])
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return list(names)
+
+
+def _is_own(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().split(",")[0].strip() == "step"
+
+
+def _step(row: Row) -> float:
+    """The number of a row's step, or infinity where it has none."""
+    try:
+        return int(row["step"])
+    except (KeyError, TypeError, ValueError):
+        return math.inf

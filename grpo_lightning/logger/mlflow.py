@@ -1,0 +1,42 @@
+"""MLflow, which goes on with a run where the run's directory says so."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import loggers
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from grpo_lightning.logger.known import keep, known
+
+
+class MLFlowLogger(loggers.MLFlowLogger):
+    """Logs to an MLflow server, or to files below a directory.
+
+    A run has the same identifier there after a restart. Steps that are made again appear there twice, with the same
+    values but for times; settings stay those of its first start.
+
+    Args:
+        directory: The run's, where the identifier is.
+        options: The arguments of Lightning's logger of this name.
+    """
+
+    def __init__(self, directory: str, **options: Any) -> None:
+        self._file = Path(directory) / ".mlflow_id"
+        self._continues = known(self._file) is not None
+        super().__init__(run_id=known(self._file), **options)
+
+    @property
+    def experiment(self) -> Any:
+        """The client of the mlflow library."""
+        is_new = not self._initialized
+        client = super().experiment
+        if is_new and self._initialized:
+            keep(self._file, str(self._run_id))
+            client.update_run(self._run_id, status="RUNNING")
+        return client
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Write the settings, once: MLflow refuses others later."""
+        if not self._continues:
+            super().log_hyperparams(params)

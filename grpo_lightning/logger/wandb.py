@@ -1,0 +1,41 @@
+"""Weights & Biases, which goes on with a run where the run's directory says so."""
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import loggers
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from grpo_lightning.logger.known import keep, known
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Logs to W&B, or with ``offline`` to files that ``wandb sync`` uploads.
+
+    A run has the same identifier there after a restart. Steps that are made again appear there twice, with the same
+    values but for times. It ends with the training, so that a next run in this process is another one.
+
+    Args:
+        save_dir: The run's directory, where W&B's files and the identifier are.
+        options: The other arguments of Lightning's logger of this name.
+    """
+
+    def __init__(self, save_dir: str, **options: Any) -> None:
+        self._file = Path(save_dir) / ".wandb_id"
+        super().__init__(save_dir=save_dir, id=known(self._file) or secrets.token_hex(4), **options)
+
+    @property
+    def experiment(self) -> Any:
+        """The run of the wandb library."""
+        if self._experiment is None and rank_zero_only.rank == 0:
+            keep(self._file, str(self._id))
+        return super().experiment
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Finish the run there."""
+        super().finalize(status)
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=int(status != "success"))
+            self._experiment = None

@@ -1,0 +1,27 @@
+"""Loggers whose package must be installed besides."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""Class -> the package that it needs, which is also the name of this project's extra that installs it."""
+
+
+def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the loggers, by key."""
+    loggers = config.get("logger")
+    if not isinstance(loggers, Mapping):
+        yield f"logger={loggers}: allowed is one of csv, mlflow, none, tensorboard, wandb, or a list of them"
+        return
+    for name, logger in loggers.items():
+        if not isinstance(logger, Mapping) or "_target_" not in logger:
+            yield (
+                f"logger.{name}: no such logger was chosen; allowed is logger=[{', '.join([*_chosen(loggers), name])}]"
+            )
+        elif (package := _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])) and find_spec(package) is None:
+            yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
+
+
+def _chosen(loggers: Mapping[str, Any]) -> list[str]:
+    return [name for name, logger in loggers.items() if isinstance(logger, Mapping) and "_target_" in logger]
