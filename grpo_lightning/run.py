@@ -19,6 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from grpo_lightning import __version__, memory, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
+from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
 from grpo_lightning.checkpoint.command import longer_command
@@ -59,6 +60,7 @@ class Run:
         multirun: Whether this is one job of a sweep.
         on_start: Called with the run directory before it is first written to.
         choices: Which file of conf/ each part is of, for the summary.
+        swept: Keys in which this job of a sweep differs from others.
 
     Raises:
         ConfigError: The settings cannot work; nothing was loaded.
@@ -75,6 +77,7 @@ class Run:
         multirun: bool = False,
         on_start: Callable[[Path], None] | None = None,
         choices: Mapping[str, Any] | None = None,
+        swept: Sequence[str] = (),
     ) -> None:
         settings.check(config)
         check_built(config)
@@ -88,6 +91,7 @@ class Run:
         self._on_start = on_start
         self._choices = dict(choices or {})
         self._summary: dict[str, Any] = {}
+        self._swept = swept
         self._ended_metrics: Mapping[str, float] = {}
 
     @cached_property
@@ -114,6 +118,7 @@ class Run:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
         guard(trainer.loggers)
+        describe(trainer, overrides=self._overrides, choices=self._choices, swept=self._swept)
         signals.current().launched.attach(trainer.strategy.launcher)
         return trainer
 

@@ -1,20 +1,24 @@
 """What callbacks write, read back from real files."""
 
+import html
 import math
 import os
+import re
 
 import pytest
 import torch
 from lightning import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.batch import Prompts, Scored
-from grpo_lightning.callbacks.hparams import flat
-from grpo_lightning.callbacks.samples import Samples
+from grpo_lightning.callbacks.completions import completions_table, fence, inert
+from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.output.terminal import printable
 from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
@@ -82,7 +86,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_completion_cannot_leave_its_fence(text):
-    fenced = Samples(every=1, max_characters=100).fence(text)
+    fenced = fence(printable(text))
     opening, *body, closing = fenced.split("\n")
     marks = opening.removesuffix("text")
     assert set(marks) == {"`"}
@@ -94,34 +98,74 @@ def test_a_completion_cannot_leave_its_fence(text):
     assert "\x1b" not in fenced
 
 
-def test_long_texts_are_cut_visibly():
-    fenced = Samples(every=1, max_characters=5).fence("0123456789")
-    assert fenced == "```text\n01234 […]\n```"
-
-
-def test_a_page_shows_the_row_it_names():
+def scored_rows() -> Scored:
+    """Two prompts, three completions each; the second prompt is a chat."""
     sampled = Fixed().sample(("p", "q"), group_size=3, sampling=None, seed=0)
     rewards = {"total": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "format": torch.full((6,), math.nan)}
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q?"}]
     right, nothing = torch.zeros(6, dtype=torch.bool), torch.zeros(6, 1)
-    scored = Scored(Prompts(("p", chat), {}), sampled, rewards, right, scores=nothing, steps=nothing)
-    page = Samples(every=1, max_characters=100).page(scored, torch.arange(6) / 8, 4)
-    assert "total 4, format nan" in page
-    assert "**advantage** 0.5" in page
-    assert "```text\n[system] be brief\n\n[user] q?\n```" in page
-    assert page.endswith("```text\nabc\n```")
+    prompts = Prompts(("p", chat), {"answer": ("7", "|8|")})
+    return Scored(prompts, sampled, rewards, right, scores=nothing, steps=nothing)
 
 
-def test_settings_are_flattened_for_the_hparams_tab():
-    config = {
-        "a": {"_target_": "x.y", "_partial_": True, "b": 1, "c": [1, 2]},
-        "d": None,
-        "e": True,
-        "f": {"g": "h", "a": {"b": 1}},
-        "callbacks": {"z": 1},
+def test_a_table_of_completions_has_a_row_for_each():
+    scored = scored_rows()
+    table = completions_table("c", scored, torch.arange(6) / 8, max_rows=200, max_characters=100)
+    assert table.columns == ["prompt", "answer", "completion", "length", "end", "total", "format", "advantage"]
+    assert len(table.rows) == 6
+    length, end = int(scored.sampled.mask[4].sum()), "end" if scored.sampled.finished[4] else "cut"
+    expected = ["[system] be brief\n\n[user] q?", "|8|", scored.sampled.texts[4], length, end, 4.0, None, 0.5]
+    assert table.rows[4] == expected
+    assert "```text\n[system] be brief\n\n[user] q?\n```\n\n**Answer** &#124;8&#124;" in table.page
+    assert f"| {scored.sampled.texts[4]} | {length} | {end} | 4 | - | 0.5 |" in table.page
+
+
+def test_a_table_ends_after_the_last_whole_group_and_says_so():
+    table = completions_table("c", scored_rows(), max_rows=5, max_characters=100)
+    assert [row[0] for row in table.rows] == ["p"] * 3
+    assert "advantage" not in table.columns
+    assert table.page.endswith("*The first 3 of 6 completions.*")
+    assert len(completions_table("c", scored_rows(), max_rows=2, max_characters=100).rows) == 2
+
+
+def test_long_texts_are_cut_visibly():
+    table = completions_table("c", scored_rows(), max_rows=3, max_characters=1)
+    assert [row[2] for row in table.rows] == ["a", "b", "a […]"]
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "a | b |\n|---|\n", "![x](http://e.vil/p.png)", "<img src=x>", "&lt;b&gt;"])
+def test_a_completion_in_a_table_is_shown_and_nothing_else(text):
+    rows = f"| completion | end |\n|---|---:|\n| {inert(printable(text))} | cut |"
+    page = markdown_to_safe_html(rows)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
+    assert len(cells) == 2, page
+    assert cells[1] == "cut"
+    assert not re.findall(r"<(?!br\b)", cells[0])
+    shown = html.unescape(re.sub(r"<br ?/?>", "\n", cells[0]))
+    assert shown.split() == printable(text).split()
+
+
+def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():
+    settings = {
+        "steps": 7,
+        "seed": 0,
+        "loss": {"kl_coef": 0.5},
+        "reward": {"accuracy": {"weight": 1}, "format": {}},
+        "policy": {"stop": ["a"], "share": True},
         "run_dir": "/x",
     }
-    assert flat(config) == {"a.b": 1, "a.c": "[1, 2]", "d": "None", "e": True, "f.g": "h"}
+    words = ["+loss.kl_coef=0.5", "policy.stop=[a]", "algorithm=dapo", "policy.share=true", "run_dir=/x", "~a=b"]
+    words += ["callbacks.samples.every=2", "logger=csv", "reward=[accuracy]", "gone.key=1"]
+    choices = {"algorithm": "dapo", "policy": "tiny", "logger": "csv"}
+    shown = columns(settings, words, choices, ["algorithm", "reward", "policy", "data"])
+    assert list(shown.items()) == [
+        ("loss.kl_coef", 0.5),
+        ("policy.stop", "['a']"),
+        ("algorithm", "dapo"),
+        ("policy.share", True),
+        ("reward", "accuracy+format"),
+        ("policy", "tiny"),
+    ]
 
 
 @provocation("`callbacks.export.directory=` a directory of one's own", "refused by its key before the first step")
@@ -197,11 +241,17 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
     for name in ("val/reward/total", "val/reward/custom", "val/pass@1", "val/pass@4", "val/maj@4"):
         assert [step for step, _ in written[name]] == [0, 2, 4], name
     assert written["reward/total"][-1][1] == pytest.approx(module.metrics["reward/total"])
-    histograms = {"reward/total", "advantage/value", "completion/length", "policy/ratio"}
-    assert histograms <= set(tags["histograms"])
-    assert [event.step for event in found.Histograms("completion/length")] == [1, 3]
-    texts = {"samples/best/text_summary", "samples/worst/text_summary", "samples/random/text_summary"}
-    assert texts <= set(tags["tensors"])
+    assert set(tags["histograms"]) == {
+        f"~histogram/{name}" for name in ("reward_total", "advantage", "completion_length", "policy_ratio")
+    }
+    assert not set(tags["histograms"]) & set(tags["scalars"])
+    assert [event.step for event in found.Histograms("~histogram/completion_length")] == [1, 3]
+    tables = {name: f"completions/{name}/text_summary" for name in ("train", "validation")}
+    assert [event.step for event in found.Tensors(tables["train"])] == [1, 3]
+    assert [event.step for event in found.Tensors(tables["validation"])] == [0, 2, 4]
+    page = found.Tensors(tables["train"])[0].tensor_proto.string_val[0].decode()
+    assert page.count("**Prompt ") == 2
+    assert len([line for line in page.splitlines() if line.startswith("| ")]) == 2 * (1 + 4)
     assert "_hparams_/session_start_info" in str(found.summary_metadata.keys()) or any(
         "hparams" in tag for tag in found.summary_metadata
     )

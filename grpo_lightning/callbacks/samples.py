@@ -1,83 +1,74 @@
-"""The best, the worst and a random completion of a rollout as text, and histograms, in TensorBoard."""
+"""The completions of a rollout and of a validation as tables, and histograms of a rollout in TensorBoard."""
 
-import random
-import re
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from grpo_lightning.batch import Prompt, Scored
+from grpo_lightning.batch import Scored
+from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.callbacks.loggers import attempt
+from grpo_lightning.logger.table import log_table
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+HISTOGRAM = "~histogram"
+"""What the tags of histograms begin with: scalars have other names, and TensorBoard sorts it behind them."""
 
 
 class Samples(Callback):
-    """Writes texts and histograms of the rollouts that are trained on.
+    """Writes tables of completions to all loggers, and histograms to TensorBoard.
 
     Args:
-        every: Steps between two that are written; the first step always is.
+        every: Steps between two rollouts that are written; the first step's always is. Validations always are.
+        max_rows: The most completions in a table, in whole groups.
         max_characters: The most characters of a prompt or completion; longer ones are cut.
     """
 
-    def __init__(self, *, every: int, max_characters: int) -> None:
+    def __init__(self, *, every: int, max_rows: int, max_characters: int) -> None:
         self.every = every
-        self.max_characters = max_characters
+        self.limits = {"max_rows": max_rows, "max_characters": max_characters}
+        self._validated: list[Scored] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step: int = module.completed_steps  # type: ignore[assignment]
-        if not outputs or "scored" not in outputs or (step % self.every and step != 1):
+        if not trainer.is_global_zero or not outputs or "scored" not in outputs or (step % self.every and step != 1):
             return
+        scored, advantages = outputs["scored"], outputs["advantages"]
+        self._write(trainer, "completions/train", scored, advantages, step=step)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            if isinstance(logger, TensorBoardLogger):
                 with attempt(logger):
-                    self._write(logger.experiment, step, **outputs)
+                    _histograms(logger.experiment, scored, advantages, outputs["ratio"], step)
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        has_room = sum(len(scored.right) for scored in self._validated) < self.limits["max_rows"]
+        if outputs and "scored" in outputs and trainer.is_global_zero and has_room:
+            self._validated.append(outputs["scored"])
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        validated, self._validated = self._validated, []
+        if validated and trainer.state.fn == "fit":
+            step: int = module.completed_steps  # type: ignore[assignment]
+            self._write(trainer, "completions/validation", Scored.concatenate(validated), step=step)
 
     def _write(
-        self, writer: Any, step: int, *, scored: Scored, advantages: torch.Tensor, ratio: torch.Tensor, **_: Any
+        self, trainer: Trainer, name: str, scored: Scored, advantages: torch.Tensor | None = None, *, step: int
     ) -> None:
-        rewards = scored.rewards["total"]
-        known = rewards.nan_to_num(-torch.inf)
-        rows = {
-            "best": int(known.argmax()),
-            "worst": int(rewards.nan_to_num(torch.inf).argmin()),
-            "random": random.Random(step).randrange(len(rewards)),
-        }
-        for name, row in rows.items():
-            writer.add_text(f"samples/{name}", self.page(scored, advantages, row), step)
-        scores = rewards[rewards.isfinite()]
-        if len(scores):
-            writer.add_histogram("reward/total", scores, step)
-        writer.add_histogram("advantage/value", advantages.float(), step)
-        writer.add_histogram("completion/length", scored.sampled.mask.sum(-1), step)
-        if len(finite := ratio[ratio.isfinite()]):
-            writer.add_histogram("policy/ratio", finite.float(), step)
-
-    def page(self, scored: Scored, advantages: torch.Tensor, row: int) -> str:
-        """One completion as Markdown: rewards, advantage, prompt and text, the last two fenced."""
-        scores = ", ".join(f"{name} {float(values[row]):.3g}" for name, values in scored.rewards.items())
-        prompt = self.fence(as_text(scored.prompts.texts[row // scored.group_size]))
-        completion = self.fence(scored.sampled.texts[row])
-        return (
-            f"**rewards** {scores}  \n**advantage** {float(advantages[row]):.3g}\n\n"
-            f"**prompt**\n\n{prompt}\n\n**completion**\n\n{completion}"
-        )
-
-    def fence(self, text: str) -> str:
-        """``text`` as a Markdown code block that it cannot leave: cut, control characters escaped."""
-        cut = text[: self.max_characters] + (" […]" if len(text) > self.max_characters else "")
-        shown = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", cut)
-        longest = max((len(run) for run in re.findall("`+", shown)), default=0)
-        marks = "`" * max(3, longest + 1)
-        return f"{marks}text\n{shown}\n{marks}"
+        table = completions_table(name, scored, advantages, **self.limits)
+        for logger in trainer.loggers:
+            with attempt(logger):
+                log_table(logger, table, step=step)
 
 
-def as_text(prompt: Prompt) -> str:
-    """A prompt as one text; chat messages with their roles."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"[{one['role']}] {one['content']}" if isinstance(one, dict) else str(one) for one in prompt)
+def _histograms(writer: Any, scored: Scored, advantages: torch.Tensor, ratio: torch.Tensor, step: int) -> None:
+    values = {
+        "reward_total": scored.rewards["total"],
+        "advantage": advantages,
+        "completion_length": scored.sampled.mask.sum(-1),
+        "policy_ratio": ratio,
+    }
+    for name, value in values.items():
+        if len(finite := value[value.isfinite()]):
+            writer.add_histogram(f"{HISTOGRAM}/{name}", finite.float(), step)

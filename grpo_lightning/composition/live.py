@@ -179,7 +179,7 @@ def _loggers(made: Choices, value: Any) -> None:
             name = f"{type(one).__name__.lower()}_{number}"
             made.overrides.append(f"+logger.{name}={made.put(f'logger.{name}', one)}")
         elif not isinstance(one, str):
-            raise ValueError(f"logger={one!r:.80}: allowed are Lightning loggers, names such as csv, and False for none")
+            raise ValueError(f"logger={one!r:.80}: allowed are Lightning's loggers, names such as csv, and False")
 
 
 def _reference_factory(value: Any) -> Any:

@@ -11,10 +11,11 @@ from hydra._internal import hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.suggestions import explain, known_keys
@@ -76,6 +77,18 @@ class CheckedLoader(ConfigLoaderImpl):
         if wrong := trusted_by_files({key: node for key, node in own.items() if key != "hydra"}, overrides):
             raise ConfigCompositionException(_listed(wrong))
         remember_secrets(composed)
+        return composed
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others."""
+        composed = super().load_sweep_config(master_config, sweep_overrides)
+        job, words = composed.hydra.job, composed.hydra.overrides.task
+        named = job.config.override_dirname
+        common = [word.partition("=")[0] for word in words if word in master_config.hydra.overrides.task]
+        with open_dict(composed):
+            if len(common) < len(words):
+                named.exclude_keys = [*named.exclude_keys, *common]
+            job.override_dirname = job_name(words, hidden=named.exclude_keys)
         return composed
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:

@@ -71,7 +71,6 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         for name, file in given.files.items():
             own = hydra_compose("train", [f"{name}={file}"])[name]
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else cfg[name][key] for key in own}
-    OmegaConf.set_struct(cfg, False)
     cfg.run_dir = str(directory)
     for key, text in given.values.items():
         if "${" in text:  # which OmegaConf would read, however it is escaped
@@ -95,6 +94,16 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
         on_start=lambda place: write_settings(cfg, words, place),
     )
+
+
+def swept(hydra: DictConfig) -> list[str]:
+    """The keys in which a job differs from others of its sweep: those that its directory is named by.
+
+    Args:
+        hydra: Hydra's own settings of a job.
+    """
+    keys = [word.partition("=")[0] for word in hydra.overrides.task]
+    return [key.lstrip("+") for key in keys if key not in hydra.job.config.override_dirname.exclude_keys]
 
 
 @contextlib.contextmanager

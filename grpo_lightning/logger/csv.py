@@ -1,15 +1,15 @@
 """Metrics and tables as CSV files that a continued run goes on with."""
 
 import csv
-import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 Row = dict[str, Any]
@@ -36,7 +36,6 @@ class CSVLogger(loggers.CSVLogger):
     def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int) -> None:
         """Append rows to ``KEY.csv``, where slashes are underscores, after the number of the step."""
         self.experiment.log_table(key, columns, data, step)
-
 
 
 def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
@@ -130,7 +129,7 @@ def read(path: Path) -> Iterable[Row]:
         return
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if None not in row.values() and None not in row and math.isfinite(_step(row)):
+            if None not in row.values() and None not in row and _step(row) < sys.maxsize:
                 yield row
 
 
@@ -161,9 +160,9 @@ def _is_own(path: Path) -> bool:
         return file.readline().split(",")[0].strip() == "step"
 
 
-def _step(row: Row) -> float:
-    """The number of a row's step, or infinity where it has none."""
+def _step(row: Row) -> int:
+    """The number of a row's step; one beyond all others where it has none."""
     try:
         return int(row["step"])
     except (KeyError, TypeError, ValueError):
-        return math.inf
+        return sys.maxsize

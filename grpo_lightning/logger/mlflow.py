@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import loggers
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import keep, known
 

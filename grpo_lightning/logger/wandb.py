@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import loggers
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import keep, known
 
@@ -28,9 +28,10 @@ class WandbLogger(loggers.WandbLogger):
     @property
     def experiment(self) -> Any:
         """The run of the wandb library."""
-        if self._experiment is None and rank_zero_only.rank == 0:
+        is_new, run = self._experiment is None, super().experiment
+        if is_new and self._experiment is not None:  # in the first process
             keep(self._file, str(self._id))
-        return super().experiment
+        return run
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -13,7 +13,7 @@ from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout.judge import Judge
-from grpo_lightning.rollout.metrics import sampled_metrics, token_metrics
+from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import top_entropy
 from grpo_lightning.rollout.step_context import StepContext
 
@@ -157,7 +157,7 @@ class Collector:
         advantages = rollout.mean_advantages
         everything = Scored.concatenate(fresh)
         metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, has_reference=reference is not None)
-        metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
+        metrics |= advantage_metrics(advantages)
         metrics |= {
             f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]
         }

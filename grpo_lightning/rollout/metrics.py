@@ -7,6 +7,8 @@ from grpo_lightning.batch import Scored
 from grpo_lightning.loss import k3
 from grpo_lightning.rollout.selection import replace_nan
 
+_ROUNDING = 1e-6  # of float32 sums over up to some thousand completions
+
 
 def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     """Metrics of everything that was sampled, whether or not it is trained on."""
@@ -22,6 +24,13 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
         "completion/length_max": lengths.max(),
         "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
     }
+
+
+def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:
+    """Mean and deviation of advantages [B]; a mean that is 0 but for rounding, below 1e-6 of the deviation, is 0."""
+    mean, deviation = advantages.mean(), advantages.std()
+    is_noise = mean.abs() < _ROUNDING * deviation
+    return {"advantage/mean": torch.where(is_noise, 0.0, mean), "advantage/std": deviation}
 
 
 def token_metrics(scored: Scored, ref_logprobs: Tensor, *, has_reference: bool) -> dict[str, Tensor]:

@@ -103,6 +103,8 @@ RULES: dict[str, Rule] = {
         f"callbacks.{name}.every": EVERY
         for name in ("checkpoint", "samples", "progress", "rollouts", "reference", "reward_model")
     },
+    "callbacks.samples.max_rows": integer(1),
+    "callbacks.samples.max_characters": integer(1),
     "policy.attn_implementation": choice(*_ATTENTION),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(

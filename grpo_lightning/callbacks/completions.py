@@ -1,0 +1,96 @@
+"""Completions with what was said of them as a table: for programs in columns, for people as a page in Markdown."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from grpo_lightning.batch import Prompt, Scored
+from grpo_lightning.logger.table import Cell, Table
+from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.terminal import printable
+
+_LETTER = re.compile(r"[^\W_]|[ \n]")
+
+
+def completions_table(
+    name: str, scored: Scored, advantages: torch.Tensor | None = None, *, max_rows: int, max_characters: int
+) -> Table:
+    """The completions of whole groups, the first that there is room for.
+
+    Args:
+        name: What they are of, such as ``completions/train``.
+        scored: B = P * G completions.
+        advantages: [B] each completion's; None where there are none.
+        max_rows: The most completions; of the first group there are as many as that.
+        max_characters: The most of a text; longer ones are cut, and say so.
+    """
+    size, sampled = scored.group_size, scored.sampled
+    shown = min(len(scored.right), max(max_rows // size * size, min(size, max_rows)))
+    lengths = sampled.mask.sum(-1).tolist()
+    answers = scored.prompts.columns.get("answer")
+    rewards = {key: values.tolist() for key, values in scored.rewards.items()}
+    columns = ["prompt", *(["answer"] if answers else []), "completion", "length", "end", *rewards]
+    rows: list[list[Cell]] = []
+    for row in range(shown):
+        group = row // size
+        cells: list[Cell] = [_clean(as_text(scored.prompts.texts[group]), max_characters)]
+        if answers:
+            cells.append(_clean(str(answers[group]), max_characters))
+        cells += [_clean(sampled.texts[row], max_characters), lengths[row], "end" if sampled.finished[row] else "cut"]
+        rows.append([*cells, *(None if value[row] != value[row] else value[row] for value in rewards.values())])
+    if advantages is not None:
+        columns.append("advantage")
+        for cells, value in zip(rows, advantages.tolist(), strict=False):
+            cells.append(value)
+    page = "\n\n".join(_page(columns, rows, group_size=size, total=len(scored.right)))
+    return Table(name, columns, rows, page)
+
+
+def _page(columns: list[str], rows: list[list[Cell]], *, group_size: int, total: int) -> Iterator[str]:
+    """Per prompt its text and answer, and below them a table of its completions."""
+    first = columns.index("completion")
+    for start in range(0, len(rows), group_size):
+        group = rows[start : start + group_size]
+        yield f"**Prompt {start // group_size + 1}**"
+        yield fence(str(group[0][0]))
+        if first == 2:
+            yield f"**Answer** {inert(str(group[0][1]))}"
+        titles = [inert(title) for title in columns[first:]]
+        lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+        lines += ["| " + " | ".join(_cell(cell) for cell in row[first:]) + " |" for row in group]
+        yield "\n".join(lines)
+    if total > len(rows):
+        yield f"*The first {len(rows)} of {total} completions.*"
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else inert(str(value))
+
+
+def inert(text: str) -> str:
+    """``text`` as a line of Markdown that shows it and nothing else: no mark of Markdown or HTML has its meaning."""
+    letters = (one if _LETTER.match(one) else f"&#{ord(one)};" for one in text)
+    return "".join(letters).replace("\n", "<br>")
+
+
+def fence(text: str) -> str:
+    """``text`` as a Markdown code block that it cannot leave."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    marks = "`" * max(3, longest + 1)
+    return f"{marks}text\n{text}\n{marks}"
+
+
+def _clean(text: str, max_characters: int) -> str:
+    """``text`` without secrets, cut, control characters as escapes."""
+    cut = text[:max_characters] + (" […]" if len(text) > max_characters else "")
+    return printable(hide(cut))
+
+
+def as_text(prompt: Prompt) -> str:
+    """A prompt as one text; chat messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"[{one['role']}] {one['content']}" if isinstance(one, dict) else str(one) for one in prompt)

@@ -1,0 +1,247 @@
+"""What TensorBoard shows of runs, by its own answers: names, scalars, charts, settings, texts."""
+
+import csv
+import re
+import shutil
+
+import pytest
+from hydra._internal.utils import create_config_search_path
+from hydra.types import RunMode
+from lightning import Callback
+from omegaconf import OmegaConf
+
+from grpo_lightning.callbacks.charts import CHARTS, layout
+from grpo_lightning.composition.job_name import job_name
+from grpo_lightning.composition.loader import CheckedLoader
+from grpo_lightning.composition.overrides import chosen, swept
+from grpo_lightning.run import Run
+from tests.support.board import Board
+from tests.support.composed import CONF, build, composed
+from tests.support.provocations import provocation
+from tests.support.running import SMALL
+
+SETTINGS = (
+    *("steps=4", "validation.every=2", "callbacks.checkpoint.every=1", "callbacks.samples.every=1"),
+    "logger=[tensorboard,csv]",
+)
+FIRST, SECOND = "group_size=4,seed=0", "group_size=4,seed=1"
+
+
+class Photograph(Callback):
+    """Copies the run's directory within a step, as it would be found after ``kill -9``."""
+
+    def __init__(self, source: str, target: str, step: int) -> None:
+        self.source = source
+        self.target = target
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if module.completed_steps == self.step:
+            for logger in trainer.loggers:
+                logger.save()
+            trainer.loggers[0].experiment.flush()
+            shutil.copytree(self.source, self.target)
+
+
+class Raise(Callback):
+    """Ends a run with an error, or as Ctrl-C does."""
+
+    def __init__(self, step: int, interrupt: bool = False) -> None:
+        self.step = step
+        self.interrupt = interrupt
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if module.completed_steps == self.step:
+            raise KeyboardInterrupt if self.interrupt else RuntimeError("a fault")
+
+
+def run(directory, *overrides):
+    words = [*SMALL, *SETTINGS, f"run_dir='{directory}'", *overrides]
+    own = [word for word in overrides if "callbacks" not in word and "checkpoint" not in word]
+    made = Run(
+        composed(*words),
+        build(*words),
+        overrides=own,
+        directory_given=True,
+        choices={"algorithm": "grpo", "policy": "scratch"},
+        swept=["seed"],
+    )
+    made.execute()
+    return made
+
+
+def rows(directory):
+    with (directory / "csv" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two runs of a sweep, the second one killed in step 3 and continued."""
+    place = tmp_path_factory.mktemp("sweep")
+    common = ("rollout.group_size=4", "optimizer.lr=0.01")
+    run(place / FIRST, "seed=0", *common)
+    places = f"source: {place}/whole, target: '{place}/{SECOND}'"
+    photograph = f"{{_target_: tests.test_board.Photograph, {places}, step: 3}}"
+    run(place / "whole", "seed=1", *common, f"+callbacks.photograph={photograph}", "callbacks.checkpoint.every=2")
+    killed = Board(place / SECOND).hparams()[1]["tensorboard"]
+    before = rows(place / SECOND)
+    unbroken = rows(place / "whole")
+    shutil.rmtree(place / "whole")
+    run(place / SECOND, "seed=1", *common, "checkpoint=last")
+    return place, killed, before, unbroken
+
+
+@pytest.fixture(scope="module")
+def board(sweep):
+    return Board(sweep[0])
+
+
+@pytest.fixture(scope="module")
+def both(board):
+    return board.get("runs")
+
+
+def test_a_run_is_named_by_what_it_differs_in(both):
+    assert sorted(both) == [f"{FIRST}/tensorboard", f"{SECOND}/tensorboard"]
+
+
+def test_every_scalar_has_every_step_and_no_tag_has_two_kinds(board, both):
+    tags = board.plugin("scalars/tags")
+    for name in both:
+        assert len(tags[name]) > 35
+        for tag in tags[name]:
+            expected = [0, 2, 4] if tag.startswith(("val/", "~hparams/")) else [1, 2, 3, 4]
+            assert board.steps(name, tag) == expected, tag
+    kinds = [board.plugin(f"{kind}/tags") for kind in ("scalars", "histograms", "text")]
+    for name in both:
+        found = [tag for kind in kinds for tag in kind.get(name, {})]
+        assert len(found) == len(set(found)) > 40
+
+
+def test_histograms_and_what_only_hparams_shows_come_last(board, both):
+    known = {tag for kind in ("scalars", "histograms") for tag in board.plugin(f"{kind}/tags")[both[0]]}
+    groups = sorted({tag.partition("/")[0] for tag in known})
+    assert groups[-3:] == ["val", "~histogram", "~hparams"]
+
+
+def test_the_charts_show_metrics_that_there_are(board, both):
+    charts = {one["title"]: one["chart"] for one in board.plugin("custom_scalars/layout")["category"]}
+    assert list(charts) == ["Progress", "Health", "Speed"]
+    [first, *_] = charts["Progress"]
+    assert first["multiline"]["tag"] == ["^val/pass@1$"]
+    for chart in (one for category in charts.values() for one in category):
+        [pattern] = chart["multiline"]["tag"]
+        answer = board.plugin("custom_scalars/scalars", run=both[0], tag=pattern)
+        assert answer["regex_valid"]
+        assert answer["tag_to_events"], pattern
+        assert all(re.fullmatch(pattern, tag) for tag in answer["tag_to_events"])
+    titles = [chart["title"] for category in charts.values() for chart in category]
+    assert len(titles) == len(set(titles)) > 12
+
+
+def test_charts_are_those_of_the_metrics():
+    assert layout(["loss/total", "optim/lr"]) == {
+        "Progress": {"loss": ("Multiline", ["^loss/total$"])},
+        "Speed": {"learning rate": ("Multiline", ["^optim/lr$"])},
+    }
+    assert "loss" not in layout(["loss/total", "reward/total"])["Progress"]
+    assert list(layout(["val/pass@1"])["Progress"]) == ["right answers to held-out prompts"]
+    assert list(layout(["val/pass@16"])["Progress"]) == ["right answers, of several samples"]
+    assert len({title for charts in CHARTS.values() for title in charts}) == sum(map(len, CHARTS.values()))
+
+
+def test_hparams_has_the_swept_columns_first_and_the_results(board, both):
+    columns, found = board.hparams()
+    assert columns == [
+        *("seed", "algorithm", "optimizer.lr", "policy", "reward", "rollout.group_size"),
+        *("val/pass@1 first", "val/pass@1 best", "val/pass@1", "val/reward/total", "reward/total"),
+        *("policy/kl_divergence", "seconds"),
+    ]
+    assert sorted(found) == sorted(both)
+    for number, name in enumerate(sorted(both)):
+        row = found[name]
+        assert (row["seed"], row["optimizer.lr"], row["rollout.group_size"]) == (number, 0.01, 4)
+        assert (row["algorithm"], row["policy"], row["reward"]) == ("grpo", "scratch", "custom+format")
+        assert row["status"] == "STATUS_SUCCESS"
+        passes = [value for _, _, value in board.plugin("scalars/scalars", run=name, tag="val/pass@1")]
+        assert (row["val/pass@1 first"], row["val/pass@1 best"], row["val/pass@1"]) == (
+            passes[0],
+            max(passes),
+            passes[-1],
+        )
+        assert row["seconds"] > 0
+
+
+def test_a_run_that_was_killed_counts_as_running(sweep):
+    killed = sweep[1]
+    assert killed["status"] == "STATUS_UNKNOWN" or killed["status"] == "STATUS_RUNNING"
+    assert killed["seed"] == 1
+
+
+@provocation("`kill -9` with `logger=csv`, continued", "metrics.csv has every step once, in the columns as before")
+def test_a_continued_csv_file_has_every_step_once(sweep):
+    place, _, before, unbroken = sweep
+    assert [row["step"] for row in before] == ["0", "1", "2", "3"]
+    after = rows(place / SECOND)
+    assert [row["step"] for row in after] == ["0", "1", "2", "3", "4"]
+    assert next(iter(after[0])) == "step"
+    timed = ("time/", "perf/")
+    for one, other in zip(after, unbroken):
+        assert {key: one[key] for key in other if not key.startswith(timed)} == {
+            key: value for key, value in other.items() if not key.startswith(timed)
+        }
+    with (place / SECOND / "csv" / "completions_train.csv").open(newline="") as file:
+        steps = [row["step"] for row in csv.DictReader(file)]
+    assert steps == [str(step) for step in (1, 2, 3, 4) for _ in range(8)]
+
+
+@pytest.mark.parametrize("interrupt, status", [(False, "STATUS_FAILURE"), (True, "STATUS_UNKNOWN")])
+def test_hparams_tells_how_a_run_ended_until_it_goes_on(interrupt, status, tmp_path):
+    fault = f"+callbacks.fault={{_target_: tests.test_board.Raise, step: 2, interrupt: {interrupt}}}"
+    with pytest.raises((RuntimeError, KeyboardInterrupt, SystemExit)):
+        run(tmp_path, "seed=1", fault)
+    assert Board(tmp_path).hparams()[1]["tensorboard"]["status"] == status
+    run(tmp_path, "seed=1", "checkpoint=last")
+    board = Board(tmp_path)
+    assert board.hparams()[1]["tensorboard"]["status"] == "STATUS_SUCCESS"
+    assert board.steps("tensorboard", "~hparams/best") == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["seed=1", "rollout.group_size=8"], "group_size=8,seed=1"),
+        (["reward.format.weight=0.1", "reward.accuracy.weight=1"], "accuracy.weight=1,format.weight=0.1"),
+        (["seed=1", "data.seed=2"], "data.seed=2,seed=1"),
+        (["reward=[accuracy,format]"], "reward=accuracy+format"),
+        (["+callbacks.a.b=1e-6"], "b=1e-6"),
+        ([], "defaults"),
+    ],
+)
+def test_a_job_is_named_by_its_own_words(words, name):
+    assert job_name(words) == name
+    assert job_name(words[::-1]) == name
+    assert job_name([*words, "steps=5"], hidden=["steps"]) == name
+
+
+def test_names_of_different_jobs_differ_and_suit_file_systems():
+    values = ["a/b", "a b", "a-b", "a\\b", "[a]", "a", "'a'", "[a,b]", "a+b", "é", "..", "x" * 300, "x" * 301, "a:b*?"]
+    names = [job_name([f"data.path={value}"]) for value in values]
+    assert len(set(names)) == len(values)
+    assert all(re.fullmatch(r"path=[\w.+~-]*", name, re.ASCII) and len(name) <= 100 for name in names), names
+
+
+def test_a_job_of_a_sweep_has_the_name_of_what_differs_in_its_directory():
+    loader = CheckedLoader(create_config_search_path(str(CONF)))
+    asked = ["steps=5", "seed=0,1", "algorithm=dapo"]
+    master = loader.load_configuration("train", asked, RunMode.MULTIRUN)
+    for seed in (0, 1):
+        job = loader.load_sweep_config(master, ["steps=5", f"seed={seed}", "algorithm=dapo"])
+        assert OmegaConf.select(job, "hydra.sweep.subdir") == f"seed={seed}"
+        assert swept(job.hydra) == ["seed"]
+        assert chosen(job.hydra)["algorithm"] == "dapo"
+        assert "hydra/launcher" not in chosen(job.hydra)
+    alone = loader.load_configuration("train", ["steps=5"], RunMode.MULTIRUN)
+    job = loader.load_sweep_config(alone, ["steps=5"])
+    assert OmegaConf.select(job, "hydra.sweep.subdir") == "steps=5"
