@@ -1,5 +1,6 @@
 """MLflow, which goes on with a run where the run's directory says so."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from grpo_lightning.logger.known import keep, known
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
-    """Logs to an MLflow server, or to files below a directory.
+    """Logs to an MLflow server or database.
 
     A run has the same identifier there after a restart. Steps that are made again appear there twice, with the same
     values but for times; settings stay those of its first start.
@@ -34,6 +35,11 @@ class MLFlowLogger(loggers.MLFlowLogger):
             keep(self._file, str(self._run_id))
             client.update_run(self._run_id, status="RUNNING")
         return client
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write scalars; ``val/pass@1`` is ``val/pass_at_1`` there, where no name has that sign."""
+        super().log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:

@@ -24,6 +24,7 @@ class WandbLogger(loggers.WandbLogger):
     def __init__(self, save_dir: str, **options: Any) -> None:
         self._file = Path(save_dir) / ".wandb_id"
         super().__init__(save_dir=save_dir, id=known(self._file) or secrets.token_hex(4), **options)
+        self._wandb_init.pop("anonymous", None)  # which W&B warns about, whatever it is
 
     @property
     def experiment(self) -> Any:

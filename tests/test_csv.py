@@ -1,0 +1,78 @@
+"""The CSV files of a run, as they are after whatever happened to them."""
+
+import csv
+
+import pytest
+
+from grpo_lightning.logger.csv import CSVLogger, rewind
+from tests.support.provocations import provocation
+
+
+def logger(place):
+    return CSVLogger(place, name="", version="csv", flush_logs_every_n_steps=1)
+
+
+def text(place, name="metrics.csv"):
+    return (place / "csv" / name).read_text().splitlines()
+
+
+def test_a_step_is_one_row_whenever_its_metrics_come(tmp_path):
+    first = logger(tmp_path)
+    first.log_metrics({"val": 0.5}, step=0)
+    first.log_metrics({"a": 1.0}, step=1)
+    first.log_metrics({"a": 2.0}, step=2)
+    first.log_metrics({"val": 0.25}, step=2)
+    assert text(tmp_path) == ["step,val,a", "0,0.5,", "1,,1.0", "2,0.25,2.0"]
+
+
+def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path):
+    logger(tmp_path).log_metrics({"a": 1.0}, step=1)
+    second = logger(tmp_path)
+    second.log_metrics({"a": 2.0}, step=2)
+    assert text(tmp_path) == ["step,a", "1,1.0", "2,2.0"]
+    second.log_metrics({"b": 4.0, "a": 3.0}, step=3)
+    assert text(tmp_path) == ["step,a,b", "1,1.0,", "2,2.0,", "3,3.0,4.0"]
+    second.log_metrics({"a": 5.0}, step=4)
+    assert text(tmp_path)[-1] == "4,5.0,"
+
+
+@provocation("a row of metrics.csv was cut short by `kill -9`, continued", "it is written again, whole")
+def test_steps_after_the_checkpoint_and_torn_rows_go(tmp_path):
+    one = logger(tmp_path)
+    for step in (1, 2, 3):
+        one.log_metrics({"a": 1.5, "b": 2.5}, step=step)
+        one.log_table("completions/train", ["text"], [[f"{step}\n,x"]], step=step)
+    with (tmp_path / "csv" / "metrics.csv").open("a") as file:
+        file.write("2")
+    again = logger(tmp_path)
+    rewind([again], 2)
+    assert text(tmp_path) == ["step,a,b", "1,1.5,2.5", "2,1.5,2.5"]
+    with (tmp_path / "csv" / "completions_train.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{"step": "1", "text": "1\n,x"}, {"step": "2", "text": "2\n,x"}]
+    again.log_metrics({"a": 3.5, "b": 4.5}, step=3)
+    assert text(tmp_path)[-1] == "3,3.5,4.5"
+    rewind([again], -1)
+    assert list((tmp_path / "csv").iterdir()) == []
+
+
+@provocation("`hydra.run.dir=.` where csv/ holds files of one's own", "they stay, also beyond links")
+def test_files_of_others_stay(tmp_path):
+    place = tmp_path / "csv"
+    place.mkdir()
+    (place / "metrics.csv").write_text("epoch,loss\n7,1\n")
+    (place / "mine.csv").write_text("step,loss\n7,1\n")
+    elsewhere = tmp_path / "elsewhere.csv"
+    elsewhere.write_text("step,loss\n7,1\n")
+    (place / "completions_x.csv").symlink_to(elsewhere)
+    rewind([logger(tmp_path)], -1)
+    assert len(list(place.iterdir())) == 3
+    assert elsewhere.read_text() == "step,loss\n7,1\n"
+
+
+def test_a_table_with_other_columns_keeps_the_rows_that_there_are(tmp_path):
+    one = logger(tmp_path)
+    one.log_table("t", ["a"], [[1], [2]], step=1)
+    one.log_table("t", ["a", "b"], [[3, 4]], step=2)
+    assert text(tmp_path, "t.csv") == ["step,a,b", "1,1,", "1,2,", "2,3,4"]
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        one.log_table("t", ["a"], [[1, 2]], step=3)
