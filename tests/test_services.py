@@ -145,6 +145,7 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
             (["csv", own], ["CSVLogger", "CSVLogger"]),
             ("csv", ["CSVLogger"]),
             (own, ["CSVLogger"]),
+            ({"mine": own}, ["CSVLogger"]),
             (False, []),
         ]
     ):

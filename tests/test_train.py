@@ -151,7 +151,8 @@ def test_a_sweep_leaves_a_complete_directory_per_job(tmp_path):
     result = train("-m", "algorithm=grpo,dr_grpo,dapo", "seed=0,1", "steps=5", f"hydra.sweep.dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
     jobs = sorted(path for path in tmp_path.iterdir() if path.is_dir())
-    assert len(jobs) == 6
+    names = [f"algorithm={algorithm},seed={seed}" for algorithm in ("dapo", "dr_grpo", "grpo") for seed in (0, 1)]
+    assert [job.name for job in jobs] == names
     seen = set()
     for job in jobs:
         summary = finished(job)

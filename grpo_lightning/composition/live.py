@@ -170,13 +170,14 @@ def _callbacks(made: Choices, value: Any) -> None:
 
 
 def _loggers(made: Choices, value: Any) -> None:
-    """Loggers, or names of conf/logger, one or several; None and False for none."""
-    listed = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
-    files = [one for one in listed if isinstance(one, str)]
-    made.overrides.append(f"logger=[{','.join(files)}]")
-    for number, one in enumerate(listed):
+    """Loggers, or names of conf/logger, one or several, or loggers by name; None and False for none."""
+    listed = [] if value is None or value is False else value
+    if not isinstance(listed, Mapping):
+        listed = listed if isinstance(listed, list | tuple) else [listed]
+        listed = {f"{type(one).__name__.lower()}_{number}": one for number, one in enumerate(listed)}
+    made.overrides.append(f"logger=[{','.join(one for one in listed.values() if isinstance(one, str))}]")
+    for name, one in listed.items():
         if isinstance(one, Logger):
-            name = f"{type(one).__name__.lower()}_{number}"
             made.overrides.append(f"+logger.{name}={made.put(f'logger.{name}', one)}")
         elif not isinstance(one, str):
             raise ValueError(f"logger={one!r:.80}: allowed are Lightning's loggers, names such as csv, and False")
