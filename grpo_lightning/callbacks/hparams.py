@@ -95,12 +95,14 @@ class HParams(Callback):
             is_interrupt = isinstance(exception, Preempted | KeyboardInterrupt)
             self._end(trainer, "interrupted" if is_interrupt else "failed")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"found": dict(self._found), "seconds": self._seconds(), "written_at": self._written_at}
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        own = {"found": dict(self._found), "seconds": self._seconds(), "written_at": self._written_at}
+        checkpoint["hparams"] = own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._found, self._seconds_before = dict(state_dict["found"]), state_dict["seconds"]
-        self._written_at = state_dict["written_at"]
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if own := checkpoint.get("hparams"):  # not known of earlier versions
+            self._found, self._seconds_before = dict(own["found"]), own["seconds"]
+            self._written_at = own["written_at"]
 
     def _seconds(self) -> float:
         return self._seconds_before + time.time() - self._started
