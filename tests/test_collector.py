@@ -13,6 +13,7 @@ from grpo_lightning.batch import Prompts, Sampled, Scored
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout.metrics import advantage_metrics
 from grpo_lightning.rollout.selection import max_variance, mixed
 from grpo_lightning.rollout.step_context import StepContext
 from tests.support import hostile
@@ -276,3 +277,12 @@ def test_a_reward_that_no_completion_gets_changes_no_other():
     found = collect(["r w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
     assert_close(found.rollout.advantages[:, 0], standardized(torch.tensor([[1.0, 0.0]]), eps=0.0)[0])
     assert found.scored.scores[:, 1].isnan().all()
+
+
+def test_a_mean_advantage_that_is_rounding_is_zero_and_any_other_stays():
+    noise = advantage_metrics(torch.tensor([1.0, -1.0 + 2**-22]))  # mean 2^-23 = 1.2e-7, deviation sqrt(2)
+    assert noise["advantage/mean"].item() == 0.0
+    assert noise["advantage/std"].item() == pytest.approx(2**0.5)
+    small = advantage_metrics(torch.tensor([1.0, -1.0 + 2**-18]))  # mean 2^-19 = 1.9e-6
+    assert small["advantage/mean"].item() == 2**-19
+    assert advantage_metrics(torch.tensor([3e-9, 3e-9]))["advantage/mean"].item() == pytest.approx(3e-9)
