@@ -37,7 +37,7 @@ USED_BY = {
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
-    "yaml": {"data"},
+    "yaml": {"data", "report"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {"allowed", "clock", "composition", "memory", "output", "report", "reward", "schedule", "varying"}
@@ -131,6 +131,7 @@ def test_every_part_of_the_config_has_a_module_of_its_name():
         "algorithm": "chooses other parts",
         "experiment": "chooses other parts",
         "sweep": "chooses other parts",
+        "debug": "chooses other parts",
         "optimizer": "torch's",
         "trainer": "Lightning's",
     }

@@ -62,6 +62,23 @@ def held(directory: Path, *, first: bool = True, patience: float | None = None) 
         os.close(descriptor)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a run trains in ``directory`` now, of this process or another one; nothing is written."""
+    if directory.resolve() in _held:
+        return True  # and not looked at: this process would lose its lock by closing the file
+    try:
+        descriptor = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS or _lives(_read(descriptor))
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _acquired(path: Path, directory: Path, patience: float) -> int:
     deadline = time.monotonic() + patience
     while True:

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning import settings
-from grpo_lightning.composition import CONF, loader, supervised
+from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
 from grpo_lightning.distributed import signals
@@ -46,10 +46,20 @@ def _hydra_job(cfg: DictConfig) -> float:
     if is_sweep:
         _hide_in(Path(given.sweep.dir) / "multirun.yaml")
     try:
+        before = sweep.recorded(directory, overrides) if is_sweep and cfg.mode == "fit" else None
+        if before and (directory / "checkpoints" / "last.ckpt").exists():
+            OmegaConf.update(cfg, "checkpoint", "last")
         config = plain(cfg)
         settings.check(config)
     except Exception as error:
+        if is_sweep:
+            sweep.fail(directory, overrides, sentence(error))
         return _failed(error, directory, is_sweep)
+    if before and sweep.is_done(before, config["steps"]):
+        return sweep.skip(before, config["sweep_metric"])
+    if before and before.status != "running":
+        where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
+        sweep.tell(f"{directory}: {before.status}, goes on {where}")
 
     if is_first_process() and not _openings:
         say(announcement.greeting(config))
@@ -63,7 +73,8 @@ def _hydra_job(cfg: DictConfig) -> float:
             cfg,
             overrides=overrides,
             choices=choices,
-            directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"]),
+            directory_given=any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"])
+            or before is not None,
             multirun=is_sweep,
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
             swept=swept(given) if is_sweep else (),
@@ -103,7 +114,17 @@ def job() -> None:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
     loader.install()
-    _hydra_job()
+    status: Any = 1
+    try:
+        _hydra_job()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        status = sweep.close(status)
+    if status:
+        sys.exit(status)
 
 
 def _accounted(execute: Callable[[], float], directory: Path, is_sweep: bool) -> float:

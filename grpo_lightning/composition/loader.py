@@ -30,6 +30,7 @@ _LOG_OBJECTS = ("ext://sys.stdout", "ext://sys.stderr")
 _MEMBERS = (
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+    "grpo_lightning.composition.sweep.Note",
     *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
 )
 _PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*")

@@ -59,6 +59,8 @@ RULES: dict[str, Rule] = {
     "mode": choice("fit", "validate", "export"),
     "requeue": flag(),
     "print_settings": flag(),
+    "task_name": Rule(lambda v: isinstance(v, str) and bool(v), "a text that is not empty"),
+    "tags": Rule(lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v), "a list of texts, as in [a,b]"),
     **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),

@@ -1,0 +1,148 @@
+"""A sweep as a whole: which jobs it has, which of them are done already, and the table at its end.
+
+The same ``-m`` command with the same ``hydra.sweep.dir`` continues a sweep: finished jobs are left alone, begun ones go
+on from their checkpoints, and the rest runs.
+"""
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import filter_overrides
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_lightning.output import summary
+from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.terminal import printable
+
+if TYPE_CHECKING:
+    from grpo_lightning.report import RunRecord
+
+_MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=", "requeue=")
+"""Overrides of a job that another start of it may have otherwise."""
+
+_SUMMARY = "summary.json"
+
+_begun: list[tuple[Path, str]] = []
+"""Directory and metric of the sweep of this process."""
+
+
+class Note(Callback):
+    """Hydra's callback that writes, when a sweep begins, which jobs it has."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        if config.mode != "fit":
+            return
+        from grpo_lightning.report.records import SWEEP_FILE
+
+        directory = Path(config.hydra.sweep.dir)
+        _begun.append((directory, str(config.sweep_metric)))
+        page = {"command": shlex.join(redacted_words(sys.argv)), "jobs": jobs(config)}
+        directory.mkdir(parents=True, exist_ok=True)
+        staged = directory / f".{SWEEP_FILE}"
+        staged.write_text(json.dumps(page, indent=2) + "\n", encoding="utf-8")
+        staged.replace(directory / SWEEP_FILE)
+
+
+def jobs(config: DictConfig) -> list[list[str]] | None:
+    """The overrides of every job of a sweep; None of a search, which chooses them as it goes."""
+    sweeper: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=False)
+    if sweeper.get("_target_") != f"{BasicSweeper.__module__}.{BasicSweeper.__name__}":
+        return None
+    words = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    try:
+        parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
+        [batch] = BasicSweeper.split_arguments(parsed, None)
+    except (HydraException, ValueError):
+        return None  # such as glob(*), of which only Hydra knows the choices
+    return [redacted_words(filter_overrides(job)) for job in batch]
+
+
+def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
+    """What an earlier start of a sweep has left of a job; None if nothing.
+
+    Args:
+        directory: The job's.
+        overrides: The job's.
+
+    Raises:
+        ValueError: The directory holds a job of other settings.
+    """
+    if not (directory / ".hydra" / "overrides.yaml").exists() and not (directory / _SUMMARY).exists():
+        return None
+    from grpo_lightning.report.records import read_run
+
+    record = read_run(directory)
+    if _essential(record.overrides) != _essential(redacted_words(overrides)):
+        raise ValueError(
+            f"{directory} holds another job ({' '.join(record.overrides)}): allowed is the sweep that it is of, or "
+            "another hydra.sweep.dir="
+        )
+    return record
+
+
+def _essential(words: Sequence[str]) -> list[str]:
+    return sorted(word for word in words if not word.lstrip("+").startswith(_MAY_CHANGE))
+
+
+def is_done(record: "RunRecord", steps: int) -> bool:
+    """Whether a job has made its ``steps``."""
+    made = record.summary.get("steps")
+    return record.status == "finished" and isinstance(made, int) and made >= steps
+
+
+def skip(record: "RunRecord", metric: str) -> float:
+    """Leave a finished job alone; returns its ``metric``, which the sweep maximizes, or the smallest float there is."""
+    tell(f"{record.directory}: finished already, nothing to do")
+    value = record.summary.get("metrics", {}).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else -sys.float_info.max
+
+
+def tell(line: str) -> None:
+    """Say on the terminal what no job's log file is to be touched for."""
+    print(hide(printable(line)), file=sys.stderr, flush=True)
+
+
+def fail(directory: Path, overrides: Sequence[str], error: str) -> None:
+    """Leave a summary of a job that could not begin, unless there is something of a run."""
+    if not any((directory / name).exists() for name in (_SUMMARY, ".hydra", ".lock")):
+        facts = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": redacted_words(overrides)}
+        summary.write(directory, {**facts, "status": "failed", "error": error})
+
+
+def close(status: int) -> int:
+    """Print the table of the sweep that this process has made, if it has.
+
+    Args:
+        status: The exit status so far.
+
+    Returns:
+        The exit status: 1 in place of 0 if a job has failed.
+    """
+    if not _begun or os.environ.get("LOCAL_RANK", "0") != "0":
+        return status
+    from grpo_lightning.report import ReportError, find_runs
+    from grpo_lightning.report.command import of_sweep
+
+    directory, metric = _begun.pop()
+    failed = False
+    try:
+        runs = find_runs(directory)
+        failed = any(run.status == "failed" for run in runs)
+        print(of_sweep(runs, metric), end="")
+    except ReportError as error:
+        tell(str(error))
+    place = shlex.quote(str(directory))
+    tell(f"this table again: python -m grpo_lightning.report {place}")
+    if status or failed:
+        tell(f"what is not finished is continued by the same command with hydra.sweep.dir={place}")
+    return status or int(failed)

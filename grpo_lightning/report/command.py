@@ -1,0 +1,69 @@
+"""The command line of the report."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.terminal import last_through_closed_pipes, printable
+from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
+from grpo_lightning.report.records import ReportError, RunRecord, find_runs
+from grpo_lightning.report.table import FORMS, write
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare the runs below some directories: each metric by what their settings differ in, averaged over seeds.
+
+    Raises:
+        SystemExit: There is nothing to compare; its text is one sentence.
+    """
+    last_through_closed_pipes()
+    options = _parser().parse_args(arguments)
+    try:
+        runs = find_runs(*options.directories)
+        needs_points = bool(options.plot) or options.deviation
+        comparison = compare(
+            runs,
+            by=options.by,
+            metrics=options.metric,
+            at=options.at,
+            baseline=options.baseline,
+            with_points=needs_points,
+        )
+        if options.plot:
+            from grpo_lightning.report.plot import plot
+
+            plot(comparison, options.plot)
+    except ReportError as error:
+        sys.exit(hide(printable(str(error))))
+    print(write(comparison, options.format, deviation=options.deviation), end="")
+
+
+def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:
+    """The table of a sweep's jobs: the metric that it maximizes, and the mean reward, as far as they were measured."""
+    told = {name for run in runs for name in run.summary.get("metrics") or ()}
+    wanted = [name for name in dict.fromkeys((metric, *DEFAULT_METRICS[1:])) if name in told]
+    return write(compare(runs, metrics=wanted), "table")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_lightning.report",
+        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
+    )
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
+    parser.add_argument(
+        "--by", nargs="+", default=[], metavar="KEY", help="what lines differ in; else what was swept, but the seed"
+    )
+    parser.add_argument(
+        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"else {' and '.join(DEFAULT_METRICS)}"
+    )
+    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
+    parser.add_argument(
+        "--baseline", metavar="KEY=VALUE", help="also the differences from these runs, over the seeds of both"
+    )
+    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
+    parser.add_argument("--format", choices=list(FORMS), default="table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture: needs matplotlib")
+    return parser

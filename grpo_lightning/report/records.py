@@ -1,0 +1,117 @@
+"""The runs below a directory: what each was asked for, and how it ended."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_lightning.checkpoint import lock
+
+SWEEP_FILE = "sweep.json"
+"""In a sweep's directory: which jobs it has, and the command that makes them."""
+
+
+class ReportError(ValueError):
+    """There is nothing to report; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell of it."""
+
+    directory: Path
+    """Of a missing job, that of its sweep."""
+    overrides: tuple[str, ...]
+    status: str
+    """finished, failed, preempted, running, killed (gone without a word) or missing (of a sweep's jobs)."""
+    reason: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings as composed, from ``.hydra/config.yaml``; empty where that cannot be read."""
+        found = _yaml(self.directory / ".hydra" / "config.yaml") if self.status != "missing" else None
+        return found if isinstance(found, dict) else {}
+
+
+def find_runs(*directories: Path | str) -> list[RunRecord]:
+    """All runs at or below some directories, and the jobs that sweeps there have not begun.
+
+    Raises:
+        ReportError: A directory is none, or there are no runs.
+    """
+    places = [Path(directory) for directory in directories]
+    for place in places:
+        if not place.is_dir():
+            raise ReportError(f"{place}: {'no directory' if place.exists() else 'there is no such directory'}")
+    runs = sorted({path.parent for place in places for path in place.rglob("summary.json")} | _begun(places))
+    records = [read_run(directory) for directory in runs]
+    sweeps = sorted({path.parent for place in places for path in place.rglob(SWEEP_FILE)})
+    for sweep in sweeps:
+        records += _missing(sweep, [record for record in records if sweep in record.directory.parents])
+    if not records:
+        raise ReportError(f"{', '.join(map(str, places))}: no summary.json at or below it, so no run")
+    return records
+
+
+def _begun(places: Iterable[Path]) -> set[Path]:
+    return {path.parent.parent for place in places for path in place.rglob(".hydra/overrides.yaml")}
+
+
+def read_run(directory: Path) -> RunRecord:
+    """The run in a directory."""
+    summary, problem = _summary(directory / "summary.json")
+    overrides = summary.get("overrides")
+    if not isinstance(overrides, list):
+        overrides = _yaml(directory / ".hydra" / "overrides.yaml")
+    words = tuple(str(word) for word in overrides) if isinstance(overrides, list) else ()
+    if lock.is_held(directory):
+        return RunRecord(directory, words, "running", "a process trains in it", summary)
+    if problem:
+        return RunRecord(directory, words, "failed", problem)
+    if not summary:
+        return RunRecord(
+            directory, words, "killed", "it has begun, no process trains in it, and it has no summary.json"
+        )
+    status, error = str(summary.get("status")), str(summary.get("error") or "")
+    first_line = error.strip().splitlines()[0] if error.strip() else ""
+    return RunRecord(directory, words, status, first_line, summary)
+
+
+def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The jobs of a sweep of which there is no trace."""
+    jobs = _summary(sweep / SWEEP_FILE)[0].get("jobs")
+    if not isinstance(jobs, list):
+        return []
+    there = Counter(tuple(sorted(record.overrides)) for record in records)
+    absent = []
+    for job in jobs:
+        words = tuple(str(word) for word in job) if isinstance(job, list) else ()
+        if there[tuple(sorted(words))] > 0:
+            there[tuple(sorted(words))] -= 1
+        else:
+            absent.append(RunRecord(sweep, words, "missing", "a job of the sweep that has not begun"))
+    return absent
+
+
+def _summary(path: Path) -> tuple[dict[str, Any], str]:
+    """What a JSON file holds, and what is wrong with it; neither where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError) as error:
+        return {}, f"{path.name} cannot be read: {error}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} holds no object")
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
