@@ -33,7 +33,7 @@ _MEMBERS = (
     "grpo_lightning.composition.sweep.Note",
     *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
 )
-_PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*")
+_PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*|optuna\.samplers\.[A-Z]\w*Sampler")
 _ENVIRONMENT = re.compile(
     r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|TZ"
     r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
@@ -160,8 +160,8 @@ def problems(hydra: Any) -> list[str]:
     for key, name in trust.targets(hydra, "hydra"):
         if not _may_run(name):
             found.append(
-                f"{key}={name}: allowed are Hydra's own, classes of hydra_plugins, and what is defined in Python "
-                "files below the directory where the program was started"
+                f"{key}={name}: allowed are Hydra's own, classes of hydra_plugins, Optuna's samplers, and what is "
+                "defined in Python files below the directory where the program was started"
             )
     for key, value in _leaves(hydra, "hydra"):
         text = str(value)
@@ -179,6 +179,7 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key} says whose code is trusted; allowed is to do that on the command line itself")
         if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env: and plain texts of hydra. in ${{…}}")
+    found += _plugin_problems(hydra.get("sweeper") or {}, hydra.get("launcher") or {})
     for part in ("env_set", "env_copy"):
         for name in (hydra.get("job") or {}).get(part) or ():
             if not _ENVIRONMENT.fullmatch(str(name)):
@@ -189,6 +190,25 @@ def problems(hydra: Any) -> list[str]:
             "without secrets"
         )
     return found
+
+
+def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) -> Iterator[str]:
+    """What plug-ins would run that is no ``_target_``, and a search in the wrong direction."""
+    if (space := sweeper.get("custom_search_space")) is not None and not _may_run(space):
+        yield (
+            f"hydra.sweeper.custom_search_space={space}: allowed is a function in Python files below the directory "
+            "where the program was started"
+        )
+    if "direction" in sweeper and getattr(direction := sweeper["direction"], "name", direction) != "maximize":
+        yield (
+            f"hydra.sweeper.direction={getattr(direction, 'name', direction)}: allowed is maximize, as sweep_metric "
+            "is; sweep=optuna sets it"
+        )
+    if launcher.get("setup"):
+        yield "hydra.launcher.setup: allowed is null: its commands would be run by a shell; run them before the sweep"
+    for key, value in _leaves(launcher, "hydra.launcher"):
+        if isinstance(value, str) and "\n" in value:
+            yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
 
 
 def _may_run(name: Any) -> bool:
@@ -204,7 +224,7 @@ def _may_run(name: Any) -> bool:
     with suppress(ImportError):
         module, _, member = name.rpartition(".")
         found = getattr(importlib.import_module(module), member, None)
-        return inspect.isclass(found) and found.__module__.startswith("hydra_plugins.")
+        return inspect.isclass(found) and found.__module__.startswith(("hydra_plugins.", "optuna."))
     return False
 
 

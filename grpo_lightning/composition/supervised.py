@@ -39,10 +39,12 @@ def is_possible() -> bool:
     """Whether a run gets a process of its own here.
 
     It does not where it is one of several processes, whose launcher watches them, where the program is already a
-    process of another one's pool, under a debugger, and on systems without ``fork``.
+    process of another one's pool, under a debugger, and on systems without ``fork``. The pool of Hydra's launcher
+    joblib is no hindrance: its processes have nothing but a job to run.
     """
     launched = {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys()
-    alone = threading.active_count() == 1 and multiprocessing.parent_process() is None
+    is_of_joblib = type(multiprocessing.current_process()).__module__.startswith("joblib.")
+    alone = threading.active_count() == 1 and (multiprocessing.parent_process() is None or is_of_joblib)
     return sys.platform == "linux" and not launched and alone and sys.gettrace() is None
 
 

@@ -4,7 +4,8 @@ import csv
 import html
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -20,6 +21,9 @@ from grpo_lightning.report.statistics import Estimate
 
 PIPED = 80
 """Columns where the output is no terminal."""
+STAR = "\u00a0*"
+"""Marks the best line."""
+_LINES = box.Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
 
 
 def number(value: float | None) -> str:
@@ -46,39 +50,50 @@ def write(comparison: Comparison, form: str, *, deviation: bool = False) -> str:
     return hide(FORMS[form](comparison, deviation).replace("\u00a0", " "))
 
 
-def _header(comparison: Comparison, at: Sequence[int], deviation: bool) -> list[str]:
-    more = [f"at {step}" for step in at] + ["sd"] * deviation
-    base = [f"last - {'='.join(comparison.baseline)}'s", "95 % of it"] if comparison.baseline else []
-    return [*comparison.keys, "n", "first\u00a0→\u00a0last", "95 % of last", "mean", "highest", *more, *base]
+@dataclass(frozen=True)
+class _Grid:
+    """A table as texts."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    keys: int
+    """How many of the first columns are settings."""
 
 
-def _cells(line: Line, at: Sequence[int], deviation: bool, has_baseline: bool) -> list[str]:
+def _grids(comparison: Comparison, deviation: bool) -> Iterator[_Grid]:
+    """Two tables for each metric: its values, and how far they are from the baseline's if there is one."""
+    for metric, lines in comparison.lines.items():
+        at = list(lines[0].at) if lines else []
+        more = [f"at {step}" for step in at] + ["sd"] * deviation
+        header = [*comparison.keys, "n", "first\u00a0→\u00a0last", "95 % of last", "mean", "highest", *more]
+        title = f"{metric} by {', '.join(comparison.keys)}"
+        yield _grid(title, header, [_values(line, deviation) for line in lines], len(comparison.keys))
+        if comparison.baseline:
+            header = [*comparison.keys, "n", "difference", "95 % of it"]
+            title = f"{metric}, last value less that of {'='.join(comparison.baseline)} with the same seed"
+            rows = [_differences(line) for line in lines if not line.is_baseline]
+            yield _grid(title, header, rows, len(comparison.keys))
+
+
+def _grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> _Grid:
+    safe = [[printable(cell) for cell in row] for row in rows]
+    return _Grid(printable(title), [printable(cell) for cell in header], safe, keys)
+
+
+def _values(line: Line, deviation: bool) -> list[str]:
     first = f"{number(line.first.mean)}\u00a0→\u00a0" if line.first else ""
-    star = "\u00a0*" if line.is_best else ""
-    more = [_mean(line.at[step]) for step in at]
-    if deviation:
-        more.append(_mean(line.deviation))
-    if has_baseline:
-        sign = "+" if line.difference and line.difference.mean > 0 else ""
-        told = f"{sign}{number(line.difference.mean)} (n={line.difference.n})" if line.difference else "-"
-        more += ["baseline", ""] if line.is_baseline else [told, interval(line.difference)]
-    last = f"{first}{number(line.last.mean)}{star}"
+    last = f"{first}{number(line.last.mean)}{STAR * line.is_best}"
+    more = [_mean(value) for value in line.at.values()] + [_mean(line.deviation)] * deviation
     return [*line.settings, str(line.last.n), last, interval(line.last), _mean(line.mean), number(line.high), *more]
 
 
-def _title(comparison: Comparison, metric: str) -> str:
-    return printable(f"{metric} by {', '.join(comparison.keys)}")
-
-
-def _steps(lines: Sequence[Line]) -> list[int]:
-    return list(lines[0].at) if lines else []
-
-
-def _rows(comparison: Comparison, metric: str, deviation: bool) -> tuple[list[str], list[list[str]]]:
-    lines, has_baseline = comparison.lines[metric], comparison.baseline is not None
-    at = _steps(lines)
-    rows = [[printable(cell) for cell in _cells(line, at, deviation, has_baseline)] for line in lines]
-    return [printable(cell) for cell in _header(comparison, at, deviation)], rows
+def _differences(line: Line) -> list[str]:
+    if line.difference is None:
+        return [*line.settings, "0", "-", "-"]
+    sign = "+" if line.difference.mean > 0 else ""
+    told = f"{sign}{number(line.difference.mean)}"
+    return [*line.settings, str(line.difference.n), told, interval(line.difference)]
 
 
 def _closing(comparison: Comparison) -> list[str]:
@@ -91,32 +106,26 @@ def _closing(comparison: Comparison) -> list[str]:
     said += comparison.notes
     if comparison.others:
         said.append(f"{len(comparison.others)} of {len(comparison.runs)} runs without a result:")
-        said += [f"  {_described(run)}" for run in comparison.others]
+        common = set.intersection(*(set(run.overrides) for run in comparison.runs))
+        said += [f"  {_described(run, common)}" for run in comparison.others]
     return [printable(line) for line in said]
 
 
-def _described(run: RunRecord) -> str:
-    words = " ".join(run.overrides[-4:]) if run.status == "missing" else ""
-    place = f"{run.directory} {words}".strip()
-    return f"{place}: {run.status}{f', {run.reason}' if run.reason else ''}"
+def _described(run: RunRecord, common: Collection[str]) -> str:
+    words = " ".join(word for word in run.overrides if word not in common)
+    return f"{run.directory}{f' ({words})' if words else ''}: {run.status}{f', {run.reason}' if run.reason else ''}"
 
 
 def _text(comparison: Comparison, deviation: bool) -> str:
     console = Console(file=io.StringIO(), width=_width(), markup=False, highlight=False, emoji=False)
-    for metric in comparison.lines:
-        header, rows = _rows(comparison, metric, deviation)
-        table = Table(
-            title=Text(_title(comparison, metric)),
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1),
-            pad_edge=False,
-        )
-        for place, name in enumerate(header):
-            is_key = place < len(comparison.keys)
-            folded = Text(name.replace(".", ".\n") if is_key and len(name) > 12 else name)
+    for grid in _grids(comparison, deviation):
+        console.print(Text(grid.title), overflow="fold")
+        table = Table(box=_LINES, padding=(0, 1, 0, 0), pad_edge=False)
+        for place, name in enumerate(grid.header):
+            is_key = place < grid.keys
+            folded = Text(name.replace(".", ".\n") if is_key and len(name) > 16 else name)
             table.add_column(folded, overflow="fold", justify="left" if is_key else "right")
-        for row in rows:
+        for row in grid.rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
     for line in _closing(comparison):
@@ -132,13 +141,9 @@ def _width() -> int:
 
 def _markdown(comparison: Comparison, deviation: bool) -> str:
     said = []
-    for metric in comparison.lines:
-        header, rows = _rows(comparison, metric, deviation)
-        said.append(f"**{_title(comparison, metric)}**\n")
-        said += [
-            "| " + " | ".join(_piped(cell) for cell in row) + " |" for row in (header, ["---"] * len(header), *rows)
-        ]
-        said.append("")
+    for grid in _grids(comparison, deviation):
+        rows = (grid.header, ["---"] * len(grid.header), *grid.rows)
+        said += [f"**{_piped(grid.title)}**\n", *("| " + " | ".join(map(_piped, row)) + " |" for row in rows), ""]
     return "\n".join([*said, *(f"- {line.strip()}" for line in _closing(comparison))]) + "\n"
 
 
@@ -149,11 +154,10 @@ def _piped(cell: str) -> str:
 def _html(comparison: Comparison, deviation: bool) -> str:
     style = "body{font-family:sans-serif}td,th{padding:.2em .8em;text-align:right}td:first-child,th:first-child"
     said = [f'<!doctype html><meta charset="utf-8"><title>Report</title><style>{style}{{text-align:left}}</style>']
-    for metric in comparison.lines:
-        header, rows = _rows(comparison, metric, deviation)
-        said.append(f"<h2>{html.escape(_title(comparison, metric))}</h2><table>")
-        said.append("<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in header) + "</tr>")
-        said += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    for grid in _grids(comparison, deviation):
+        said.append(f"<h2>{html.escape(grid.title)}</h2><table>")
+        said.append("<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in grid.header) + "</tr>")
+        said += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in grid.rows]
         said.append("</table>")
     return "\n".join([*said, *(f"<p>{html.escape(line.strip())}</p>" for line in _closing(comparison))]) + "\n"
 

@@ -28,6 +28,14 @@ _OF_HYDRA = (
     "hydra.job.name",
     "hydra.verbose",
 )
+_OF_GROUP = {"hydra/launcher": ("joblib", "submitit_local", "submitit_slurm"), "hydra/sweeper": ("optuna",)}
+_PLUGINS = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "optuna": "hydra-optuna-sweeper",
+}
+"""Choices of Hydra's that plug-ins bring -> the package to install."""
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -121,7 +129,13 @@ def _ambiguous(override: str) -> str:
 
 
 def _no_choice(path: str, conf: Path) -> str:
-    group, _, name = path.partition("/")
+    group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    if group.startswith("hydra/"):
+        if name in _PLUGINS:
+            return f"{group}={name}: a plug-in that is not installed: pip install {_PLUGINS[name]}"
+        known = ["basic", *_OF_GROUP.get(group, ())]
+        meant = nearest(name, known)
+        return f"{group}={name}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
     known = choices(conf, group)
     listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name:

@@ -1,0 +1,218 @@
+"""Sweeps: ended by a kill and started again, several jobs at once, and a search."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_lightning.composition import sweep
+from grpo_lightning.composition.loader import problems
+from grpo_lightning.settings import check
+from grpo_lightning.settings.suggestions import explain
+from tests.support.composed import CONF, ROOT, composed
+from tests.support.provocations import provocation
+from tests.support.running import SMALL
+
+FAST = (*SMALL[:11], "trainer=cpu", "steps=4", "logger=csv", "validation.every=2", "callbacks.checkpoint.every=1")
+KILLING = '''
+import os
+import signal
+from pathlib import Path
+
+calls = []
+
+
+def vowels(prompts, completions, **columns):
+    """As many calls as Path("calls") says end this process, and what started it, in the third job."""
+    calls.append(1)
+    limit = Path("limit")
+    if limit.exists() and Path("sweep/2/checkpoints/last.ckpt").exists() and len(calls) > int(limit.read_text()):
+        limit.unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sum(text.count(vowel) for vowel in "aeiou") / 10 for text in completions]
+
+
+def crashes_at_rate(prompts, completions, **columns):
+    return [1 / 0 for _ in completions]
+'''
+
+
+def start(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (place / "mine.py").write_text(KILLING)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    own = ("reward=[custom]", "reward.custom.function._target_=mine.vowels")
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *FAST, *own, *words]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def summary(directory: Path) -> dict:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def times(directory: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
+
+
+@pytest.mark.slow
+@provocation(
+    "`kill -9` of a sweep in its third job, and the same command with the same `hydra.sweep.dir`",
+    "the finished jobs' files are not touched, the third goes on from its checkpoint, the rest runs",
+)
+def test_a_killed_sweep_is_continued(tmp_path):
+    words = ("seed=0,1", "optimizer.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
+    (tmp_path / "limit").write_text("3")
+    killed = start(tmp_path, *words)
+    assert killed.returncode == -9
+    place = tmp_path / "sweep"
+    assert [(place / str(number) / "summary.json").exists() for number in range(3)] == [True, True, False]
+    printed = subprocess.run(
+        [sys.executable, "-m", "grpo_lightning.report", str(place)], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    told = " ".join(printed.split())
+    assert "2 of 4 runs without a result:" in told
+    assert "2 (seed=1 optimizer.lr=0.001): killed" in told
+    assert "(seed=1 optimizer.lr=0.002): missing" in told
+    before = [times(place / str(number)) for number in range(2)]
+    again = start(tmp_path, *words)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert [times(place / str(number)) for number in range(2)] == before
+    said = " ".join(again.stderr.split())
+    for number in range(2):
+        assert f"sweep/{number}: finished already" in said
+    assert "sweep/2: killed, goes on from its last checkpoint" in said
+    assert "sweep/3: killed" not in said
+    assert [(summary(place / str(n))["status"], summary(place / str(n))["steps"]) for n in range(4)] == [
+        ("finished", 4)
+    ] * 4
+    assert (place / "2" / "train.log").read_text().count("step 4/4") == 1
+    assert "val/pass@1 by optimizer.lr" in again.stdout
+    assert "this table again: python -m grpo_lightning.report" in said
+
+
+@pytest.mark.slow
+@provocation("a failing job in a sweep of two processes at once", "the others run, the table names it, exit 1")
+def test_jobs_at_once_and_one_of_them_fails(tmp_path):
+    functions = "reward.custom.function._target_=mine.vowels,mine.crashes_at_rate"
+    done = start(
+        tmp_path,
+        *("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "steps=1", functions),
+        "hydra.sweep.dir=sweep",
+    )
+    assert done.returncode == 1
+    states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
+    assert sorted(state["status"] for state in states) == ["failed", "failed", "finished", "finished"]
+    text = " ".join(done.stdout.split())
+    assert "2 of 4 runs without a result:" in text
+    assert "failed, reward 'custom' raised ZeroDivisionError" in text
+    assert "Traceback" not in done.stderr.replace("_RemoteTraceback", "")
+
+
+@pytest.mark.slow
+def test_a_search_maximizes_and_outlives_a_trial_that_fails(tmp_path):
+    params = 'hydra.sweeper.params={rollout.group_size: "choice(1,4)", optimizer.lr: "tag(log, interval(1e-4, 1e-2))"}'
+    words = ("sweep=optuna", "hydra.sweeper.n_trials=4", params, "steps=1", "sweep_metric=reward/custom")
+    done = start(tmp_path, *words, "hydra.sweep.dir=sweep")
+    assert done.returncode == 1  # groups of 1 are refused
+    states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
+    values = [state["metrics"]["reward/custom"] for state in states if state["status"] == "finished"]
+    assert 0 < len(values) < 4
+    assert all("rollout.group_size=1: allowed" in s["error"] for s in states if s["status"] == "failed")
+    found = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+    assert found.best_value == max(values)
+    assert "reward/custom by optimizer.lr" in done.stdout
+
+
+def config(*words: str, **sweeper):
+    own = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", **sweeper}
+    return OmegaConf.create({"hydra": {"sweeper": own, "overrides": {"task": list(words)}}})
+
+
+def test_the_jobs_of_a_sweep_are_all_combinations():
+    assert sweep.jobs(config("a=1,2", "b=x", params={"c": "range(2)"})) == [
+        ["c=0", "a=1", "b=x"],
+        ["c=0", "a=2", "b=x"],
+        ["c=1", "a=1", "b=x"],
+        ["c=1", "a=2", "b=x"],
+    ]
+    assert sweep.jobs(config("a=1", _target_="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")) is None
+    assert sweep.jobs(config("hydra.verbose=true", "a=[1,2]")) == [["a=[1,2]"]]
+
+
+def write_job(directory, *overrides, **facts):
+    directory.mkdir(parents=True, exist_ok=True)
+    text = {"overrides": list(overrides), "status": "finished", "steps": 4, "metrics": {"m": 0.5}} | facts
+    (directory / "summary.json").write_text(json.dumps(text))
+
+
+def test_a_job_is_known_by_its_directory_and_its_overrides(tmp_path):
+    assert sweep.recorded(tmp_path / "0", ["seed=0"]) is None
+    write_job(tmp_path / "0", "seed=0", "steps=4")
+    record = sweep.recorded(tmp_path / "0", ["steps=8", "seed=0"])
+    assert (sweep.is_done(record, 4), sweep.is_done(record, 5)) == (True, False)
+    assert sweep.skip(record, "m") == 0.5
+    assert sweep.skip(record, "n") == -sys.float_info.max
+    with pytest.raises(ValueError, match=r"0 holds another job \(seed=0 steps=4\): allowed is the sweep that it is of"):
+        sweep.recorded(tmp_path / "0", ["seed=1"])
+    write_job(tmp_path / "1", "seed=0", status="failed")
+    assert not sweep.is_done(sweep.recorded(tmp_path / "1", ["seed=0"]), 4)
+
+
+def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_path):
+    (tmp_path / "0").mkdir()
+    sweep.fail(tmp_path / "0", ["a=1"], "a=1: allowed is 2")
+    assert summary(tmp_path / "0")["error"] == "a=1: allowed is 2"
+    sweep.fail(tmp_path / "0", ["a=1"], "another")
+    assert summary(tmp_path / "0")["error"] == "a=1: allowed is 2"
+    (tmp_path / "1" / ".hydra").mkdir(parents=True)
+    sweep.fail(tmp_path / "1", ["a=1"], "another")
+    assert not (tmp_path / "1" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("hydra", "message"),
+    [
+        ({"sweeper": {"direction": "minimize"}}, "hydra.sweeper.direction=minimize: allowed is maximize"),
+        ({"sweeper": {"custom_search_space": "os.system"}}, "hydra.sweeper.custom_search_space=os.system: allowed"),
+        ({"sweeper": {"sampler": {"_target_": "optuna.samplers.os.system"}}}, "allowed are Hydra's own"),
+        ({"sweeper": {"sampler": {"_target_": "optuna.storages.RDBStorage"}}}, "allowed are Hydra's own"),
+        ({"launcher": {"setup": ["rm -r x"]}}, "hydra.launcher.setup: allowed is null"),
+        ({"launcher": {"comment": "a\nrm -r x"}}, "hydra.launcher.comment: allowed are texts of one line"),
+        ({"sweeper": {"direction": "maximize", "sampler": {"_target_": "optuna.samplers.TPESampler"}}}, None),
+        ({"launcher": {"_target_": "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"}}, None),
+        ({"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"}}, None),
+    ],
+)
+def test_plug_ins_run_nothing_else(hydra, message):
+    found = problems(hydra)
+    assert (found == []) if message is None else (message in "\n".join(found))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("hydra/launcher/joblib", "hydra/launcher=joblib: a plug-in that is not installed: pip install hydra-joblib-"),
+        ("hydra/sweeper/optun", "hydra/sweeper=optun: allowed is one of basic, optuna; the nearest is optuna"),
+    ],
+)
+def test_a_missing_plug_in_is_said_with_its_package(path, message):
+    assert explain(ValueError(f"Could not find '{path}'"), CONF).startswith(message)
+
+
+def test_debug_is_small_whatever_else_is_chosen():
+    settings = composed("debug=default", "algorithm=dapo", "seed=3")
+    check(settings)
+    assert (settings["steps"], settings["trainer"]["detect_anomaly"]) == (3, True)
+    assert composed("debug=default", "steps=7")["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("word", "message"), [("tags=a", "tags=a: allowed is a list"), ("task_name=''", "task_name=: allowed is a text")]
+)
+def test_names_are_checked(word, message):
+    with pytest.raises(ValueError, match=message):
+        check(composed(word))
