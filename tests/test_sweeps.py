@@ -114,8 +114,8 @@ def test_jobs_at_once_and_one_of_them_fails(tmp_path):
 
 @pytest.mark.slow
 def test_a_search_maximizes_and_outlives_a_trial_that_fails(tmp_path):
-    params = 'hydra.sweeper.params={rollout.group_size: "choice(1,4)", optimizer.lr: "tag(log, interval(1e-4, 1e-2))"}'
-    words = ("sweep=optuna", "hydra.sweeper.n_trials=4", params, "steps=1", "sweep_metric=reward/custom")
+    space = ("rollout.group_size=choice(1,4)", "optimizer.lr=tag(log, interval(1e-4, 1e-2))")
+    words = ("sweep=optuna", "hydra.sweeper.n_trials=4", *space, "steps=1", "sweep_metric=reward/custom")
     done = start(tmp_path, *words, "hydra.sweep.dir=sweep")
     assert done.returncode == 1  # groups of 1 are refused
     states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]

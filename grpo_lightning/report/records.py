@@ -78,9 +78,8 @@ def read_run(directory: Path) -> RunRecord:
         return RunRecord(
             directory, words, "killed", "it has begun, no process trains in it, and it has no summary.json"
         )
-    status, error = str(summary.get("status")), str(summary.get("error") or "")
-    first_line = error.strip().splitlines()[0] if error.strip() else ""
-    return RunRecord(directory, words, status, first_line, summary)
+    reason = " ".join(str(summary.get("error") or "").split())
+    return RunRecord(directory, words, str(summary.get("status")), reason, summary)
 
 
 def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
