@@ -29,7 +29,7 @@ CURVES = {
 
 
 def write_run(directory, overrides, curve_of, *, kind="csv", steps=(0, 10, 20), metric=METRIC, **more):
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     last = {metric: curve_of[-1]} if curve_of else {}
     summary = {"metrics": last, "steps": 20, "seconds": 7.2, "overrides": overrides, "status": "finished"} | more
     (directory / "summary.json").write_text(json.dumps(summary))
@@ -203,6 +203,16 @@ def test_a_lock_that_nobody_holds_is_no_running_run(tmp_path):
     assert lock.is_held(tmp_path)
     holder.communicate("", timeout=60)
     assert not lock.is_held(tmp_path)
+
+
+def test_curves_are_read_where_the_summary_is_not_enough(tmp_path):
+    course = {"first": 0.1, "last": 0.4, "mean": 0.3, "min": 0.05, "max": 0.45}
+    write_run(tmp_path, ["seed=0"], [0.1, 0.4], steps=(0, 10), **{"values": {METRIC: course}})
+    [line] = compare(find_runs(tmp_path), at=[10]).lines[METRIC]
+    assert line.at[10].mean == 0.4
+    assert line.deviation.mean == pytest.approx(0.15)  # of 0.1 and 0.4, by n
+    [line] = compare(find_runs(tmp_path)).lines[METRIC]
+    assert (line.mean.mean, line.high, line.deviation) == (0.3, 0.45, None)
 
 
 def test_only_unfinished_runs_are_shown_as_such(tmp_path, capsys):

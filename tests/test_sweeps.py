@@ -114,14 +114,14 @@ def test_jobs_at_once_and_one_of_them_fails(tmp_path):
 
 @pytest.mark.slow
 def test_a_search_maximizes_and_outlives_a_trial_that_fails(tmp_path):
-    space = ("rollout.group_size=choice(1,4)", "optimizer.lr=tag(log, interval(1e-4, 1e-2))")
+    space = ("rollout.temperature=choice(0,1)", "optimizer.lr=tag(log, interval(1e-4, 1e-2))")
     words = ("sweep=optuna", "hydra.sweeper.n_trials=4", *space, "steps=1", "sweep_metric=reward/custom")
     done = start(tmp_path, *words, "hydra.sweep.dir=sweep")
-    assert done.returncode == 1  # groups of 1 are refused
+    assert done.returncode == 1  # a temperature of 0 is refused
     states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
     values = [state["metrics"]["reward/custom"] for state in states if state["status"] == "finished"]
     assert 0 < len(values) < 4
-    assert all("rollout.group_size=1: allowed" in s["error"] for s in states if s["status"] == "failed")
+    assert all("rollout.temperature=0: allowed" in s["error"] for s in states if s["status"] == "failed")
     found = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
     assert found.best_value == max(values)
     assert "reward/custom by optimizer.lr" in done.stdout
