@@ -216,3 +216,14 @@ def test_debug_is_small_whatever_else_is_chosen():
 def test_names_are_checked(word, message):
     with pytest.raises(ValueError, match=message):
         check(composed(word))
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("group_size", 4), ("kl_coef", 4), ("lr", 5), ("ppo_epochs", 9), ("reward_weights", 3), ("seeds", 5)],
+)
+def test_a_ready_sweep_has_jobs_that_work(name, number):
+    params = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
+    found = sweep.jobs(config(params=dict(params)))
+    assert len(found) == number
+    check(composed(f"sweep={name}", *found[-1]))
