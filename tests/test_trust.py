@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_lightning.composition.loader import problems
 from grpo_lightning.settings import ConfigError, check, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation
@@ -82,6 +83,7 @@ def test_every_target_of_the_settings_files_may_be_named_and_is_found():
     found = set()
     for path in CONF.rglob("*.yaml"):
         node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert problems(node.pop("hydra", {})) == [], path  # what Hydra itself builds has rules of its own
         found |= {name for _, name in trust.targets(node)}
     found = {name for name in found if name != "???" and "$" not in name}
     assert len(found) > 70
