@@ -58,9 +58,10 @@ def jobs(config: DictConfig) -> list[list[str]] | None:
     sweeper: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=False)
     if sweeper.get("_target_") != f"{BasicSweeper.__module__}.{BasicSweeper.__name__}":
         return None
+    given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${oc.env:…} stays
     words = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     try:
-        parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
+        parsed = OverridesParser.create().parse_overrides([*words, *given])
         [batch] = BasicSweeper.split_arguments(parsed, None)
     except (HydraException, ValueError):
         return None  # such as glob(*), of which only Hydra knows the choices
