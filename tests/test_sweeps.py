@@ -141,7 +141,7 @@ def test_the_jobs_of_a_sweep_are_all_combinations():
     ]
     assert sweep.jobs(config("a=1", _target_="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")) is None
     assert sweep.jobs(config("hydra.verbose=true", "a=[1,2]")) == [["a=[1,2]"]]
-    assert sweep.jobs(config("a=${oc.env:HOME}")) == [["a=${oc.env:HOME}"]]
+    assert sweep.jobs(config("a='x ${oc.env:HOME}'")) == [["a='x ${oc.env:HOME}'"]]
 
 
 def write_job(directory, *overrides, **facts):
