@@ -18,15 +18,7 @@ from grpo_lightning.output.terminal import printable
 log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
-    "run_dir",
-    "checkpoint",
-    "steps",
-    "callbacks",
-    "logger",
-    "trainer",
-    "mode",
-    "tags",
-    "task_name",
+    *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
     "print_settings",
 }
 """Settings that may be others when a run is continued."""
@@ -51,7 +43,7 @@ def chosen(
     path = _named(config, directory, directory_given, overrides)
     if path is None:
         return None
-    if path.is_dir() and config["mode", "tags", "task_name"] != "export" and not settings_shard(config["trainer"]):
+    if path.is_dir() and config["mode"] != "export" and not settings_shard(config["trainer"]):
         raise ValueError(
             f"checkpoint={path}: a directory of parts; allowed with trainer=fsdp and with mode=export, which joins them"
         )
@@ -181,11 +173,11 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
     own = directory / "checkpoints"
     last = own / "last.ckpt"
     if given is None:
-        if config["mode", "tags", "task_name"] == "fit" and last.exists():
+        if config["mode"] == "fit" and last.exists():
             raise ValueError(
                 f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
             )
-        if config["mode", "tags", "task_name"] == "fit" and _others(own):
+        if config["mode"] == "fit" and _others(own):
             raise ValueError(f"{directory} already holds a run: {_offer(own, directory, overrides)}")
         _refuse_another(config, directory, None)
         return None
@@ -195,7 +187,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
         elsewhere = Path(given).absolute().parent.resolve() != own.resolve()
-        if config["mode", "tags", "task_name"] == "fit" and elsewhere and (last.exists() or _others(own)):
+        if config["mode"] == "fit" and elsewhere and (last.exists() or _others(own)):
             raise ValueError(
                 f"{directory} already holds another run than checkpoint={given}: name another hydra.run.dir="
             )
@@ -211,7 +203,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         return last
     if _others(own):
         raise ValueError(f"checkpoint=last: there is no {last}; {_offer(own, directory, overrides)}")
-    if config["mode", "tags", "task_name"] != "fit":
+    if config["mode"] != "fit":
         raise ValueError(f"checkpoint=last: there is no {last}")
     log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
     return None
@@ -220,7 +212,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
 def _refuse_another(config: Mapping[str, Any], directory: Path, given: Path | None) -> None:
     """Refuse a directory of checkpoints other than the run's own that holds those of another run."""
     named = ((config.get("callbacks") or {}).get("checkpoint") or {}).get("directory")
-    if config["mode", "tags", "task_name"] != "fit" or not isinstance(named, str):
+    if config["mode"] != "fit" or not isinstance(named, str):
         return
     place = Path(named)
     if place.resolve() in {(directory / "checkpoints").resolve(), given and given.absolute().parent.resolve()}:

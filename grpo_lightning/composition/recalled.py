@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF
-from grpo_lightning.composition.overrides import _cause, _composing, remember_secrets
+from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.overrides import _cause, _composing
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.suggestions import explain, known_keys
