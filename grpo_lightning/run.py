@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
 from lightning import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.utilities.seed import isolate_rng
 
-from grpo_lightning import __version__, memory, settings
+from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
@@ -28,13 +28,13 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals, slurm
 from grpo_lightning.distributed.ranks import lost_contact
-from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
 from grpo_lightning.logger.csv import rewind as rewind_tables
+from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
-from grpo_lightning.output.announcement import say_once, show_settings
+from grpo_lightning.output.announcement import show_settings
 from grpo_lightning.output.ending import closing
 from grpo_lightning.output.redaction import redacted, redacted_words
 from grpo_lightning.output.summary import now, sweep_value
@@ -154,7 +154,7 @@ class Run:
                 tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
                 rewind_tables(trainer.loggers, resume.so_far(checkpoint, self.directory)[0] if own else -1)
             check_prompts(self.data, module.policy, self.config)
-            announce_memory(self.config, module, self.data, trainer)
+            preflight.announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self
 
@@ -174,13 +174,27 @@ class Run:
         with self._recorded("export") as checkpoint:
             module = self.module
             if is_first():
-                if checkpoint:
-                    own_policy.check_weights(checkpoint, module)
-                    module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
-                    module.on_load_checkpoint(read(checkpoint))
+                load(module, checkpoint)
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
                 log.info("exported to %s", directory)
         return directory
+
+    def preflight(self) -> dict[str, Any]:
+        """Say what the run would do, after a look at some of its prompts, and write ``preflight.json``."""
+        with self._recorded("preflight") as checkpoint, isolate_rng():
+            module, trainer = self.module, self.trainer
+            check_prompts(self.data, module.policy, self.config)
+            load(module, checkpoint)
+            return preflight.conduct(
+                cast(GRPOLightningModule, module),
+                self.data,
+                prompts=self.config["preflight"]["prompts"],
+                processes=trainer.world_size,
+                device=trainer.strategy.root_device,
+                precision=trainer.precision_plugin.train_step_context(),
+                predicted=preflight.announce_memory(self.config, module, self.data, trainer),
+                directory=self.directory,
+            )
 
     def execute(self) -> float:
         """Do what ``mode`` says and return ``metrics[sweep_metric]``, which a sweep maximizes: always finite.
@@ -191,7 +205,8 @@ class Run:
         if is_first() and self.config["print_settings"]:
             show_settings(self.config)
         try:
-            {"fit": self.fit, "validate": self.validate, "export": self.export}[self.config["mode"]]()
+            actions = (self.fit, self.validate, self.export, self.preflight)
+            {action.__name__: action for action in actions}[self.config["mode"]]()
         except Preempted as error:
             if is_first():
                 log.warning("%s", error)
@@ -279,25 +294,9 @@ class Run:
         return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)
 
 
-def announce_memory(config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: Trainer) -> None:
-    """Print what the run is going to need, and warn where a GPU has less."""
-    shape = module.policy.shape()
-    if shape is None or not memory.is_predictable(config) or not is_first():
-        return
-    on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
-    first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]
-    use = memory.use_of(
-        config,
-        processes=trainer.world_size,
-        is_sharded=trainer_shards(trainer),
-        on_cpu=on_cpu,
-        prompt_tokens=max(module.policy.count_tokens(first)),
-    )
-    parts = memory.predicted(shape, use)
-    say_once(memory.table(parts))
-    if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
-        log.warning(
-            "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
-            "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
-            available / memory.GiB,
-        )
+def load(module: StepModule, checkpoint: Path | None) -> None:
+    """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
+    if checkpoint:
+        own_policy.check_weights(checkpoint, module)
+        module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
+        module.on_load_checkpoint(read(checkpoint))

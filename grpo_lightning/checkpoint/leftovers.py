@@ -10,7 +10,9 @@ from grpo_lightning.recording.files import FOLDER, rewind
 
 log = logging.getLogger(__name__)
 
-_STAGED = re.compile(r"\.(last|best)\.ckpt\.\d+|\.summary\w*\.json\.\d+|\.export\d*\.partial|\.\d+\.jsonl\.gz\.\d+")
+_STAGED = re.compile(
+    r"\.(last|best)\.ckpt\.\d+|\.(summary\w*|preflight|health)\.json\.\d+|\.export\d*\.partial|\.\d+\.jsonl\.gz\.\d+"
+)
 _PARTS = re.compile(r"last_\d+_\d+\.ckpt")
 
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    "print_settings",
+    *("print_settings", "preflight"),
 }
 """Settings that may be others when a run is continued."""
 
@@ -58,7 +58,7 @@ def what_is_saved(mode: str, directory: Path, overrides: Sequence[str]) -> str:
     """What there is of a run that has just been ended, and the command that continues it.
 
     Args:
-        mode: fit, validate or export.
+        mode: fit, validate, export or preflight.
         directory: The run's directory.
         overrides: What it was started with.
     """

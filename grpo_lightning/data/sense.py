@@ -40,7 +40,7 @@ def check_prompts(data: PromptData, policy: _Counts, config: Mapping[str, Any]) 
     if "rollout" not in config["module"]:
         return
     for source, part in ((data.train, "rollout"), (data.validation, "validation")):
-        if part == "rollout" and config["mode"] != "fit":
+        if part == "rollout" and config["mode"] not in ("fit", "preflight"):
             continue
         _check_lengths(source, policy, config[part]["max_new_tokens"], f"{part}.max_new_tokens", data.max_prompt_length)
 

@@ -55,7 +55,7 @@ def closing(
         command: The one that continues the run.
         is_job: Whether it is one of a sweep, which ends with one line.
     """
-    if config["mode"] == "export":
+    if config["mode"] in ("export", "preflight"):
         return []
     if config["mode"] == "validate":
         metrics = {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}

@@ -1,4 +1,4 @@
-"""``summary.json``: how a run ended, for programs."""
+"""``summary.json``, how a run ended, and other files for programs."""
 
 import json
 import logging
@@ -22,6 +22,8 @@ def now() -> str:
 def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> None:
     """Write ``summary.json``; a later validation or export of a directory does not overwrite that of its training.
 
+    A preflight, which is no run yet, has ``summary_preflight.json`` in any case.
+
     Args:
         directory: The run's.
         summary: What there is to say: "metrics", "values" (of each metric over the run, as `module.values` sums them
@@ -30,11 +32,16 @@ def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> 
         mode: What the run did.
     """
     path = directory / "summary.json"
-    if mode != "fit" and path.exists():
+    if mode == "preflight" or (mode != "fit" and path.exists()):
         path = directory / f"summary_{mode}.json"
+    write_json(path, summary)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file for programs by a new one, or leave it as it is and warn."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        staged.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         staged.replace(path)
     except OSError as error:  # a full disk: not a second error that would hide the first
         log.warning("%s cannot be written: %s", path, error.strerror)
@@ -48,6 +55,6 @@ def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> floa
     value = metrics.get(name, math.nan)
     if math.isfinite(value):
         return value
-    if config["mode"] != "export":
+    if config["mode"] in ("fit", "validate"):
         log.warning("sweep_metric=%s was not measured; there are %s", name, ", ".join(metrics))
     return -sys.float_info.max

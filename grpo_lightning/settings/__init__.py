@@ -117,6 +117,7 @@ TOP = (
         "trusted",
         "requeue",
         "print_settings",
+        "preflight",
         "algorithm",
         "experiment",
         "sweep",

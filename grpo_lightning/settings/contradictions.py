@@ -71,7 +71,11 @@ def _enough_prompts(get: Reader) -> list[str]:
 
 
 def _master_weights(get: Reader) -> list[str]:
-    if get("mode") != "fit" or (dtype := get("policy.dtype")) == "float32" or get("policy.adapter") is not None:
+    if (
+        get("mode") not in ("fit", "preflight")
+        or (dtype := get("policy.dtype")) == "float32"
+        or get("policy.adapter") is not None
+    ):
         return []
     return [
         f"policy.dtype={dtype}: allowed is float32 for training without policy.adapter, with trainer.precision="
@@ -195,9 +199,15 @@ def _sharded_reference(get: Reader) -> list[str]:
 
 def _warmup(get: Reader) -> list[str]:
     warmup, steps = get("schedule.warmup_steps"), get("steps")
-    if warmup <= steps or get("mode") != "fit":
+    if warmup <= steps or get("mode") not in ("fit", "preflight"):
         return []
     return [f"schedule.warmup_steps={warmup}: allowed is at most steps={steps}, the steps of the run"]
+
+
+def _preflight_of_rollouts(get: Reader) -> list[str]:
+    if get("mode") != "preflight" or "rollout" in get("module"):
+        return []
+    return ["mode=preflight: allowed with module=sft are fit, validate and export: it makes no rollouts"]
 
 
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
@@ -219,5 +229,6 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _sharded_weights,
     _sharded_reference,
     _warmup,
+    _preflight_of_rollouts,
 )
 """Each says what is wrong between settings that are right by themselves."""

@@ -56,7 +56,8 @@ EVERY = integer(1)
 RULES: dict[str, Rule] = {
     "steps": integer(1),
     "seed": integer(0, _LARGEST_SEED),
-    "mode": choice("fit", "validate", "export"),
+    "mode": choice("fit", "validate", "export", "preflight"),
+    "preflight.prompts": integer(1),
     "requeue": flag(),
     "print_settings": flag(),
     "task_name": Rule(lambda v: isinstance(v, str) and bool(v), "a text that is not empty"),
