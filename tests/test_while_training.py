@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.callbacks.standstill import Standstill
+from grpo_lightning.callbacks.doctor import Doctor
 from grpo_lightning.checkpoint.changes import told
 from tests.support.composed import composed
 from tests.support.provocations import provocation
@@ -17,12 +17,12 @@ EQUAL = {"advantage/std": 0.0, "advantage/mean": 0.0, "reward/std": 6e-8, "rewar
 FLAT = TEACHING | {"optim/grad_norm": 0.0}
 
 
-def warnings(caplog, name="standstill"):
+def warnings(caplog, name="doctor"):
     return [record.getMessage() for record in caplog.records if record.name.endswith(name)]
 
 
-def follow(rollouts, *, first=True):
-    callback = Standstill(rollouts=3)
+def follow(directory, rollouts, *, first=True):
+    callback = Doctor(str(directory), rollouts=3, stop=False)
     for number, metrics in enumerate(rollouts, 1):
         module = SimpleNamespace(metrics=metrics, completed_steps=number)
         callback.on_train_batch_end(SimpleNamespace(is_global_zero=first), module)
@@ -31,10 +31,10 @@ def follow(rollouts, *, first=True):
 @provocation("a reward that gives every completion the same number", "after 10 rollouts one warning, with what to try")
 def test_constant_rewards_are_said_once(tmp_path, caplog):
     constant = "reward.custom.function._target_=tests.support.rewards.same"
-    small_run(tmp_path, constant, "reward=[custom]", "steps=7", "callbacks.standstill.rollouts=3", "validation.every=7")
+    small_run(tmp_path, constant, "reward=[custom]", "steps=7", "callbacks.doctor.rollouts=3", "validation.every=7")
     (said,) = warnings(caplog)
     assert said.startswith("step 3: in each of the last 3 rollouts all completions of a prompt had the same reward (")
-    for remedy in ("reward/total is 1)", "finer differences", "easier or harder prompts", "rollout.temperature"):
+    for remedy in ("reward/total is 1)", "finer differences", "harder or easier prompts", "rollout.temperature"):
         assert remedy in said
 
 
@@ -53,22 +53,23 @@ def test_constant_rewards_are_said_once(tmp_path, caplog):
         ([EQUAL | {"reward/std": 0.1}] * 5, None),  # the tokens that would teach are masked
     ],
 )
-def test_a_rollout_with_a_difference_starts_the_count_anew(rollouts, expected, caplog):
-    follow(rollouts)
+def test_a_rollout_with_a_difference_starts_the_count_anew(rollouts, expected, tmp_path, caplog):
+    follow(tmp_path, rollouts)
     said = warnings(caplog)
     assert len(said) == (expected is not None)
     if expected:
         assert said[0].startswith(expected)
 
 
-def test_only_the_first_process_speaks(caplog):
-    follow([EQUAL] * 5, first=False)
+def test_only_the_first_process_speaks(tmp_path, caplog):
+    follow(tmp_path, [EQUAL] * 5, first=False)
     assert not warnings(caplog)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_count_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"callbacks.standstill.rollouts=0: allowed is an integer >= 1"):
-        Standstill(rollouts=0)
+def test_a_count_below_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"callbacks.doctor.rollouts=0: allowed is an integer >= 1"):
+        Doctor(str(tmp_path), rollouts=0, stop=False)
 
 
 @provocation(
@@ -76,7 +77,7 @@ def test_a_count_below_one_is_refused():
 )
 def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
     still = ["rollout.mask_truncated=true", "rollout.max_new_tokens=8", "rollout.stop=[]", "loss.kl_coef=0"]
-    small_run(tmp_path, *still, "steps=5", "callbacks.standstill.rollouts=2", "validation.every=5")
+    small_run(tmp_path, *still, "steps=5", "callbacks.doctor.rollouts=2", "validation.every=5")
     (said,) = warnings(caplog)
     assert said.startswith("step 2: the gradient was exactly 0 in each of the last 2 rollouts although rewards differ")
 

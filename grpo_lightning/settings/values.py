@@ -108,6 +108,7 @@ RULES: dict[str, Rule] = {
     },
     "callbacks.samples.max_rows": integer(1),
     "callbacks.samples.max_characters": integer(1),
+    "callbacks.doctor.stop": flag(),
     "policy.attn_implementation": choice(*_ATTENTION),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(

@@ -1,0 +1,239 @@
+"""Rules that tell an ill run from a healthy one by the course of its metrics.
+
+Each is a function of the course so far that returns the number which gives the illness away, or None. Nothing here
+knows of a trainer, so that the rules can be tried on series of any origin.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lightning.callbacks.course import BURST, FIRST, OUTCOME, RECENT, WINDOW, Course
+
+
+def _standstill(course: Course) -> float | None:
+    """Every rollout that is remembered has equal rewards within all groups, so that every advantage is 0."""
+    return course.recent[-1].get("reward/total", 0.0) if all(map(_has_no_difference, course.recent)) else None
+
+
+def _no_gradient(course: Course) -> float | None:
+    """The gradient is exactly 0 in every rollout that is remembered, although rewards differ."""
+    flat = (row.get("optim/grad_norm") == 0 and not _has_no_difference(row) for row in course.recent)
+    return 0.0 if all(flat) else None
+
+
+def _has_no_difference(row: Mapping[str, float]) -> bool:
+    # Advantages are exactly 0 where all rewards of a group are equal; their deviation in float32 rarely is.
+    rounding = 1e-6 * max(1.0, abs(row.get("reward/total", 0.0)))
+    no_advantage = row.get("advantage/std") == 0 == row.get("advantage/mean")
+    return no_advantage and row.get("reward/std", 0.0) <= rounding
+
+
+def _learning_rate(course: Course) -> float | None:
+    """The policy has left its beginning at once, or lost most of what it could, and the total reward fell with it."""
+    outcome, total, kl = (course.mean(name, BURST) for name in (OUTCOME, "reward/total", "policy/kl_divergence"))
+    if outcome is None or total is None or not course.peak:
+        return None
+    first = course.first[0]
+    if total >= max(course.peak["total"], first.get("reward/total", total)):
+        return None
+    if kl is not None and kl > 2 and outcome < max(course.peak["outcome"], first.get(OUTCOME, outcome)) / 2:
+        return kl
+    best = course.peak["outcome"]
+    return outcome if outcome < best / 4 and outcome < best - 0.1 else None
+
+
+def _hacking(course: Course) -> float | None:
+    """The total reward is higher than where the outcome, or pass@1, was best, which has fallen by a tenth since."""
+    outcome, total = course.mean(OUTCOME), course.mean("reward/total")
+    if outcome is None or total is None:
+        return None
+    best = course.peak["outcome"]
+    if outcome < best - 0.1 * max(abs(best), 0.5) and total > course.peak["total"]:
+        return outcome
+    known = course.validation
+    then = known.get("total", course.start("reward/total", 1))
+    if known and then is not None and known["newest"] < known["best"] - 0.1 and total > then:
+        return known["newest"]
+    return None
+
+
+def _teaching(course: Course) -> float | None:
+    """Few groups differ in their outcome, and that is not because the run has learned to get them right."""
+    mixed = course.mean("group/mixed")
+    return mixed if mixed is not None and mixed < 0.2 and not course.has_improved else None
+
+
+def _truncation(course: Course) -> float | None:
+    """Many completions are cut, or clearly more than in the beginning."""
+    cut, then = course.mean("completion/truncated_fraction"), course.start("completion/truncated_fraction")
+    return cut if cut is not None and then is not None and (cut > 0.3 or cut > then + 0.1) else None
+
+
+def _length(course: Course) -> float | None:
+    """Completions have become half as long again, and no better."""
+    now, then = course.mean("completion/length_mean"), course.start("completion/length_mean", FIRST)
+    if now is None or then is None or course.count < 2 * WINDOW or course.has_improved:
+        return None
+    return now if now > 1.5 * then else None
+
+
+def _entropy(course: Course) -> float | None:
+    """Hardly any entropy is left although half of the groups are not all right yet, or nothing was learned by it."""
+    now, then, right = course.mean("policy/entropy"), course.start("policy/entropy"), course.mean("group/all_right")
+    if now is None or then is None or right is None:
+        return None
+    collapsed = now < 0.05 * then and right < 0.5
+    return now if collapsed or (now < 0.01 and not course.has_improved) else None
+
+
+def _clipping(course: Course) -> float | None:
+    """The bound of the ratio is active on many tokens."""
+    fraction = course.mean("policy/clip_fraction")
+    return fraction if fraction is not None and fraction > 0.3 else None
+
+
+def _kl(course: Course) -> float | None:
+    """The distance to the reference is large, and grows."""
+    now, then = course.mean("policy/kl_divergence"), course.mean("policy/kl_divergence", before=WINDOW)
+    return now if now is not None and then is not None and now > 0.5 and now > 1.5 * then else None
+
+
+def _spikes(course: Course) -> float | None:
+    """Several gradients are ten times the usual ones and would be clipped to a fraction, or are not finite."""
+    rows = course.recent[-RECENT:]
+    norms = [row["optim/grad_norm"] for row in rows if "optim/grad_norm" in row]
+    if len(norms) < RECENT:
+        return None
+    usual = sorted(norms)[len(norms) // 2]
+    spikes = [norm for norm in norms if norm > 10 * max(usual, 0.1)]
+    skipped = rows[-1].get("optim/skipped", 0.0) - rows[0].get("optim/skipped", 0.0)
+    return max(norms) if len(spikes) + skipped >= 3 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An illness of runs, how it shows, and what to do."""
+
+    name: str
+    finds: Callable[[Course], float | None]
+    metric: str
+    """Whose row of docs/metrics.md has the advice."""
+    said: str
+    """What is the matter, with ``{value}`` and ``{rollouts}``, those that a standstill lasts."""
+    advice: str
+    """What to try; stands in docs/metrics.md word for word."""
+    is_hopeless: bool = False
+    """Whether nothing good can come of such a run any more; what else shows from then on is a consequence."""
+
+
+RULES = (
+    Rule(
+        name="standstill",
+        finds=_standstill,
+        metric="reward/std",
+        said="in each of the last {rollouts} rollouts all completions of a prompt had the same reward (reward/total is "
+        "{value:.3g}), so that nothing is learned from them",
+        advice="a reward with finer differences, harder or easier prompts, a larger rollout.group_size, a higher "
+        "rollout.temperature",
+        is_hopeless=True,
+    ),
+    Rule(
+        name="no_gradient",
+        finds=_no_gradient,
+        metric="optim/grad_norm",
+        said="the gradient was exactly 0 in each of the last {rollouts} rollouts although rewards differ, so that no "
+        "weight moves",
+        advice="look at policy/clip_fraction, at the loss's coefficients, at completion/truncated_fraction with "
+        "rollout.mask_truncated, and whether the policy's forward pass is connected to its weights",
+        is_hopeless=True,
+    ),
+    Rule(
+        name="learning_rate",
+        finds=_learning_rate,
+        metric="optim/lr",
+        said="the policy has broken down (policy/kl_divergence or the outcome is {value:.3g} on average)",
+        advice="lower optimizer.lr, by a factor of ten if it happens at once, and start anew",
+        is_hopeless=True,
+    ),
+    Rule(
+        name="hacking",
+        finds=_hacking,
+        metric="reward/total",
+        said="reward/total rises while the outcome falls, to {value:.3g}",
+        advice="lower the weight of what rises, raise loss.kl_coef, read the sample texts",
+        is_hopeless=True,
+    ),
+    Rule(
+        name="teaching",
+        finds=_teaching,
+        metric="group/mixed",
+        said="only {value:.0%} of the last groups were mixed, and only those teach",
+        advice="much all_wrong: easier prompts or more samples; much all_right: harder ones",
+    ),
+    Rule(
+        name="truncation",
+        finds=_truncation,
+        metric="completion/truncated_fraction",
+        said="{value:.0%} of the last completions were cut",
+        advice="raise rollout.max_new_tokens",
+    ),
+    Rule(
+        name="length",
+        finds=_length,
+        metric="completion/length_mean",
+        said="completions have grown to {value:.0f} tokens without becoming better",
+        advice="a length reward, or algorithm=dr_grpo",
+    ),
+    Rule(
+        name="entropy",
+        finds=_entropy,
+        metric="policy/entropy",
+        said="policy/entropy has fallen to {value:.2g} nats per token before the task is learned",
+        advice="raise loss.entropy_coef, epsilon_high or the temperature",
+    ),
+    Rule(
+        name="clipping",
+        finds=_clipping,
+        metric="policy/clip_fraction",
+        said="the clip is active on {value:.0%} of the tokens",
+        advice="fewer ppo_epochs, a lower learning rate",
+    ),
+    Rule(
+        name="kl",
+        finds=_kl,
+        metric="policy/kl_divergence",
+        said="policy/kl_divergence has grown to {value:.2g} nats per token",
+        advice="raise loss.kl_coef, lower the learning rate",
+    ),
+    Rule(
+        name="spikes",
+        finds=_spikes,
+        metric="optim/grad_norm",
+        said="several gradients were ten times as large as usual or not finite, the largest {value:.3g}",
+        advice="lower the learning rate, use larger groups or more warm-up",
+    ),
+)
+"""In the order in which they are asked."""
+
+
+def findings(course: Course, known: Sequence[Mapping[str, Any]], *, patience: int) -> list[tuple[Rule, float]]:
+    """The rules that find something now and have not before, with what they found.
+
+    Args:
+        course: Of the run.
+        known: Earlier findings, each with the name of its "rule".
+        patience: Rollouts that a standstill has to last.
+    """
+    named = {one["rule"] for one in known}
+    found: list[tuple[Rule, float]] = []
+    for rule in RULES:
+        if any(one.is_hopeless for one in RULES if one.name in named):
+            break
+        window = Course(recent=course.recent[-patience:]) if rule.finds in (_standstill, _no_gradient) else course
+        if rule.name in named or (window is not course and len(window.recent) < patience):
+            continue
+        if (value := rule.finds(window)) is not None:
+            found.append((rule, value))
+            named.add(rule.name)
+    return found

@@ -1,0 +1,212 @@
+"""What the doctor finds in series of real runs, in series made by hand, and what it does about them.
+
+The series in tests/series were recorded from runs of the shipped policy, one row per rollout and per validation.
+"""
+
+import csv
+import json
+import math
+
+import pytest
+
+from grpo_lightning.callbacks.course import Course
+from grpo_lightning.callbacks.doctor import Hopeless
+from grpo_lightning.callbacks.symptoms import RULES, findings
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+from tests.support.running import small_run
+
+HEALTHY = ("default", "cispo", "dapo", "dr_grpo", "gmpo", "gspo", "reinforce_pp", "rloo", "sapo")
+"""python train.py, and algorithm=NAME steps=60."""
+STAGED = {
+    "hacked_length": ["hacking"],
+    "learning_rate": ["learning_rate"],
+    "cold": ["standstill"],
+    "format_only": ["teaching", "standstill"],
+}
+"""Each with steps=60: reward=[accuracy,format,length] with length.weight=5 and target=26, optimizer.lr=4e-2,
+rollout.temperature=0.1, reward=[format]. -> what is found, in this order."""
+CONSTANT = (
+    "reward.custom.function._target_=tests.support.rewards.same",
+    "reward=[custom]",
+    "callbacks.doctor.rollouts=3",
+)
+
+
+def examined(rows, *, outcome="accuracy", patience=10):
+    """(rule, step) of all that is found in rows of metrics by name; a row with val/pass@1 alone is a validation."""
+    course, found = Course(), []
+    for row in rows:
+        if "val/pass@1" in row:
+            course.validated(row["val/pass@1"])
+            continue
+        course.add(row, outcome)
+        new = findings(course, found, patience=patience)
+        found += [{"rule": rule.name, "step": course.count, "value": value} for rule, value in new]
+    return found
+
+
+def recorded(name):
+    with (ROOT / "tests" / "series" / f"{name}.csv").open(encoding="utf-8") as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return rows, "accuracy" if "reward/accuracy" in rows[1] else "format"
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_shipped_algorithms_are_healthy(name):
+    rows, outcome = recorded(name)
+    assert len(rows) >= 60
+    assert examined(rows, outcome=outcome) == []
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_staged_failures_get_their_advice(name):
+    rows, outcome = recorded(name)
+    found = examined(rows, outcome=outcome)
+    assert [one["rule"] for one in found] == STAGED[name]
+    assert found[0]["step"] <= 10
+
+
+GOOD = {
+    "reward/total": 1.0,
+    "reward/accuracy": 0.5,
+    "reward/std": 0.3,
+    "advantage/mean": 0.0,
+    "advantage/std": 0.9,
+    "group/mixed": 0.6,
+    "group/all_right": 0.2,
+    "policy/kl_divergence": 0.1,
+    "policy/entropy": 0.4,
+    "policy/clip_fraction": 0.02,
+    "optim/grad_norm": 0.5,
+    "optim/skipped": 0.0,
+    "completion/length_mean": 40.0,
+    "completion/truncated_fraction": 0.02,
+}
+
+
+def course(length, **later):
+    """``length`` rollouts; of each name ``later`` has what it is from which rollout on, such as {11: 0.7}."""
+    rows = []
+    for step in range(1, length + 1):
+        row = dict(GOOD)
+        for name, values in later.items():
+            full = next(key for key in GOOD if key.endswith(name))
+            row[full] = next(
+                (value for start, value in sorted(values.items(), reverse=True) if step >= start), row[full]
+            )
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        (course(60), None),
+        # the mean of ten: nine of 0.02 and one of 1 are 0.118; eight and two 0.216; limits are 0.3 and 0.12
+        (course(60, truncated_fraction={21: 0.119}), None),
+        (course(60, truncated_fraction={21: 0.13}), ("truncation", 30)),
+        (course(60, truncated_fraction={1: 0.28}), None),
+        (course(60, truncated_fraction={1: 0.31}), ("truncation", 10)),
+        # 40 tokens at first, 60 is half as much again; two of ten at 100 are 52, four 64
+        (course(60, length_mean={21: 59.0}), None),
+        (course(60, length_mean={21: 100.0}), ("length", 24)),
+        (course(60, length_mean={21: 61.0}, accuracy={21: 0.7}), None),  # longer and better
+        (course(60, mixed={21: 0.21}), None),
+        (course(60, mixed={21: 0.1}), ("teaching", 29)),  # 8 of 10: (2 * .6 + 8 * .1) / 10 = .2; 9 of 10: .15
+        (course(60, mixed={31: 0.1}, accuracy={21: 0.7}), None),  # learned what there was
+        (course(60, entropy={21: 0.021}), None),
+        (course(60, entropy={21: 0.019}), ("entropy", 30)),
+        (course(60, entropy={21: 0.015}, all_right={21: 0.6}), None),
+        (course(60, entropy={21: 0.005}, all_right={21: 0.6}), ("entropy", 30)),
+        (course(60, entropy={21: 0.005}, all_right={21: 0.6}, accuracy={11: 0.7}), None),
+        (course(60, clip_fraction={21: 0.29}), None),
+        (course(60, clip_fraction={21: 0.31}), ("clipping", 30)),
+        (course(60, kl_divergence={1: 0.9}), None),  # large from the start, and steady
+        (course(60, kl_divergence={21: 0.49}), None),
+        (course(60, kl_divergence={21: 0.6}), ("kl", 29)),  # 9 of 10: .55, beside .1 before
+        (course(60, grad_norm={30: 6.0, 32: 0.5}), None),
+        (course(60, grad_norm={30: 4.9, 33: 0.5}), None),
+        (course(60, grad_norm={30: 6.0, 33: 0.5}), ("spikes", 32)),
+        (course(60, skipped={30: 1.0, 31: 2.0}), None),
+        (course(60, skipped={30: 1.0, 31: 2.0, 50: 3.0}), None),  # 19 rollouts apart or more
+        (course(60, skipped={30: 1.0, 31: 2.0, 40: 3.0}), ("spikes", 40)),
+        # outcome .5, a tenth of max(.5, .5) below is .45; the mean of ten with five of .3 is .4, with three .44
+        (course(60, accuracy={21: 0.3}, total={21: 1.1}), ("hacking", 23)),
+        (course(60, accuracy={21: 0.3}), None),  # the total does not rise
+        (course(60, accuracy={21: 0.46}, total={21: 1.1}), None),
+        # a quarter of .5 is .125: five of .1 reach it, four of .1 and one of .5 are .18; KL above 2 needs half
+        (course(60, accuracy={21: 0.1}, total={21: 0.5}), ("learning_rate", 25)),
+        (course(60, accuracy={21: 0.2}, total={21: 0.5}), None),
+        (course(60, accuracy={21: 0.2}, total={21: 0.5}, kl_divergence={1: 2.5}), ("learning_rate", 25)),
+        (course(60, accuracy={21: 0.3}, total={21: 0.5}, kl_divergence={1: 2.5}), None),
+    ],
+)
+def test_rules_find_what_they_say(rows, expected):
+    found = examined(rows)
+    assert [(one["rule"], one["step"]) for one in found] == ([expected] if expected else [])
+
+
+def test_a_falling_pass_at_1_is_hacking_only_where_the_reward_rises():
+    def run(total):
+        rows = course(40, total={21: total})
+        return [{"val/pass@1": 0.6}, *rows[:20], {"val/pass@1": 0.7}, *rows[20:], {"val/pass@1": 0.55}, rows[-1]]
+
+    assert [one["rule"] for one in examined(run(1.1))] == ["hacking"]
+    assert examined(run(0.95)) == []
+    assert examined(run(1.1)[:-2]) == []
+
+
+def test_metrics_that_a_run_does_not_have_are_no_symptom():
+    assert examined([{"optim/grad_norm": 0.5, "loss/total": 2.0}] * 40, outcome=None) == []
+    assert examined([{}] * 40, outcome=None) == []
+
+
+def test_a_course_goes_on_from_its_state():
+    rows = course(60, accuracy={21: 0.3}, total={21: 1.1})
+    whole, parts = Course(), Course()
+    for row in rows:
+        whole.add(row, "accuracy")
+        parts.add(row, "accuracy")
+        parts = Course(**json.loads(json.dumps(vars(parts))))
+    assert parts == whole
+    assert len(whole.first) == 10
+    assert len(whole.recent) == 20
+
+
+def test_the_advice_is_that_of_the_page_on_metrics():
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").replace("`", "").lower()
+    told = page[page.index("## what the doctor says") : page.index("## what trl")]
+    rows = [row for row in page[: page.index("## what the doctor says")].splitlines() if row.startswith("| ")]
+    for rule in RULES:
+        [row] = [row for row in rows if rule.metric in row.split("|")[1].replace(" ", "").split(",")]
+        assert rule.advice.lower() in row, rule.name
+        assert f"| {rule.name}{' *' * rule.is_hopeless} | {rule.metric} |" in told
+        assert rule.said.format(value=0.5, rollouts=3)
+    assert told.count("\n| ") == len(RULES) + 1
+
+
+@provocation(
+    "a run of which nothing can come, with `callbacks.doctor.stop=true`",
+    "it is saved and ends as a failure that names the finding; nothing is exported, and it can be continued",
+)
+def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
+    with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*: try a reward with finer"):
+        small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "callbacks.doctor.stop=true")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 3)
+    assert summary["error"].startswith("step 3: in each of the last 3 rollouts")
+    assert not (tmp_path / "export").exists()
+    health = (tmp_path / "health.json").read_text()
+    [finding] = json.loads(health)["findings"]
+    assert (finding["rule"], finding["step"], finding["hopeless"]) == ("standstill", 3, True)
+    assert math.isclose(finding["value"], 1.0)
+
+    small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "checkpoint=last")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert (tmp_path / "health.json").read_text() == health  # said once in a run, whatever its restarts
+
+
+def test_a_healthy_run_says_so(tmp_path):
+    small_run(tmp_path, "steps=2", "validation.every=2")
+    assert json.loads((tmp_path / "health.json").read_text()) == {"findings": []}
