@@ -6,6 +6,7 @@ knows of a trainer, so that the rules can be tried on series of any origin.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from grpo_lightning.callbacks.course import BURST, FIRST, OUTCOME, RECENT, WINDOW, Course
@@ -100,15 +101,18 @@ def _kl(course: Course) -> float | None:
 
 
 def _spikes(course: Course) -> float | None:
-    """Several gradients are ten times the usual ones and would be clipped to a fraction, or are not finite."""
-    rows = course.recent[-RECENT:]
-    norms = [row["optim/grad_norm"] for row in rows if "optim/grad_norm" in row]
-    if len(norms) < RECENT:
+    """Several gradients are ten times the usual ones, as they are now and were at first, or are not finite."""
+    early, rows = (
+        [row["optim/grad_norm"] for row in part if "optim/grad_norm" in row]
+        for part in (course.first, course.recent[-RECENT:])
+    )
+    if len(rows) < RECENT:
         return None
-    usual = sorted(norms)[len(norms) // 2]
-    spikes = [norm for norm in norms if norm > 10 * max(usual, 0.1)]
-    skipped = rows[-1].get("optim/skipped", 0.0) - rows[0].get("optim/skipped", 0.0)
-    return max(norms) if len(spikes) + skipped >= 3 else None
+    # single spikes of twenty times the median are part of healthy runs; clipping takes care of them
+    usual = max(median(early), median(rows))
+    spikes = [norm for norm in rows if norm > 10 * usual > 0]
+    skipped = [row.get("optim/skipped", 0.0) for row in course.recent[-RECENT:]]
+    return max(rows) if len(spikes) + skipped[-1] - skipped[0] >= 4 else None
 
 
 @dataclass(frozen=True, kw_only=True)

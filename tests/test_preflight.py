@@ -1,0 +1,283 @@
+"""mode=preflight: its estimates are right, and it leaves nothing behind."""
+
+import itertools
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_lightning.preflight.groups import teaching_share
+from grpo_lightning.preflight.look import ENOUGH
+from grpo_lightning.preflight.verdict import duration, page, verdict
+from grpo_lightning.run import Run
+from grpo_lightning.settings import ConfigError
+from tests.support.composed import build, composed
+from tests.support.running import SMALL
+
+NAN = math.nan
+
+
+def made(directory, *overrides) -> Any:
+    arguments = [*SMALL, f"run_dir={directory}", *overrides]
+    return Run(composed(*arguments), build(*arguments), overrides=list(overrides), directory_given=True)
+
+
+@pytest.mark.parametrize(
+    "rewards, size, expected",
+    [
+        ([[1, 1, 0, 0]], 2, 4 / 6),  # of six pairs two are equal
+        ([[1, 1, 0, 0]], 4, 1.0),
+        ([[1, 1, 1, 0]], 3, 3 / 4),  # of four triples one is equal
+        ([[1, NAN, 0, 0]], 2, 2 / 6),  # 1 differs from each 0; the unknown one from nothing
+        ([[NAN, NAN, NAN, 1]], 2, 0.0),
+        ([[NAN] * 4], 2, 0.0),
+        ([[0.1 + 0.2, 0.3]], 2, 0.0),  # equal but for rounding
+        ([[1, 1, 0, 0], [1, 1, 1, 1]], 2, 2 / 6),  # the mean over prompts
+        ([[1, 1], [0, 0]], 32, 0.0),
+    ],
+)
+def test_shares_by_hand(rewards, size, expected):
+    assert teaching_share(torch.tensor(rewards, dtype=torch.float64), size) == pytest.approx(expected, abs=1e-12)
+
+
+def test_up_to_the_sampled_size_it_is_the_mean_over_all_subsets():
+    draw = random.Random(0)
+    for _ in range(40):
+        row = [draw.choice([0.0, 0.5, 1.0, NAN]) for _ in range(7)]
+        for size in (2, 3, 5, 7):
+            subsets = list(itertools.combinations(row, size))
+            differing = sum(len({value for value in subset if value == value}) > 1 for subset in subsets)
+            share = teaching_share(torch.tensor([row]), size)
+            assert share == pytest.approx(differing / len(subsets), abs=1e-9)
+
+
+def test_beyond_the_sampled_size_prompts_differ_by_a_beta_distribution():
+    generator = torch.Generator().manual_seed(0)
+    # p ~ Beta(1/2, 1/2) is the squared sine of an angle drawn evenly
+    rate = (torch.rand(4000, 1, generator=generator) * math.pi / 2).sin() ** 2
+    rewards = (torch.rand(4000, 8, generator=generator) < rate).float()
+    beta = math.lgamma(32.5) + math.lgamma(0.5) - math.lgamma(33) - 2 * math.lgamma(0.5)
+    assert teaching_share(rewards, 32) == pytest.approx(1 - 2 * math.exp(beta), abs=0.01)  # 0.80
+    independent = 1 - (rewards.mean() ** 32 + (1 - rewards.mean()) ** 32)
+    assert independent > 0.99  # what one rate for all prompts would promise
+    same = (torch.rand(4000, 4, generator=generator) < 0.9).float()
+    assert teaching_share(same, 16) == pytest.approx(1 - 0.9**16, abs=0.01)  # 0.81
+
+
+def test_a_larger_group_never_teaches_less():
+    rewards = torch.rand(20, 6, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    shares = [teaching_share(rewards, size) for size in (2, 3, 4, 6, 7, 8, 16, 32)]
+    assert shares == sorted(shares)
+
+
+def test_shares_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"group_size=1: allowed are groups, and sizes >= 2"):
+        teaching_share(torch.ones(2, 4), 1)
+
+
+WORDS = ("data.prompts_per_step=16", "rollout.threshold=0.32", "reward=[custom]", "data.train_size=2000")
+"""With it about a tenth of a random policy's completions are right."""
+
+
+def test_a_real_run_has_the_share_that_was_predicted(tmp_path):
+    facts = made(tmp_path / "preflight", *WORDS, "rollout.group_size=8", "preflight.prompts=128").preflight()
+    assert facts["prompts"] == 128
+    assert 0.02 < facts["right"] < 0.3
+    for size, steps in ((4, 8), (8, 8), (16, 8), (32, 8)):
+        groups = 16 * steps
+        run = made(
+            tmp_path / str(size),
+            *WORDS,
+            f"rollout.group_size={size}",
+            f"steps={steps}",
+            "seed=1",  # other prompts and completions
+            "optimizer.lr=0",
+            "validation.every=100",
+            "~callbacks.export",
+            "logger=none",
+        )
+        shares = []
+        fit_step = run.module.training_step
+
+        def noted(prompts, run=run, shares=shares, fit_step=fit_step):
+            scored = fit_step(prompts)["scored"]
+            right = scored.right.view(len(prompts), -1).float().mean(-1)
+            shares.append(((right > 0) & (right < 1)).float().mean().item())
+
+        run.module.training_step = noted
+        run.fit()
+        predicted, seen = facts["groups"][str(size)]["mixed"], sum(shares) / len(shares)
+        # three standard deviations of the run's share and of the prediction's, each of 128 prompts
+        assert abs(predicted - seen) < 3 * math.sqrt(2 * predicted * (1 - predicted) / groups) + 1e-9, (size, seen)
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_it_leaves_nothing_that_a_run_could_notice(tmp_path):
+    run = made(tmp_path, "steps=2", "loss.kl_coef=0.1", "preflight.prompts=4")
+    before, drawn = weights(run.module), (torch.get_rng_state(), random.getstate())
+    facts = run.preflight()
+    assert all(torch.equal(before[name], value) for name, value in run.module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert all(parameter.grad is None for parameter in run.module.parameters())
+    assert run.module.completed_steps == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["preflight.json", "summary_preflight.json"]
+    assert json.loads((tmp_path / "preflight.json").read_text()) == facts
+    assert json.loads((tmp_path / "summary_preflight.json").read_text())["status"] == "finished"
+
+    run.fit()  # the same objects, in the same directory
+    alone = made(tmp_path / "alone", "steps=2", "loss.kl_coef=0.1")
+    alone.fit()
+    assert all(torch.equal(value, run.module.state_dict()[name]) for name, value in alone.module.state_dict().items())
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+def test_facts_follow_the_settings(tmp_path):
+    more = ("preflight.prompts=5", "data.prompts_per_step=3", "rollout.max_new_tokens=4", "rollout.stop=[]", "steps=6")
+    facts = made(tmp_path, *more, "module.ppo_epochs=2", "module.minibatch_size=4", "validation.every=4").preflight()
+    assert (facts["prompts"], facts["group_size"]) == (6, 4)  # two rollouts of three prompts
+    assert facts["completions"]["truncated"] > 0.5
+    assert facts["completions"]["length_max"] == facts["completions"]["max_new_tokens"] == 4
+    assert sorted(facts["groups"], key=int) == ["4", "8", "16", "32"]
+    assert list(facts["rewards"]) == ["custom", "format", "total"]
+    for reward in facts["rewards"].values():
+        assert sum(bar["share"] for bar in reward["histogram"]) == pytest.approx(1)
+    assert (facts["run"]["steps"], facts["run"]["validations"]) == (6, 3)  # before, after 4 and 6
+    step = facts["step"]
+    assert step["total"] == pytest.approx(
+        sum(step[name] for name in ("rollout", "reward", "score", "update")), rel=1e-4
+    )
+    assert facts["run"]["seconds"] == pytest.approx(
+        6 * step["total"] + 3 * facts["run"]["validation_seconds"], rel=1e-4
+    )
+    assert facts["memory_gib"]["measured"] > 0.05
+    said = " ".join(facts["verdict"])
+    assert "raise rollout.max_new_tokens=4" in said
+    assert "reward format is 0 for all completions: it teaches nothing." in said
+
+
+def test_a_checkpoint_is_looked_at_as_it_is(tmp_path):
+    made(tmp_path, "steps=2").fit()
+    run = made(tmp_path, "steps=5", "mode=preflight", "checkpoint=last", "preflight.prompts=4")
+    assert run.preflight()["run"]["steps"] == 3
+    assert run.module.completed_steps == 2
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (
+            ["module=sft", "data=demonstrations", "data.path=x.jsonl"],
+            r"mode=preflight: allowed with module=sft are fit",
+        ),
+        (["preflight.prompts=0"], r"preflight.prompts=0: allowed is an integer >= 1"),
+        (["schedule=linear", "schedule.warmup_steps=9"], r"schedule.warmup_steps=9: allowed is at most steps=1"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_early(tmp_path, more, said):
+    with pytest.raises(ConfigError, match=said):
+        made(tmp_path, "mode=preflight", *more)
+
+
+def group(teaching, mixed, seconds, size):
+    return {"teaching": teaching, "mixed": mixed, "seconds": seconds, "teaching_per_second": teaching * size / seconds}
+
+
+FACTS: dict[str, Any] = {
+    "prompts": 64,
+    "group_size": 8,
+    "outcome": "accuracy",
+    "right": 0.4,
+    "rewards": {
+        "accuracy": {
+            "none": 0.0,
+            "failed": None,
+            "mean": 0.4,
+            "std": 0.5,
+            "histogram": [{"low": 0.0, "high": 0.0, "share": 0.6}, {"low": 1.0, "high": 1.0, "share": 0.4}],
+        }
+    },
+    "completions": {
+        "length_mean": 20.0,
+        "length_p95": 30.0,
+        "length_max": 32.0,
+        "max_new_tokens": 32,
+        "truncated": 0.05,
+    },
+    "groups": {"4": group(0.4, 0.4, 1.0, 4), "8": group(0.6, 0.6, 1.5, 8)},
+    "pays": 8,
+    "step": {"rollout": 1.0, "reward": 0.1, "score": 0.1, "update": 0.3, "total": 1.5},
+    "memory_gib": {"measured": 1.5, "predicted": 1.25},
+    "update_fits": True,
+    "run": {"steps": 100, "validations": 3, "validation_seconds": 10.0, "seconds": 180.0},
+}
+
+
+def changed(**more):
+    return {**FACTS, **more}
+
+
+def test_a_healthy_verdict_is_two_sentences():
+    assert verdict(FACTS) == [
+        "60% of the groups of 8 teach: their rewards differ; 40% of completions are right.",
+        "100 steps would take about 3 min.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "facts, said",
+    [
+        (changed(right=0.0), "No completion is right by accuracy: easier prompts"),
+        (changed(groups=FACTS["groups"] | {"8": group(0.1, 0.1, 1.5, 8)}), "Few groups teach: easier prompts"),
+        (changed(right=0.9, groups={"8": group(0.1, 0.1, 1.5, 8)}), "Few groups teach: harder prompts"),
+        (changed(groups=FACTS["groups"] | {"8": group(0.9, 0.1, 1.5, 8)}), "Only 10% of the groups differ in accuracy"),
+        (
+            changed(pays=4),
+            "rollout.group_size=4 would do: 40% of its groups teach, and a step takes 1 s instead of 1.5 s.",
+        ),
+        (changed(group_size=4, pays=8), "rollout.group_size=8 pays: 60% of its groups would teach, and 100% more"),
+        (changed(completions=FACTS["completions"] | {"truncated": 0.3}), "cut in 30% of cases: raise rollout.max_new"),
+        (changed(rewards={"a": FACTS["rewards"]["accuracy"] | {"failed": 0.02}}), "reward a failed on 2.0% of"),
+        (changed(rewards={"a": FACTS["rewards"]["accuracy"] | {"none": 0.25}}), "says nothing (None) of 25.0%"),
+        (changed(rewards={"a": FACTS["rewards"]["accuracy"] | {"std": 0.0}}), "reward a is 0.4 for all completions"),
+        (changed(update_fits=False), "does not fit into the GPU's memory"),
+        (changed(run=FACTS["run"] | {"seconds": None}), "How long the run takes is not known."),
+    ],
+)
+def test_verdicts_name_what_to_change(facts, said):
+    assert sum(said in sentence for sentence in verdict(facts)) == 1
+    assert not any(said in sentence for sentence in verdict(FACTS))
+
+
+def test_the_page_fits_into_80_columns():
+    wide = FACTS["rewards"]["accuracy"] | {"mean": -123.456, "failed": 0.123}
+    wide["histogram"] = [{"low": -1234.5, "high": -1000.25, "share": 1.0}]
+    lines = page(changed(rewards={"a_reward_with_a_rather_long_name": wide, **FACTS["rewards"]}))
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "                   0  ########################################  60.0%\n" in text
+    assert "                   1  ###########################               40.0%\n" in text  # 40 * .4 / .6 = 26.7
+    assert "         4       40%               40%      1.00            1.6\n" in text
+    assert "         8       60%               60%      1.50            3.2   now, pays\n" in text
+    assert "the run       100 steps and 3 validations: about 3 min" in text
+
+
+def test_durations_are_in_the_unit_that_people_choose():
+    assert [duration(s) for s in (None, 9.6, 119, 120, 7199, 9000)] == [
+        "unknown",
+        "10 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2.5 h",
+    ]
+
+
+def test_enough_is_less_than_all():
+    assert 0.5 < ENOUGH < 1
