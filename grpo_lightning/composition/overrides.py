@@ -52,7 +52,8 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
             datamodule; any other part as what its settings would build.
 
     Returns:
-        An object with ``module``, ``data``, ``trainer``, ``fit()``, ``validate()``, ``export()`` and ``metrics``.
+        An object with ``module``, ``data``, ``trainer``, ``fit()``, ``validate()``, ``export()``, ``preflight()`` and
+        ``metrics``.
 
     Raises:
         ConfigError: The settings cannot work; all problems with their keys.

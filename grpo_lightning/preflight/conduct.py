@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grpo_lightning.data import PromptData
+from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.output.summary import write_json
@@ -38,13 +39,17 @@ def conduct(
         precision: Inside, arithmetic is that of a training step.
         predicted: As in `look.look`.
         directory: The run's.
+
+    Returns:
+        What `look.look` says.
     """
     module.to(device)
     if module.reference is not None and module.reference.idle_device is None:
         module.reference.to(device)
     with precision:
         facts = redacted(look(module, data, prompts=prompts, processes=processes, predicted=predicted))
-    for line in [*page(facts), "", *facts["verdict"]]:
-        say(line)
-    write_json(directory / "preflight.json", facts)
+    if is_first():
+        for line in [*page(facts), "", *facts["verdict"]]:
+            say(line)
+        write_json(directory / "preflight.json", facts)
     return facts

@@ -17,7 +17,7 @@ from grpo_lightning.preflight.verdict import verdict
 
 GROUP_SIZES = (4, 8, 16, 32)
 """For which it is predicted how many groups teach, besides the run's own."""
-ENOUGH = 0.9
+ENOUGH = 0.8
 """Of the most teaching completions per second that a group size gets; the smallest size that gets it pays."""
 _BARS = 8
 """Most bars of a histogram: rewards of no more different values have one for each."""
