@@ -1,6 +1,8 @@
 """The command that a message offers is one that the shell and Hydra read as it was meant."""
 
+import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,18 @@ def test_a_directory_of_any_name_comes_through_shell_and_hydra(place):
     directory, checkpoint = OverridesParser.create().parse_overrides(words[2:])
     assert (directory.key_or_group, directory.value()) == ("hydra.run.dir", place)
     assert (checkpoint.key_or_group, checkpoint.value()) == ("checkpoint", f"{place}/best.ckpt")
+
+
+@pytest.mark.parametrize(
+    "place", ["/a\nb", "/a\r\nrm -r x", "/it's\\n\n", "/\x1b[2J", "/a\u2028b", "/\x9bm\t", "/\u202eb"]
+)
+def test_a_command_is_one_line_whatever_a_text_holds(place):
+    line = continue_command([f"data.path={place}"], Path("/d"))
+    assert line.isprintable()
+    read = f"printf '%s\\0' {line}"
+    given = os.environ | {"LC_ALL": "C.UTF-8"}
+    words = subprocess.run(["bash", "-c", read], capture_output=True, timeout=60, env=given).stdout
+    assert words.decode().split("\0")[2] == f"data.path={place}"
 
 
 def test_what_named_the_old_run_is_left_out():

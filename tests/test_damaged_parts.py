@@ -12,11 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from grpo_lightning.checkpoint import parts
 from grpo_lightning.checkpoint.io import check, weights
 from grpo_lightning.checkpoint.resume import chosen
+from grpo_lightning.distributed import parts
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
-from tests.support.composed import composed
+from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings import check as check_settings
+from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
 from tests.test_damaged import LAST, Code, pickled
 
@@ -117,6 +119,56 @@ def test_a_part_that_is_exchanged_after_the_check_runs_no_code(written, tmp_path
     with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
         FullyShardedStrategy(timeout=1).load_checkpoint(written)
     assert not mark.exists()
+
+
+@provocation(
+    "a directory of parts that Lightning has chosen by itself, with code in its `.metadata`", "refused; nothing ran"
+)
+def test_nothing_unchecked_reaches_the_strategy_s_reader(written, tmp_path):
+    mark = tmp_path / "code ran"
+    (written / ".metadata").write_bytes(pickle.dumps(Code(mark)))
+    with pytest.raises(ValueError, match=r"checkpoint='.*parts' has a .metadata that cannot be read: it names"):
+        FullyShardedStrategy(timeout=1).load_checkpoint(written, weights_only=True)
+    assert not mark.exists()
+
+
+@provocation("`hpc_ckpt_1.ckpt` in a run directory, which Lightning would go on from on SLURM", "refused in a sentence")
+def test_lightning_s_own_checkpoints_on_slurm_are_refused(tmp_path):
+    run = tmp_path / "run"
+    (run / "below" / "hpc_ckpt_1.ckpt").mkdir(parents=True)
+    check_settings(composed(f"run_dir={run}"))
+    with pytest.raises(ConfigError, match=r"hpc_ckpt_1.ckpt in it is a checkpoint that Lightning would go on from"):
+        check_settings(composed(f"run_dir={run}", f"trainer.default_root_dir={run}/below"))
+    with pytest.raises(ConfigError, match=r"hpc_ckpt_1.ckpt in it is a checkpoint that Lightning would go on from"):
+        check_settings(composed(f"run_dir={run}/below"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(
+            *one, marks=provocation(f"`{one[0]}`", "refused by its key: it would read what nobody has checked")
+        )
+        for one in (
+            (
+                "+callbacks.a={_target_: lightning.pytorch.callbacks.OnExceptionCheckpoint, dirpath: RUN}",
+                "OnExceptionCheckpoint: allowed is callbacks.checkpoint, whose last.ckpt is the last complete step",
+            ),
+            (
+                "+trainer.strategy={_target_: lightning.pytorch.strategies.ModelParallelStrategy}",
+                "ModelParallelStrategy: allowed is trainer=fsdp: it checks checkpoints in parts before they are read",
+            ),
+            (
+                "+trainer.strategy={_target_: lightning.pytorch.strategies.FSDPStrategy}",
+                "FSDPStrategy: allowed is trainer=fsdp",
+            ),
+            ("+trainer.strategy=deepspeed_stage_2", "trainer.strategy=deepspeed_stage_2: allowed is trainer=fsdp"),
+        )
+    ],
+)
+def test_what_would_read_unchecked_checkpoints_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(composed(words.replace("RUN", str(NOWHERE))))
 
 
 @pytest.mark.parametrize("name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])

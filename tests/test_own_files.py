@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.checkpoint import tensorboard
+from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
+from grpo_lightning.output.files import replace
+from grpo_lightning.settings import ConfigError, check
+from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.reach import reach_problems
+from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_callbacks import scalars
@@ -71,10 +78,136 @@ def test_a_new_run_removes_no_foreign_logs(tmp_path):
     assert not killed.exists()
     assert [path for path in logs.glob(f"*{tensorboard.SUFFIX}") if not path.is_symlink()]
     linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    small_run(linked, "steps=1")
+    linked.symlink_to(tmp_path / "elsewhere")
+    assert tensorboard.rewind(linked, {elsewhere.name: 5}) == 0
+    assert tensorboard.rewind(linked, {}, continues=False) == 0
+    assert tensorboard.position(linked) == {}
     assert elsewhere.read_bytes() == before[elsewhere]
+
+
+@provocation(
+    "a checkpoint that says a file of the user's is among its event files", "only files of the run's own are cut back"
+)
+def test_a_checkpoint_shortens_no_foreign_file(tmp_path):
+    logs = tmp_path / "tensorboard"
+    own = logged(logs, 1, tensorboard.SUFFIX)
+    others = [logged(logs, 1), logged(logs / "below", 1, tensorboard.SUFFIX)]
+    before = [path.read_bytes() for path in others]
+    listed = {str(path.relative_to(logs)): 5 for path in (own, *others)}
+    assert tensorboard.rewind(logs, listed) > 0
+    assert own.stat().st_size == 5
+    assert [path.read_bytes() for path in others] == before
+
+
+WRITTEN = [
+    *("train.log", "summary.json", ".summary.json.77", "health.json", ".hydra", ".hydra/config.yaml"),
+    *(".hydra/.config.yaml", "checkpoints", "checkpoints/.last.ckpt.77", "tensorboard", "tensorboard/hparams.yaml"),
+    *("csv", "csv/metrics.csv", "export", "rollouts"),
+]
+
+
+@provocation(
+    "a run directory in which train.log, summary.json, .hydra/, checkpoints/, tensorboard/ or another of a run's own "
+    "files is a link that leads out of it",
+    "refused in one sentence before anything is written; the file that it leads to is as before",
+)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_run_writes_through_no_link(name, tmp_path):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    mine.write_text("mine")
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"hydra.run.dir={run}: {name} in it is a link to {mine}, through which"):
+        check(composed(f"run_dir={run}"))
+    (run / name).unlink()
+    (run / name).symlink_to(tmp_path / "nothing")
+    assert link_problem(run) is not None
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}
+
+
+def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "last_1_0.ckpt").mkdir(parents=True)
+    (run / "checkpoints" / "last.ckpt").symlink_to("last_1_0.ckpt")
+    (run / "checkpoints" / "best.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
+    (run / "summary_fit.json").symlink_to("summary.json")
+    (run / "data").symlink_to(tmp_path)
+    (tmp_path / "name").symlink_to(run)
+    assert link_problem(run) is None
+    assert link_problem(tmp_path / "name") is None
+    assert link_problem(tmp_path / "nothing") is None
+    assert link_problem(run, "data") is not None
+
+
+def test_a_file_is_replaced_without_following_links(tmp_path):
+    mine, file = tmp_path / "mine", tmp_path / "summary.json"
+    mine.write_text("mine")
+    for name in ("summary.json", f".summary.json.{os.getpid()}", "staged", f".last.ckpt.{os.getpid()}"):
+        (tmp_path / name).symlink_to(mine)
+    replace(file, "{}")
+    replace(tmp_path / "other", "text", by="staged")
+    AtomicCheckpointIO().save_checkpoint({"w": 1}, tmp_path / "last.ckpt")
+    assert mine.read_text() == "mine"
+    assert (file.read_text(), (tmp_path / "other").read_text()) == ("{}", "text")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "summary.json", "other", "last.ckpt"}
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+
+
+RUN = NOWHERE.as_posix()
+OUTSIDE = [
+    ("logger=csv logger.save_dir=/elsewhere", "logger.save_dir=/elsewhere: allowed is a directory in run_dir="),
+    ("logger=csv logger.save_dir=RUN/../vic", "logger.save_dir=RUN/../vic: allowed is a directory in run_dir="),
+    ("logger.save_dir='reference::data:x'", "logger.save_dir=reference::data:x: allowed is a directory in run_dir="),
+    ("logger.save_dir='RUN/reference::x'", "logger.save_dir=RUN/reference::x: allowed is a directory in run_dir="),
+    ("logger.save_dir='memory://x'", "logger.save_dir=memory://x: allowed is a directory in run_dir="),
+    ("logger.version=../vic", "logger.version=../vic: allowed is a name without '..'"),
+    ("logger.name=/vic", "logger.name=/vic: allowed is a name without '..'"),
+    ("logger.filename_suffix=/../../x", "logger.filename_suffix=/../../x: allowed is a name without '..'"),
+    (
+        "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: vic}",
+        "callbacks.a.dirpath=vic: allowed is a directory in run_dir=",
+    ),
+    (
+        "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, filename: ../x}",
+        "callbacks.a.filename=../x: allowed is a name without '..'",
+    ),
+    (
+        "+trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: vic, filename: x}",
+        "trainer.profiler.dirpath=vic: allowed is a directory in run_dir=",
+    ),
+    ("trainer.default_root_dir=.", "trainer.default_root_dir=.: allowed is a directory in run_dir="),
+    ("trainer.default_root_dir=null", "trainer.default_root_dir=null: allowed is a directory in run_dir="),
+    ("run_dir='memory://x'", "run_dir=memory://x: allowed is a directory of this machine"),
+    ("callbacks.checkpoint.directory='a::b'", "callbacks.checkpoint.directory=a::b: allowed is a directory of this"),
+]
+
+
+def words_of(text: str) -> list[str]:
+    text = text.replace("RUN", RUN)
+    return [text] if "{" in text else text.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [pytest.param(*one, marks=provocation(f"`{one[0]}`", "refused by its key")) for one in OUTSIDE],
+)
+def test_settings_write_into_the_run_directory_only(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message.replace("RUN", RUN))):
+        check(composed(*words_of(words)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "logger=csv logger.save_dir=RUN/mine logger.version=3",
+        "logger=csv logger.name=a/b",
+        "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, filename: x}",
+        "callbacks.checkpoint.directory=elsewhere",
+        "+a={_target_: lightning.pytorch.loggers.MLFlowLogger, save_dir: mlruns}",
+    ],
+)
+def test_settings_may_name_places_in_the_run_directory(words):
+    assert list(reach_problems(composed(*words_of(words)))) == []
 
 
 def test_a_run_from_another_one_s_checkpoint_removes_no_foreign_logs(tmp_path):

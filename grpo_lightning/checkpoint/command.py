@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_lightning.output.terminal import printable
+
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _PLAIN = re.compile(r"[\w/.+@%-]+")
 
@@ -27,7 +29,20 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     start = ["python", sys.argv[0]] if program.name == "train.py" else ["python", "train.py"]
     if program.name == "grpo-lightning":
         start = [program.name]
-    return shlex.join([*start, *kept, *own])
+    return " ".join(_for_shell(word) for word in [*start, *kept, *own])
+
+
+def _for_shell(word: str) -> str:
+    """``word`` as a shell reads it back, in one line: control characters and ends of lines as escapes in ``$'…'``."""
+    if word == " ".join(word.splitlines()) and word == printable(word):
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from grpo_lightning.checkpoint import parts
+from grpo_lightning.distributed import parts
 from grpo_lightning.distributed.reading import weights_only
 
 
@@ -27,7 +27,8 @@ class AtomicCheckpointIO(CheckpointIO):
         destination.parent.mkdir(parents=True, exist_ok=True)
         staged = destination.with_name(f".{destination.name}.{os.getpid()}")
         try:
-            with staged.open("wb") as file:
+            staged.unlink(missing_ok=True)
+            with staged.open("xb") as file:  # anew: what lies there already may be a link
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -13,7 +13,7 @@ def position(directory: Path) -> dict[str, int]:
     lengths = {}
     for path in _files(directory):
         with suppress(FileNotFoundError):  # somebody clears up at this moment
-            lengths[str(path.relative_to(directory))] = path.stat().st_size
+            lengths[path.name] = path.stat().st_size
     return lengths
 
 
@@ -21,31 +21,31 @@ def rewind(directory: Path, lengths: dict[str, int], *, continues: bool = True) 
     """Cut every event file to its recorded length and remove those that have none.
 
     Event files only grow, so what lies beyond the recorded length was written by steps that will run again. Only files
-    in ``directory`` itself are removed, and links are never followed: there may be others' logs.
+    with this project's suffix in ``directory`` itself are changed, and links are never followed: there may be others'
+    logs, whatever a checkpoint says of them.
 
     Args:
         directory: Where the event files are.
         lengths: What ``position`` returned when the checkpoint was written.
-        continues: Whether the run of this very directory goes on. Else only files with this project's suffix, of a run
-            that was killed before its first checkpoint, are removed, and all others stay as they are.
+        continues: Whether the run of this very directory goes on. Else all these files are removed, as those of a run
+            that was killed before its first checkpoint.
 
     Returns:
         How many bytes were removed.
     """
     removed = 0
     for path in _files(directory):
-        known, size = lengths.get(str(path.relative_to(directory)), 0) if continues else 0, path.stat().st_size
-        if known:
-            removed += max(0, size - known)
-            if known < size:
-                os.truncate(path, known)
-        elif path.parent == directory and not directory.is_symlink() and (continues or path.name.endswith(SUFFIX)):
-            removed += size
+        known, size = lengths.get(path.name, 0) if continues else 0, path.stat().st_size
+        removed += max(0, size - known)
+        if not known:
             path.unlink()
+        elif known < size:
+            os.truncate(path, known)
     return removed
 
 
 def _files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
+    if directory.is_symlink() or not directory.is_dir():
         return []
-    return sorted(path for path in directory.rglob("events.out.tfevents.*") if path.is_file() and not path.is_symlink())
+    found = directory.glob(f"events.out.tfevents.*{SUFFIX}")
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())

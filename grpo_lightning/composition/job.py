@@ -22,10 +22,12 @@ from grpo_lightning.composition.overrides import made, plain, swept, write_setti
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
+from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import say, sentence
+from grpo_lightning.output.terminal import printable, say, sentence
 from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.places import link_problem
 
 log = logging.getLogger(__name__)
 _openings: dict[str, announcement.Opening] = {}
@@ -43,6 +45,12 @@ def _hydra_job(cfg: DictConfig) -> float:
     is_sweep = given.mode == RunMode.MULTIRUN
     words: Any = OmegaConf.to_container(given.overrides, resolve=False)
     overrides = words["task"]
+    if problem := _begin_log(directory, str(given.job.name)):
+        told = hide(printable(problem))
+        if is_sweep:
+            raise JobFailed(told)
+        print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
+        sys.exit(1)
     if is_sweep:
         _hide_in(Path(given.sweep.dir) / "multirun.yaml")
     try:
@@ -145,6 +153,24 @@ def _accounted(execute: Callable[[], float], directory: Path, is_sweep: bool) ->
         return _failed(error, directory, is_sweep)
 
 
+def _begin_log(directory: Path, name: str) -> str | None:
+    """Make the log file, which Hydra opens when the first line is written to it; what stands in the way, if anything.
+
+    Args:
+        directory: The run's.
+        name: Of the job, which is the file's.
+    """
+    if Path(name).name != name:
+        return f"hydra.job.name={name}: allowed is the name of a file, without directories"
+    if problem := link_problem(directory, f"{name}.log"):
+        return problem
+    try:
+        (directory / f"{name}.log").touch()
+    except OSError as error:
+        return f"hydra.run.dir={directory}: allowed is a directory that can be written to ({error.strerror})"
+    return None
+
+
 def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:
     """Say what went wrong, here in a sentence and in the log file with its traceback, and end the job."""
     file = directory / "train.log"
@@ -159,9 +185,7 @@ def _hide_in(file: Path) -> None:
     """Take the secrets out of what Hydra has written of a sweep."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     if (hidden := hide(text)) != text:
-        staged = file.with_name(f".{file.name}")
-        staged.write_text(hidden, encoding="utf-8")
-        staged.replace(file)
+        replace(file, hidden, by=f".{file.name}")
 
 
 def _load_once() -> None:

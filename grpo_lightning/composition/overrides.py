@@ -27,6 +27,7 @@ from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.loader import installed
 from grpo_lightning.output import redaction
+from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.suggestions import explain
 
@@ -256,7 +257,4 @@ def write_settings(
     for name, page in pages.items():
         kept: Any = OmegaConf.to_container(page, resolve=False) if isinstance(page, DictConfig) else page
         hidden = redaction.redacted(kept) if isinstance(kept, dict) else kept
-        text = OmegaConf.to_yaml(OmegaConf.create(hidden))
-        staged = place / f".{name}.yaml"
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(place / f"{name}.yaml")
+        replace(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(hidden)), by=f".{name}.yaml")

@@ -1,6 +1,8 @@
 """Prompts from a data set of the Hugging Face hub, or from a local copy of one."""
 
 import functools
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -8,6 +10,7 @@ from typing import Any
 
 import datasets
 import yaml
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import DatasetCard
 
 from grpo_lightning.allowed import local_or_hub
@@ -15,8 +18,11 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.output.terminal import printable
 
+log = logging.getLogger(__name__)
+
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
+_DECODED = ("Json",)  # types of datasets' that only take a text apart
 
 RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -73,7 +79,7 @@ class Hub(Rows):
         filter: Callable[[dict[str, Any]], bool] | None = None,
         map_row: RowMap | None = None,
     ) -> None:
-        table = _load(path, split, name, revision)
+        table = _without_media(_load(path, split, name, revision), path)
         if columns and not (filter or map_row):
             _check_columns(columns, table.column_names, path)
             table = table.select_columns(sorted(set(columns.values())))
@@ -103,10 +109,20 @@ def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> N
 
 
 def _load(path: str, split: str, name: str | None, revision: str | None) -> datasets.Dataset:
+    if "://" in path or "::" in path:
+        raise ValueError(
+            f"data.path={path!r}: allowed is NAME or ORG/NAME of the hub, or a path without '://' and '::'"
+        )
+    if path in _PACKAGED_DATASETS_MODULES:
+        raise ValueError(
+            f"data.path={path!r}: names a format, in which all files of the working directory would be read; allowed "
+            f"is a file or a directory, such as ./{path}, or ORG/NAME of the hub"
+        )
     path = local_or_hub(path, "data.path")
     local = Path(path)
     try:
         if any((local / file).is_file() for file in _SAVED):
+            _check_saved(local)
             return _of_saved(datasets.load_from_disk(path), path, split)
         if local.is_file():
             if local.suffix not in _KINDS:
@@ -138,12 +154,49 @@ def _check_stays_inside(directory: Path) -> None:
         for config in configs if isinstance(configs, list) else ():
             for key in ("data_files", "data_dir"):
                 for text in _texts(config.get(key) if isinstance(config, Mapping) else None):
-                    # A colon is what URLs and fsspec's chains of files have.
-                    if ":" in text or Path(text).is_absolute() or ".." in Path(text).parts:
-                        raise ValueError(
-                            f"{file.name}: {key}: {text!r} is not in this directory; allowed are relative paths "
-                            "without '..' and ':'"
-                        )
+                    _check_inside(text, f"{file.name}: {key}")
+
+
+def _check_saved(directory: Path) -> None:
+    """Refuse what ``save_to_disk`` is said to have written where it names files of other directories or of the net."""
+    splits, parts = directory / _SAVED[0], [directory]
+    if splits.is_file():
+        named = list(_texts(json.loads(splits.read_text(encoding="utf-8")).get("splits")))
+        for name in named:
+            _check_inside(name, f"{splits.name}: splits")
+        parts = [directory / name for name in named]
+    for part in parts:
+        if (state := part / _SAVED[1]).is_file():
+            for file in json.loads(state.read_text(encoding="utf-8")).get("_data_files") or ():
+                for name in _texts(file):
+                    _check_inside(name, f"{state.relative_to(directory)}: _data_files")
+
+
+def _check_inside(text: str, where: str) -> None:
+    # A colon is what URLs and fsspec's chains of files have.
+    if ":" in text or Path(text).is_absolute() or ".." in Path(text).parts:
+        raise ValueError(f"{where}: {text!r} is not in this directory; allowed are relative paths without '..' and ':'")
+
+
+def _without_media(table: datasets.Dataset, path: str) -> datasets.Dataset:
+    """Without the columns of images, sounds and the like: to read one is to open whatever place it names."""
+    media = [name for name, feature in table.features.items() if _is_media(feature)]
+    if media:
+        log.warning(
+            "%s: the columns %s are left out: they hold images, sounds or other media, which are not read",
+            printable(path),
+            printable(", ".join(media)),
+        )
+    return table.remove_columns(media) if media else table
+
+
+def _is_media(feature: Any) -> bool:
+    """Whether a column's type, or one inside of it, is decoded by code of its own."""
+    if isinstance(feature, Mapping | list | tuple):
+        return any(_is_media(one) for one in (feature.values() if isinstance(feature, Mapping) else feature))
+    if hasattr(feature, "feature"):  # of a list
+        return _is_media(feature.feature)
+    return hasattr(feature, "decode_example") and type(feature).__name__ not in _DECODED
 
 
 def _texts(node: Any) -> Iterator[str]:

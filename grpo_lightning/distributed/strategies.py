@@ -16,7 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 
-from grpo_lightning.distributed.reading import weights_only
+from grpo_lightning.distributed import parts
+from grpo_lightning.distributed.reading import weights_only as only_weights
+from grpo_lightning.output.terminal import printable
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -76,10 +78,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 tensor.zero_()
         return written
 
-    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, but tensors and plain values only."""
-        with weights_only():
-            return super().load_checkpoint(*args, **options)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint as Lightning does, but tensors and plain values only.
+
+        Raises:
+            ValueError: It is a directory of parts that is damaged, or holds what could run code.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        # Also what Lightning has chosen by itself, which nobody has checked before.
+        if path.is_dir() and (found := parts.problem(path)):
+            raise ValueError(printable(f"checkpoint={str(path)!r} {found}"))
+        with only_weights():
+            return super().load_checkpoint(path, weights_only=weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, of which after a kill at any moment the old or the new one is there, whole.

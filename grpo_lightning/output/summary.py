@@ -3,13 +3,13 @@
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from grpo_lightning.output.files import replace
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,10 @@ def write(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file for programs by a new one, or leave it as it is and warn."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        staged.replace(path)
+        replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     except OSError as error:  # a full disk: not a second error that would hide the first
         log.warning("%s cannot be written: %s", path, error.strerror)
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
 
 
 def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> float:

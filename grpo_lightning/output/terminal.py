@@ -12,6 +12,7 @@ from grpo_lightning.output.redaction import hide
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -70,6 +71,32 @@ class TerminalFormatter(FileFormatter):
             return super().format(record)
         finally:
             record.exc_info, record.exc_text, record.stack_info = kept
+
+
+class ForeignFormatter(logging.Formatter):
+    """Formats records of a library for the terminal as the library does, without secrets, control characters, colours.
+
+    Args:
+        own: The library's formatter; None: it has none.
+    """
+
+    def __init__(self, own: logging.Formatter | None) -> None:
+        super().__init__()
+        self._own = own or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(printable(_COLOUR.sub("", self._own.format(record))))
+
+
+def show_printable(library: str) -> None:
+    """Let what a library logs with handlers of its own, such as names in a stranger's files, do nothing to a terminal.
+
+    Args:
+        library: The name of its logger.
+    """
+    for handler in logging.getLogger(library).handlers:
+        if not isinstance(handler.formatter, ForeignFormatter):
+            handler.setFormatter(ForeignFormatter(handler.formatter))
 
 
 def is_unseen(record: logging.LogRecord) -> bool:

@@ -18,6 +18,7 @@ from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, look
 from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
+from grpo_lightning.settings.reach import reach_problems
 from grpo_lightning.settings.recorded import recorded_problems
 from grpo_lightning.settings.rewards import reward_problems
 from grpo_lightning.settings.suggestions import unknown_key
@@ -65,6 +66,7 @@ def check(config: Mapping[str, Any]) -> None:
         *adapted,
         *contradictions,
         *logger_problems(config),
+        *reach_problems(config),
         *place_problems(config),
     ]:
         raise ConfigError(problems)

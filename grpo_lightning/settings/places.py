@@ -1,7 +1,9 @@
 """Whether the directories of a run can be written to, as far as can be said without writing."""
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,13 @@ def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
     told = obstacle(Path(run)) if isinstance(run, str) else None
     if told:
         yield _problem("run_dir", run, f"{told} (hydra.run.dir names it)")
+    if isinstance(run, str) and (linked := link_problem(Path(run))):
+        yield linked
+    if isinstance(run, str) and (found := next(_foreign_checkpoints(config, Path(run)), None)):
+        yield printable(
+            f"hydra.run.dir={run}: {found} in it is a checkpoint that Lightning would go on from by itself on SLURM; "
+            "allowed is a directory without such, and checkpoint=FILE to go on from one"
+        )
     if config.get("mode") != "fit":
         return
     for name, callback in (config.get("callbacks") or {}).items():
@@ -38,6 +47,52 @@ def obstacle(directory: Path) -> str | None:
             return f"{place} must not be written to"
         return None
     return None
+
+
+_FILES = re.compile(r"train\.log|health\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|\.export\d*\.partial")
+_FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb")
+_NOT_WRITTEN = {"checkpoints": "[!.]*.ckpt", "tensorboard": "events.out.tfevents.*", "export": "*"}
+"""Folder -> what in it is replaced or only read, and never written through a link."""
+
+
+def link_problem(directory: Path, *more: str) -> str | None:
+    """What is wrong with a run directory in which something that a run writes is a link that leads out of it.
+
+    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link.
+
+    Args:
+        directory: The run's.
+        more: Further names of what the run writes into it.
+    """
+    home = os.path.realpath(directory)
+    for path in _written(directory, more):
+        if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
+            return printable(
+                f"hydra.run.dir={directory}: {path.relative_to(directory)} in it is a link to {os.readlink(path)}, "
+                "through which is not written; allowed is a directory whose own files lie in it, so remove the link"
+            )
+    return None
+
+
+def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
+    """What there is of the files and folders that a run writes, with what the folders hold."""
+    if not directory.is_dir() or not os.access(directory, os.R_OK | os.X_OK):
+        return
+    for path in sorted(directory.iterdir()):
+        if path.name in _FOLDERS or path.name in more or _FILES.fullmatch(path.name):
+            yield path
+        if path.name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
+            kept = _NOT_WRITTEN.get(path.name)
+            yield from (one for one in sorted(path.iterdir()) if not kept or not fnmatchcase(one.name, kept))
+
+
+def _foreign_checkpoints(config: Mapping[str, Any], directory: Path) -> Iterator[str]:
+    """Checkpoints that Lightning would take on SLURM, where it looks for them."""
+    trainer = config.get("trainer")
+    root = trainer.get("default_root_dir") if isinstance(trainer, Mapping) else None
+    for place in {directory, Path(root) if isinstance(root, str) else directory}:
+        if place.is_dir() and os.access(place, os.R_OK | os.X_OK):
+            yield from sorted(path.name for path in place.iterdir() if "hpc_ckpt_" in path.name)
 
 
 def _problem(key: str, value: Any, why: str) -> str:

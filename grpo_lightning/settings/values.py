@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     "callbacks.samples.max_characters": integer(1),
     "callbacks.doctor.stop": flag(),
     "policy.attn_implementation": choice(*_ATTENTION),
+    "reference.attn_implementation": choice(*_ATTENTION),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(
         _are_devices, "an integer >= 1, auto or -1 for all, or a list of the GPUs' numbers such as [0, 2]"

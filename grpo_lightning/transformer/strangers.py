@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import printable, show_printable
 
 
 @contextmanager
@@ -29,6 +29,7 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
             absent.
     """
     where = f"{key}={path!r}"
+    show_printable("transformers")
     try:
         yield
     except UnpicklingError as error:
@@ -63,8 +64,10 @@ def check_attention(name: Any, key: str, *, trusted: bool) -> None:
         trusted: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: It is such a kernel, and code is not trusted.
+        ValueError: It is such a kernel, and code is not trusted; or it is no text.
     """
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{key}={printable(str(name))}: allowed is a text, such as sdpa or eager")
     if "/" in str(name) and not trusted:
         raise ValueError(
             f"{key}={printable(str(name))}: a kernel of the hub, whose code would run; allowed without "

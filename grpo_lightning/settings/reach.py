@@ -1,0 +1,73 @@
+"""What settings let Lightning's parts read and write: nothing of others, and no checkpoint that nobody has checked."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.walk import each_target
+
+_DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir")
+_NAMES = ("filename", "filename_suffix")
+_BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
+"""Logger -> what it appends to ``save_dir``."""
+_LIBRARIES = ("lightning.", "grpo_lightning.logger.")
+_UNCHECKED = {
+    "OnExceptionCheckpoint": "allowed is callbacks.checkpoint, whose last.ckpt is the last complete step, also after "
+    "an error: Lightning would go on from what lies at this one's place, whoever has put it there",
+    **dict.fromkeys(
+        ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
+        "allowed is trainer=fsdp: it checks checkpoints in parts before they are read, which could run code",
+    ),
+}
+"""Class of Lightning's -> what is allowed instead of it."""
+
+
+def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What settings name outside of the run directory, or would have Lightning read unchecked, by key."""
+    run = config.get("run_dir")
+    for key, node in each_target(config):
+        target = str(node["_target_"])
+        name = target.rpartition(".")[2]
+        if not target.startswith(_LIBRARIES):
+            continue
+        if name in _UNCHECKED:
+            yield printable(f"{key}._target_={target}: {_UNCHECKED[name]}")
+        if isinstance(run, str):
+            yield from _places(key, node, name, Path(run))
+    strategy = (config.get("trainer") or {}).get("strategy")
+    if isinstance(strategy, str) and strategy.startswith("deepspeed"):
+        yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
+    for key, value in [("run_dir", run), *_own_directories(config)]:
+        if is_url(value):
+            yield printable(f"{key}={value}: allowed is a directory of this machine, without '://' and '::'")
+
+
+def is_url(value: Any) -> bool:
+    """Whether fsspec, by which Lightning and datasets open files, would take a text for more than a path."""
+    return isinstance(value, str) and ("://" in value or "::" in value)
+
+
+def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, callback in (config.get("callbacks") or {}).items():
+        if isinstance(callback, Mapping):
+            yield from ((f"callbacks.{name}.{key}", callback.get(key)) for key in ("directory", "events_directory"))
+
+
+def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator[str]:
+    inside = f"allowed is a directory in run_dir={run}, without '://' and '::'"
+    if name == "Trainer" and node.get("default_root_dir") is None:
+        yield printable(f"{key}.default_root_dir=null: {inside}")
+    shared = name.startswith("MLFlow")  # a store of many runs, none of which writes to another one's files
+    for place in _DIRECTORIES:
+        value = node.get(place)
+        if isinstance(value, str) and (is_url(value) or not (shared or _is_in(Path(value), run))):
+            yield printable(f"{key}.{place}={value}: {inside}")
+    for part in (*_NAMES, *_BELOW.get(name, ())):
+        value = node.get(part)
+        if isinstance(value, str) and (PurePath(value).is_absolute() or ".." in PurePath(value).parts):
+            yield printable(f"{key}.{part}={value}: allowed is a name without '..' that begins with no '/'")
+
+
+def _is_in(place: Path, run: Path) -> bool:
+    return place.resolve().is_relative_to(run.resolve())
