@@ -218,3 +218,27 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path):
             assert "\x1b[2J" not in text
             assert "\x9b" not in text
         assert "\\x1b[2Jgone" in done.stderr
+
+
+@provocation(
+    "a run directory whose train.log is a link to a file of the user's, and `hydra.job.name=../mine`",
+    "refused in one sentence, exit 1; the file is as before, and nothing else was written",
+)
+def test_the_log_is_written_through_no_link(tmp_path):
+    mine, run = tmp_path / "mine.log", tmp_path / "run"
+    mine.write_text("mine")
+    run.mkdir()
+    (run / "train.log").symlink_to(mine)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "train.log").symlink_to(mine)
+    for words, told in (
+        ([f"hydra.run.dir={run}"], "train.log in it is a link to"),
+        (["-m", f"hydra.sweep.dir={tmp_path}", "seed=0"], "train.log in it is a link to"),
+        ([f"hydra.run.dir={run}", "hydra.job.name=../mine"], "hydra.job.name=../mine: allowed is the name of a file"),
+    ):
+        done = start(tmp_path, *words)
+        assert done.returncode == 1
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+        assert mine.read_text() == "mine"
+    assert [path.name for path in run.iterdir()] == ["train.log"]

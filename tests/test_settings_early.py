@@ -62,6 +62,11 @@ def row(override: str, message: str):
         row("policy.adapter=8", "policy.adapter=8: allowed are arguments of peft's LoraConfig, such as {r: 16,"),
         row("policy.adapter={task_type: x}", "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"),
         row("policy.attn_implementation=nonsense", "policy.attn_implementation=nonsense: allowed is one of sdpa"),
+        row("policy.attn_implementation={a: 1}", "policy.attn_implementation={'a': 1}: allowed is one of sdpa"),
+        row(
+            "reference=another_model|reference.path=/tmp|reference.attn_implementation={a: 1}",
+            "reference.attn_implementation={'a': 1}: allowed is one of sdpa",
+        ),
         row("policy.attn_implementation=someone/kernel", "policy.attn_implementation=someone/kernel: allowed is"),
         row(
             "reward=[accuracy,pattern]|reward.pattern.function.expression='(unclosed'",

@@ -1,22 +1,25 @@
 """A model directory or a data set of a stranger runs no code: what tries to is refused, or does nothing."""
 
 import json
+import logging
 import os
 import pickle
 import tarfile
-from io import BytesIO
+from io import BytesIO, StringIO
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import safetensors.torch
 import torch
 
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.transformer.strangers import check_attention
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 
@@ -134,6 +137,33 @@ def test_an_adapter_is_tensors(model, ran):
     torch.save({"a": Payload(ran)}, model / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"^policy.path='.*model': neither a directory with a model"):
         hf.load(str(model), **PLAIN)
+
+
+@provocation("`attn_implementation: {…}` in settings or in a reward model's config.json", "one sentence")
+def test_an_attention_function_is_named_by_a_text():
+    for name in ({"a": 1}, ["sdpa"], 3):
+        with pytest.raises(
+            ValueError, match=r"^policy.attn_implementation=.*: allowed is a text, such as sdpa or eager"
+        ):
+            check_attention(name, "policy.attn_implementation", trusted=True)
+    check_attention(None, "policy.attn_implementation", trusted=False)
+
+
+@provocation(
+    "a model's directory with escape sequences in the names of its weights", "they are escaped on the terminal"
+)
+def test_names_in_a_model_do_not_reach_the_terminal_raw(model):
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    safetensors.torch.save_file(weights | {"evil\x1b[2J.weight": torch.ones(1)}, model / "model.safetensors")
+    shown = StringIO()
+    handler, log = logging.StreamHandler(shown), logging.getLogger("transformers")
+    log.addHandler(handler)
+    try:
+        hf.load(str(model), **PLAIN)
+    finally:
+        log.removeHandler(handler)
+    assert "evil\\x1b[2J.weight" in shown.getvalue()
+    assert "\x1b" not in shown.getvalue()
 
 
 @provocation("`policy.attn_implementation=stranger/kernel`, code of the hub", "refused without `trust_remote_code`")

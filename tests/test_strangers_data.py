@@ -1,5 +1,9 @@
 """A directory of a stranger's data set reads no files but its own."""
 
+import json
+
+import datasets
+import pyarrow.parquet
 import pytest
 
 from grpo_lightning.data.hub import Hub
@@ -54,3 +58,96 @@ def test_files_inside_are_read(settings, place):
     (place / "other.jsonl").write_text('{"prompt": "other"}\n')
     rows = configured(place, settings)
     assert [rows[i] for i in range(len(rows))] == [("own", {})]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two splits as ``save_to_disk`` writes them, beside another such data set that is none of theirs."""
+    rows = datasets.Dataset.from_list([{"prompt": "own"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_list([{"prompt": "secret"}]).save_to_disk(str(tmp_path / "secret"))
+    return tmp_path / "saved"
+
+
+@provocation(
+    "a data set as `save_to_disk` leaves it whose `state.json` or `dataset_dict.json` names an absolute path, `..` "
+    "or a URL",
+    "refused in one sentence; nothing outside the directory is read",
+)
+@pytest.mark.parametrize(
+    "name",
+    ["{0}/secret/data-00000-of-00001.arrow", "../../secret/data-00000-of-00001.arrow", "http://localhost:1/x.arrow"],
+)
+def test_parts_of_a_saved_data_set_lie_in_its_directory(name, saved, tmp_path):
+    assert Hub(str(saved), "train")[0] == ("own", {})
+    for part in ("train", "test"):
+        state = saved / part / "state.json"
+        before = state.read_text()
+        state.write_text(json.dumps(json.loads(before) | {"_data_files": [{"filename": name.format(tmp_path)}]}))
+        with pytest.raises(
+            ValueError, match=rf"{part}/state.json: _data_files: '.*' is not in this directory; allowed"
+        ):
+            Hub(str(saved), "train")
+        with pytest.raises(ValueError, match=r"state.json: _data_files: '.*' is not in this directory; allowed"):
+            Hub(str(saved / part), "train")
+        state.write_text(before)
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "../secret"]}))
+    with pytest.raises(ValueError, match=r"dataset_dict.json: splits: '../secret' is not in this directory"):
+        Hub(str(saved), "../secret")
+
+
+@provocation(
+    "`data.path=text`, `json`, `csv` or another format's name", "refused; no files of the working directory are read"
+)
+@pytest.mark.parametrize("name", ["text", "json", "csv", "parquet", "imagefolder", "arrow"])
+def test_a_format_is_no_data_set(name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "private.txt").write_text("secret")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"data.path='{name}': names a format.*; allowed is .* such as ./{name}, or"):
+        Hub(name, "train")
+
+
+@provocation("`data.path=reference::…` or another chain or URL of fsspec's", "refused in one sentence")
+@pytest.mark.parametrize("path", ["reference::data:application/json,x", "memory://x", "./a::b"])
+def test_a_path_is_no_url(path):
+    with pytest.raises(ValueError, match=r"allowed is .* a path without '://' and '::'"):
+        Hub(path, "train")
+
+
+class Opened(Exception):
+    """A medium's decoder was called."""
+
+
+@provocation(
+    "a parquet file whose metadata makes a column images, which are at `reference://k::data:…` or `http://127.0.0.1`",
+    "the column is left out, which a warning says; nothing is opened",
+)
+def test_media_are_not_opened(tmp_path, monkeypatch, caplog):
+    def opened(*_, **__):
+        raise Opened
+
+    for kind in (datasets.Image, datasets.Audio, datasets.Video):
+        monkeypatch.setattr(kind, "decode_example", opened)
+    place = {"path": "reference://k::data:application/json,{}", "bytes": None}
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "image": datasets.Image(),
+            "sounds": datasets.List(datasets.Audio()),
+            "nested": {"film": datasets.Video()},
+            "kind": datasets.ClassLabel(names=["a", "b"]),
+            "numbers": datasets.List(datasets.Value("int32")),
+        }
+    )
+    row = {"prompt": "own", "image": place, "sounds": [place], "nested": {"film": place}, "kind": 1, "numbers": [3]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), tmp_path / "x.parquet")
+    seen = []
+    given = {"split": "train", "map_row": lambda row: seen.append(row) or row}
+    assert Hub(str(tmp_path / "x.parquet"), **given)[0] == ("own", {"kind": 1, "numbers": [3]})
+    assert set(seen[0]) == {"prompt", "kind", "numbers"}
+    assert "the columns image, sounds, nested are left out: they hold images" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"image not in .*; allowed: new name -> one of \['kind', 'numbers', 'prompt'\]"
+    ):
+        Hub(str(tmp_path / "x.parquet"), "train", columns={"prompt": "image"})
