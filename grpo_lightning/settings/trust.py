@@ -17,67 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
+
 START: Path | None = None
 """The directory in which the command line was started; None in a program, for its working directory."""
 
-OWN = (
-    *("advantage", "loss", "schedule", "rollout.selection"),
-    *(f"varying.{name}" for name in ("Linear", "Cosine", "Piecewise", "Proportional", "Stepwise", "Adaptive")),
-    *("callbacks.checkpoint.RunCheckpoint", "callbacks.export.Export", "callbacks.hparams.HParams"),
-    *("callbacks.progress.RunProgress", "callbacks.reference.ReferenceRefresh", "callbacks.samples.Samples"),
-    *("callbacks.reward_model.RewardModelTraining", "callbacks.standstill.Standstill"),
-    *("checkpoint.io.AtomicCheckpointIO", "composition.part", "data.PromptData"),
-    *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
-    *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
-    *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
-    *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
-    *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
-    *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
-    *(f"reference.{name}" for name in ("adapter_off", "another_model", "frozen_copy", "none", "of_model")),
-    *(f"reward.accuracy.{name}" for name in ("demonstrated", "exact", "numeric", "reasoning_gym")),
-    *(f"reward.format.{name}" for name in ("format", "reasoning_steps", "tag_count")),
-    *(f"reward.length.{name}" for name in ("cosine_length", "length", "repetition", "soft_overlong", "word_variety")),
-    *("reward.countdown.countdown", "reward.json_schema.json_schema", "reward.mathematics.math"),
-    *("reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern", "reward.text.answer_text"),
-    *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "validation.Validation"),
-)
-"""What of this package settings may name: modules of plain arithmetic with all that they define, and single members.
-
-A function that others call after a check of its arguments must not be here: settings would call it without.
-"""
-_DEFINED: Mapping[str, str] = {
-    "composition.overrides.part": "composition.part",
-    "data.prompt_data.PromptData": "data.PromptData",
-    "module.grpo.GRPOLightningModule": "module.GRPOLightningModule",
-    "module.sft.SFTLightningModule": "module.SFTLightningModule",
-    "reward.engine.weighted.PerCompletion": "reward.PerCompletion",
-    "reward.engine.weighted.Weighted": "reward.Weighted",
-    "rollout.collector.Collector": "rollout.Collector",
-    "validation.validation.Validation": "validation.Validation",
-}
-"""Where members of ``OWN`` are defined that a part hands out under a name of its own."""
 _PROJECT = ("benchmarks", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
-
-LIBRARIES: Mapping[str, tuple[str, ...]] = {
-    "torch.optim": ("torch.optim",),
-    "bitsandbytes.optim": ("bitsandbytes.optim",),
-    "transformers.Adafactor": ("transformers.optimization",),
-    "transformers.optimization.Adafactor": ("transformers.optimization",),
-    "lightning.Trainer": ("lightning.pytorch.trainer",),
-    "lightning.pytorch.Trainer": ("lightning.pytorch.trainer",),
-    "lightning.pytorch.callbacks": ("lightning.pytorch.callbacks",),
-    "lightning.pytorch.strategies": ("lightning.pytorch.strategies",),
-    "lightning.pytorch.accelerators": ("lightning.pytorch.accelerators",),
-    "lightning.pytorch.profilers": ("lightning.pytorch.profilers",),
-    "lightning.pytorch.plugins.environments": ("lightning.fabric.plugins.environments",),
-    "lightning.pytorch.plugins.precision": ("lightning.pytorch.plugins.precision",),
-    **{
-        f"lightning.pytorch.loggers.{name}": ("lightning.pytorch.loggers",)
-        for name in ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
-    },
-}
-"""Prefix of a path -> the modules in which the class that it leads to is defined."""
 
 PACKAGE = "pkg://"
 """Begins a path inside an installed package."""
@@ -174,7 +120,7 @@ def may_name(name: str, trusted: Collection[str] = ()) -> bool:
         return False
     if parts[0] == "grpo_lightning":
         own = ".".join(parts[1:])
-        return _below(_DEFINED.get(own, own), OWN)
+        return _below(DEFINED.get(own, own), OWN)
     return _below(name, LIBRARIES) or is_of_user(parts[0], trusted)
 
 
@@ -222,7 +168,7 @@ def _is_defined_well(name: str, found: Any, home: str, top: str) -> bool:
     if top == "grpo_lightning":
         # By its own place too: parts import one another, and what they use is not meant for settings.
         own = f"{home}.{getattr(found, '__qualname__', '')}".removeprefix("grpo_lightning.")
-        return home.startswith("grpo_lightning.") and _below(_DEFINED.get(own, own), OWN)
+        return home.startswith("grpo_lightning.") and _below(DEFINED.get(own, own), OWN)
     for prefix, homes in LIBRARIES.items():
         if _below(name, (prefix,)):
             return inspect.isclass(found) and _below(home, homes)

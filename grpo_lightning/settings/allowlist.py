@@ -1,0 +1,62 @@
+"""What settings may name: the members of this package and of libraries that run no code on the word of a setting."""
+
+from collections.abc import Mapping
+
+OWN = (
+    *("advantage", "loss", "schedule", "rollout.selection"),
+    *(f"varying.{name}" for name in ("Linear", "Cosine", "Piecewise", "Proportional", "Stepwise", "Adaptive")),
+    *("callbacks.checkpoint.RunCheckpoint", "callbacks.export.Export", "callbacks.hparams.HParams"),
+    *("callbacks.charts.Charts", "callbacks.doctor.Doctor", "callbacks.rollouts.RecordRollouts"),
+    *("callbacks.progress.RunProgress", "callbacks.reference.ReferenceRefresh", "callbacks.samples.Samples"),
+    *("callbacks.reward_model.RewardModelTraining", "checkpoint.io.AtomicCheckpointIO"),
+    *("composition.part", "data.PromptData"),
+    *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
+    *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
+    *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
+    *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
+    *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
+    *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
+    *(f"reference.{name}" for name in ("adapter_off", "another_model", "frozen_copy", "none", "of_model")),
+    *(f"reward.accuracy.{name}" for name in ("demonstrated", "exact", "numeric", "reasoning_gym")),
+    *(f"reward.format.{name}" for name in ("format", "reasoning_steps", "tag_count")),
+    *(f"reward.length.{name}" for name in ("cosine_length", "length", "repetition", "soft_overlong", "word_variety")),
+    *("reward.countdown.countdown", "reward.json_schema.json_schema", "reward.mathematics.math"),
+    *("reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern", "reward.text.answer_text"),
+    *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "rollout.Recorded", "validation.Validation"),
+)
+"""What of this package settings may name: modules of plain arithmetic with all that they define, and single members.
+
+A function that others call after a check of its arguments must not be here: settings would call it without.
+"""
+DEFINED: Mapping[str, str] = {
+    "composition.overrides.part": "composition.part",
+    "data.prompt_data.PromptData": "data.PromptData",
+    "module.grpo.GRPOLightningModule": "module.GRPOLightningModule",
+    "module.sft.SFTLightningModule": "module.SFTLightningModule",
+    "reward.engine.weighted.PerCompletion": "reward.PerCompletion",
+    "reward.engine.weighted.Weighted": "reward.Weighted",
+    "rollout.collector.Collector": "rollout.Collector",
+    "rollout.recorded.Recorded": "rollout.Recorded",
+    "validation.validation.Validation": "validation.Validation",
+}
+"""Where members of ``OWN`` are defined that a part hands out under a name of its own."""
+
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim": ("torch.optim",),
+    "bitsandbytes.optim": ("bitsandbytes.optim",),
+    "transformers.Adafactor": ("transformers.optimization",),
+    "transformers.optimization.Adafactor": ("transformers.optimization",),
+    "lightning.Trainer": ("lightning.pytorch.trainer",),
+    "lightning.pytorch.Trainer": ("lightning.pytorch.trainer",),
+    "lightning.pytorch.callbacks": ("lightning.pytorch.callbacks",),
+    "lightning.pytorch.strategies": ("lightning.pytorch.strategies",),
+    "lightning.pytorch.accelerators": ("lightning.pytorch.accelerators",),
+    "lightning.pytorch.profilers": ("lightning.pytorch.profilers",),
+    "lightning.pytorch.plugins.environments": ("lightning.fabric.plugins.environments",),
+    "lightning.pytorch.plugins.precision": ("lightning.pytorch.plugins.precision",),
+    **{
+        f"lightning.pytorch.loggers.{name}": ("lightning.pytorch.loggers",)
+        for name in ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+    },
+}
+"""Prefix of a path -> the modules in which the class that it leads to is defined."""
