@@ -31,13 +31,13 @@ def scalars(directory) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_events_are_cut_back_to_the_recorded_length(tmp_path):
-    writer = SummaryWriter(str(tmp_path))
+    writer = SummaryWriter(str(tmp_path), filename_suffix=tensorboard.SUFFIX)
     writer.add_scalar("x", 1.0, 1)
     writer.flush()
     known = tensorboard.position(tmp_path)
     writer.add_scalar("x", 2.0, 2)
     writer.close()
-    later = SummaryWriter(str(tmp_path), filename_suffix=".later")
+    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{tensorboard.SUFFIX}")
     later.add_scalar("x", 3.0, 3)
     later.close()
     assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]

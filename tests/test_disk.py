@@ -118,9 +118,9 @@ def test_another_error_while_saving_stays_what_it_is(tmp_path):
 
 @provocation("the disk is full when summary.json is written", "a warning; the error that ended the run is the one told")
 def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog):
-    write = Path.write_text
+    write = Path.replace
     monkeypatch.setattr(
-        Path, "write_text", lambda path, *a, **k: no_room() if "summary" in path.name else write(path, *a, **k)
+        Path, "replace", lambda path, *a, **k: no_room() if "summary" in path.name else write(path, *a, **k)
     )
     monkeypatch.setattr("tests.support.rewards.vowels", lambda completions: 1 / 0)
     with pytest.raises(Exception, match="division by zero"):
