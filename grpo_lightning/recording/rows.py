@@ -36,16 +36,30 @@ class Restored:
         return [[torch.tensor(rows) for rows in own] for own in self.header["microbatches"] or ()]
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 1 << 22  # values at a time
+
+
 def fingerprint(policy: nn.Module) -> str:
     """A text that two policies share if all their trained weights are equal, bit for bit; all processes call it."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in policy.named_parameters():
         if weight.requires_grad:
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            flat = whole.detach().cpu().contiguous().flatten()
-            digest.update(f"{name} {tuple(whole.shape)}".encode())
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+            sums = _checksums(whole.detach().contiguous().flatten())
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)} {sums}".encode())
     return digest.hexdigest()
+
+
+def _checksums(values: Tensor) -> list[int]:
+    """Of the bits of values [n], on their device: their sum, and their sum by place, modulo 2^64."""
+    bits = values.view(_BITS[values.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+    for first in range(0, len(bits), _PART):
+        part = bits[first : first + _PART].long()
+        place = torch.arange(first, first + len(part), device=part.device) * 2 + 1  # odd: no bit of a value is lost
+        sums += torch.stack([part.sum(), (part * place).sum()])
+    return sums.tolist()
 
 
 def lines(

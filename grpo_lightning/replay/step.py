@@ -16,7 +16,7 @@ from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.metrics import sampled_metrics, token_metrics
+from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.rollout.step_context import StepContext
 
@@ -80,7 +80,7 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
     rollout = collector.compared(scored, found.ref_logprobs)
     advantages = rollout.mean_advantages
     metrics = sampled_metrics(scored) | token_metrics(scored, found.ref_logprobs, has_reference=header["reference"])
-    metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
+    metrics |= advantage_metrics(advantages)
     metrics |= losses(loss, rollout, found)
     recorded = {name: value for name, value in (header["collected"] | logged).items() if value is not None}
     return Metrics(

@@ -13,7 +13,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import Restored, fingerprint, restored
 from grpo_lightning.rollout.collector import Collected, Collector
-from grpo_lightning.rollout.metrics import sampled_metrics, token_metrics
+from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.step_context import StepContext
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Recorded(Collector):
         if self.rescore:
             metrics |= sampled_metrics(scored) | {f"failure/{name}": _scalar(value) for name, value in failures.items()}
         metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
-        metrics |= {"advantage/mean": advantages.mean(), "advantage/std": advantages.std()}
+        metrics |= advantage_metrics(advantages)
         return Collected(
             rollout=rollout,
             scored=scored,

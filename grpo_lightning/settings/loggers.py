@@ -10,7 +10,9 @@ _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 
 def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the loggers, by key."""
-    loggers = config.get("logger")
+    if "logger" not in config:  # some parts of a run's settings, as replay has them
+        return
+    loggers = config["logger"]
     if not isinstance(loggers, Mapping):
         yield f"logger={loggers}: allowed is one of csv, mlflow, none, tensorboard, wandb, or a list of them"
         return
