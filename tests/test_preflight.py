@@ -4,13 +4,15 @@ import itertools
 import json
 import math
 import random
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_lightning.preflight.groups import teaching_share
-from grpo_lightning.preflight.look import ENOUGH
+from grpo_lightning.preflight.look import best_size, look, step_seconds
 from grpo_lightning.preflight.verdict import duration, page, verdict
 from grpo_lightning.run import Run
 from grpo_lightning.settings import ConfigError, check
@@ -119,7 +121,12 @@ def weights(module):
 
 
 @pytest.mark.slow
-def test_it_leaves_nothing_that_a_run_could_notice(tmp_path):
+def test_it_leaves_nothing_that_a_run_could_notice(tmp_path, monkeypatch):
+    def drawing(*given, **more):
+        random.random(), torch.rand(1)  # as a policy or a reward may
+        return look(*given, **more)
+
+    monkeypatch.setattr(import_module("grpo_lightning.preflight.conduct"), "look", drawing)
     run = made(tmp_path, "steps=2", "loss.kl_coef=0.1", "preflight.prompts=4")
     before, drawn = weights(run.module), (torch.get_rng_state(), random.getstate())
     facts = run.preflight()
@@ -282,5 +289,38 @@ def test_durations_are_in_the_unit_that_people_choose():
     ]
 
 
-def test_enough_is_less_than_all():
-    assert 0.5 < ENOUGH < 1
+def test_collecting_has_a_fixed_part_and_an_update_has_none():
+    # groups of 2 took 1.4 s and groups of 8 2.0 s: 0.1 s for each member and 1.2 s for any
+    phases = {"rollout": 1.5, "reward": 0.2, "score": 0.3, "update": 1.0}
+    measured: Any = SimpleNamespace(scored=SimpleNamespace(group_size=8), phases=phases, small_group=(2, 1.4))
+    assert step_seconds(measured, 8) == pytest.approx(3.0)
+    assert step_seconds(measured, 16) == pytest.approx(1.2 + 1.6 + 2.0)
+    measured.small_group = None
+    assert step_seconds(measured, 16) == pytest.approx(6.0)
+    measured.phases = phases | {"update": NAN}
+    assert step_seconds(measured, 4) == pytest.approx(1.0)
+
+
+def test_the_smallest_size_that_does_pays():
+    def sizes(*rates):
+        return {str(4 * 2**i): {"teaching_per_second": rate} for i, rate in enumerate(rates)}
+
+    assert best_size(sizes(10.0, 15.9, 20.0)) == 16
+    assert best_size(sizes(10.0, 16.0, 20.0)) == 8  # four fifths of the most
+    assert best_size(sizes(0.0, 0.0)) is None
+
+
+def test_all_completions_are_looked_at_whatever_is_trained_on(tmp_path):
+    facts = made(tmp_path, "rollout=max_variance", "rollout.downsample.size=2", "preflight.prompts=2").preflight()
+    assert facts["group_size"] == 4
+
+
+def test_a_step_of_more_prompts_than_were_asked_takes_longer(tmp_path):
+    facts = made(tmp_path, "data.prompts_per_step=8", "preflight.prompts=2").preflight()
+    assert facts["prompts"] == 2
+    assert facts["groups"]["4"]["seconds"] == pytest.approx(facts["step"]["total"], rel=1e-4)
+    assert facts["run"]["validation_seconds"] == pytest.approx(
+        # 4 held-out prompts x 4 samples, and 8 x 4 completions of a step
+        (facts["step"]["rollout"] + facts["step"]["reward"]) * 16 / 32,
+        rel=1e-4,
+    )

@@ -39,7 +39,7 @@ def look(
         Plain values by name, for JSON; "verdict" is a list of sentences.
     """
     measured = measure(module, data, prompts=prompts, processes=processes)
-    scored = measured.scored
+    scored, own = measured.scored, -(-data.prompts_per_step // processes)
     groups = (len(scored.prompts), scored.group_size)
     lengths = scored.sampled.mask.sum(-1).float().cpu()
     facts: dict[str, Any] = {
@@ -55,10 +55,10 @@ def look(
             "max_new_tokens": measured.max_new_tokens,
             "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
         },
-        "groups": {str(size): _group(measured, size) for size in sorted({*GROUP_SIZES, groups[1]})},
+        "groups": {str(size): _group(measured, size, own) for size in sorted({*GROUP_SIZES, groups[1]})},
     }
-    facts["pays"] = _pays(facts["groups"])
-    facts["step"] = _step(module, measured, -(-data.prompts_per_step // processes))
+    facts["pays"] = best_size(facts["groups"])
+    facts["step"] = _step(module, measured, own)
     facts["memory_gib"] = {"measured": measured.memory / memory.GiB} | (
         {"predicted": predicted["peak"] / memory.GiB} if predicted else {}
     )
@@ -91,17 +91,17 @@ def _histogram(values: Tensor) -> list[dict[str, float]]:
     ]
 
 
-def _group(measured: Measured, size: int) -> dict[str, float]:
-    """What groups of a size promise: the shares that teach and whose outcome differs, and what they cost."""
+def _group(measured: Measured, size: int, own: int) -> dict[str, float]:
+    """What groups of a size promise: the shares that teach and whose outcome differs, and what a step of them costs."""
     scored = measured.scored
     shape = (len(scored.prompts), scored.group_size)
     teaching = teaching_share(scored.rewards["total"].view(shape), size)
-    seconds = step_seconds(measured, size)
+    seconds = step_seconds(measured, size) * own / measured.prompts
     return {
         "teaching": teaching,
         "mixed": teaching_share(scored.right.double().view(shape), size),
         "seconds": seconds,
-        "teaching_per_second": teaching * measured.prompts * size / seconds,
+        "teaching_per_second": teaching * own * size / seconds,
     }
 
 
@@ -117,7 +117,7 @@ def step_seconds(measured: Measured, size: int) -> float:
     return fixed + (collecting - fixed + update) * size / own
 
 
-def _pays(groups: Mapping[str, Mapping[str, float]]) -> int | None:
+def best_size(groups: Mapping[str, Mapping[str, float]]) -> int | None:
     """The smallest group size that gets almost as many teaching completions per second as any; None without one."""
     best = max(group["teaching_per_second"] for group in groups.values())
     return min(
