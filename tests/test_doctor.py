@@ -192,7 +192,7 @@ def test_the_advice_is_that_of_the_page_on_metrics():
     "it is saved and ends as a failure that names the finding; nothing is exported, and it can be continued",
 )
 def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
-    with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*: try a reward with finer"):
+    with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*; what helps: a reward with finer"):
         small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "callbacks.doctor.stop=true")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 3)

@@ -62,10 +62,10 @@ class Doctor(Callback):
             }
             self.found.append(finding)
             if trainer.is_global_zero:
-                log.warning("step %d: %s: try %s", finding["step"], said, rule.advice)
+                log.warning("step %d: %s; what helps: %s", finding["step"], said, rule.advice)
             self._write(trainer)
             if self.stop and rule.is_hopeless:
-                self._reason = f"step {finding['step']}: {said}: try {rule.advice} (callbacks.doctor.stop=true)"
+                self._reason = f"step {finding['step']}: {said}; what helps: {rule.advice} (callbacks.doctor.stop=true)"
                 trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -156,7 +156,7 @@ RULES = (
         name="learning_rate",
         finds=_learning_rate,
         metric="optim/lr",
-        said="the policy has broken down (policy/kl_divergence or the outcome is {value:.3g} on average)",
+        said="the policy has broken down: rewards are gone, and policy/kl_divergence, or the outcome, is {value:.3g}",
         advice="lower optimizer.lr, by a factor of ten if it happens at once, and start anew",
         is_hopeless=True,
     ),
