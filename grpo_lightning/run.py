@@ -23,7 +23,6 @@ from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
 from grpo_lightning.checkpoint.command import longer_command
-from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals, slurm
@@ -174,7 +173,7 @@ class Run:
         with self._recorded("export") as checkpoint:
             module = self.module
             if is_first():
-                load(module, checkpoint)
+                own_policy.load(module, checkpoint)
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
                 log.info("exported to %s", directory)
         return directory
@@ -184,7 +183,7 @@ class Run:
         with self._recorded("preflight") as checkpoint, isolate_rng():
             module, trainer = self.module, self.trainer
             check_prompts(self.data, module.policy, self.config)
-            load(module, checkpoint)
+            own_policy.load(module, checkpoint)
             return preflight.conduct(
                 cast(GRPOLightningModule, module),
                 self.data,
@@ -292,11 +291,3 @@ class Run:
         """``asked``, which also says what is saved, and how to go on."""
         saved = resume.what_is_saved(mode, self.directory, self._overrides)
         return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)
-
-
-def load(module: StepModule, checkpoint: Path | None) -> None:
-    """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
-    if checkpoint:
-        own_policy.check_weights(checkpoint, module)
-        module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
-        module.on_load_checkpoint(read(checkpoint))

@@ -155,14 +155,26 @@ def test_a_file_is_replaced_without_following_links(tmp_path):
 
 RUN = NOWHERE.as_posix()
 OUTSIDE = [
-    ("logger=csv logger.save_dir=/elsewhere", "logger.save_dir=/elsewhere: allowed is a directory in run_dir="),
-    ("logger=csv logger.save_dir=RUN/../vic", "logger.save_dir=RUN/../vic: allowed is a directory in run_dir="),
-    ("logger.save_dir='reference::data:x'", "logger.save_dir=reference::data:x: allowed is a directory in run_dir="),
-    ("logger.save_dir='RUN/reference::x'", "logger.save_dir=RUN/reference::x: allowed is a directory in run_dir="),
-    ("logger.save_dir='memory://x'", "logger.save_dir=memory://x: allowed is a directory in run_dir="),
-    ("logger.version=../vic", "logger.version=../vic: allowed is a name without '..'"),
-    ("logger.name=/vic", "logger.name=/vic: allowed is a name without '..'"),
-    ("logger.filename_suffix=/../../x", "logger.filename_suffix=/../../x: allowed is a name without '..'"),
+    ("logger=csv logger.csv.save_dir=/elsewhere", "logger.csv.save_dir=/elsewhere: allowed is a directory in run_dir="),
+    ("logger=csv logger.csv.save_dir=RUN/../vic", "logger.csv.save_dir=RUN/../vic: allowed is a directory in run_dir="),
+    (
+        "logger=csv logger.csv.save_dir='reference::data:x'",
+        "logger.csv.save_dir=reference::data:x: allowed is a directory in run_dir=",
+    ),
+    (
+        "logger=csv logger.csv.save_dir='RUN/reference::x'",
+        "logger.csv.save_dir=RUN/reference::x: allowed is a directory in run_dir=",
+    ),
+    (
+        "logger=csv logger.csv.save_dir='memory://x'",
+        "logger.csv.save_dir=memory://x: allowed is a directory in run_dir=",
+    ),
+    ("logger=csv logger.csv.version=../vic", "logger.csv.version=../vic: allowed is a name without '..'"),
+    ("logger=csv logger.csv.name=/vic", "logger.csv.name=/vic: allowed is a name without '..'"),
+    (
+        "logger.tensorboard.filename_suffix=/../../x",
+        "logger.tensorboard.filename_suffix=/../../x: allowed is a name without '..'",
+    ),
     (
         "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: vic}",
         "callbacks.a.dirpath=vic: allowed is a directory in run_dir=",
@@ -199,8 +211,8 @@ def test_settings_write_into_the_run_directory_only(words, message):
 @pytest.mark.parametrize(
     "words",
     [
-        "logger=csv logger.save_dir=RUN/mine logger.version=3",
-        "logger=csv logger.name=a/b",
+        "logger=csv logger.csv.save_dir=RUN/mine logger.csv.version=3",
+        "logger=csv logger.csv.name=a/b",
         "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, filename: x}",
         "callbacks.checkpoint.directory=elsewhere",
         "+a={_target_: lightning.pytorch.loggers.MLFlowLogger, save_dir: mlruns}",

@@ -27,6 +27,7 @@ def arguments(command):
     after = PROGRAM.split(re.sub(r"\s#.*", "", command))[-1]
     words = shlex.split(re.split(r"  +", after)[0])
     words = [word.replace("glob(*)", "grpo") for word in words if "=" in word and not word.startswith(("-", "hydra."))]
+    words = [re.sub(r"=(?:tag\(log, )?interval\(([^,]+),.*", r"=\1", word) for word in words]
     return [re.sub(r"=([^\[{,\"]+),.*", r"=\1", word) for word in words]
 
 

@@ -45,7 +45,8 @@ def row(override: str, message: str):
             for name in ("checkpoint", "samples", "progress")
         ),
         row(
-            "+callbacks.mine={_target_: grpo_lightning.callbacks.samples.Samples, every: 0, max_characters: 9}",
+            "+callbacks.mine={_target_: grpo_lightning.callbacks.samples.Samples, every: 0, "
+            "max_rows: 9, max_characters: 9}",
             "callbacks.mine.every=0: allowed is an integer >= 1",
         ),
         row("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: allowed is two numbers in [0, 1), such as [0.9, 0.999]"),

@@ -22,9 +22,10 @@ NAMED = sorted(
         for path in CONF.rglob("*.yaml")
         for line in path.read_text().splitlines()
         for name in re.findall(r"(?:_target_|verifier): ([a-z]\w*(?:\.\w+)+)", line.split("#")[0])
+        if "composition" not in name  # what Hydra itself calls
     }
 )
-"""Every target of conf/."""
+"""Every target of conf/ that makes a part of a run."""
 OTHERS = [
     "bitsandbytes.optim.AdEMAMix",
     "bitsandbytes.optim.Lion",

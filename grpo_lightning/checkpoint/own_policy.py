@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.checkpoint.io import read
+from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.terminal import printable
 
@@ -176,6 +176,14 @@ def check_weights(path: Path | None, module: Any) -> None:
         f"checkpoint={printable(str(path))}: {reason} ({len(wrong)} weights differ, such as {wrong[0]}); allowed are "
         "the settings with which it was trained"
     )
+
+
+def load(module: Any, checkpoint: Path | None) -> None:
+    """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
+    if checkpoint:
+        check_weights(checkpoint, module)
+        module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
+        module.on_load_checkpoint(read(checkpoint))
 
 
 def _shape(weights: Mapping[str, Any], name: str) -> Any:

@@ -73,6 +73,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         for name, file in given.files.items():
             own = hydra_compose("train", [f"{name}={file}"])[name]
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else cfg[name][key] for key in own}
+    OmegaConf.set_struct(cfg, False)
     cfg.run_dir = str(directory)
     for key, text in given.values.items():
         if "${" in text:  # which OmegaConf would read, however it is escaped
