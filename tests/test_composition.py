@@ -199,6 +199,7 @@ def test_one_of_object_and_setting(checkpoint):
         grpo.compose(policy=model)
 
 
+@pytest.mark.slow
 def test_compose_has_bitwise_the_weights_of_the_command_line(tmp_path):
     settings = [*SMALL, "algorithm=dapo", "module.ppo_epochs=2", "module.minibatch_size=4", "seed=3", "logger=none"]
     settings += ["data.validation_size=8", "rollout.max_new_tokens=36"]
@@ -209,6 +210,7 @@ def test_compose_has_bitwise_the_weights_of_the_command_line(tmp_path):
     assert same(weights(run.module), {name.removeprefix("policy."): value for name, value in written.items()})
 
 
+@pytest.mark.slow
 def test_runs_continue_from_python(tmp_path):
     more = {"reward": letters, "data": ROWS}
     settings = [*SMALL[1:], "steps=4", "schedule=constant", "callbacks.checkpoint.every=1", "validation.every=4"]
@@ -225,6 +227,7 @@ def test_runs_continue_from_python(tmp_path):
     assert continued.export() == tmp_path / "parts" / "export"
 
 
+@pytest.mark.slow
 def test_any_part_may_be_what_its_settings_would_build(tmp_path):
     """Objects that the command line's settings build, handed in one by one: the same weights."""
     settings = [*SMALL, "data.validation_size=4", "rollout.max_new_tokens=36"]

@@ -310,3 +310,17 @@ def test_no_matplotlib_is_one_line(sweep, monkeypatch):
 def test_no_runs_is_an_error_of_its_own(tmp_path):
     with pytest.raises(ReportError, match=r"no summary\.json"):
         find_runs(tmp_path)
+
+
+def test_what_the_doctor_has_found_is_shown(sweep, capsys):
+    ill, odd, none = sorted(path.parent for path in sweep.rglob("summary.json"))[:3]
+    finding = {"rule": "hacking", "step": 30, "metric": "reward/total", "value": 0.12345, "advice": "lower a weight"}
+    (ill / "health.json").write_text(json.dumps({"findings": [finding, finding | {"rule": "kl\x1b[2J", "step": 40}]}))
+    (odd / "health.json").write_text(json.dumps({"findings": ["?", {"value": None}]}))
+    (none / "health.json").write_text(json.dumps({"findings": []}))
+    said = " ".join(shown(capsys, sweep).split())
+    assert "the doctor has findings in 2 of 9 runs, see health.json there:" in said
+    assert ": hacking at step 30 (reward/total 0.123), kl\\x1b[2J at step 40 (reward/total 0.123)" in said
+    assert ": None at step None (None None)" in said
+    ailing = json.loads(shown(capsys, sweep, "--format", "json"))["ailing"]
+    assert [run["directory"] for run in ailing] == [str(ill), str(odd)]

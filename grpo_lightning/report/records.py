@@ -38,6 +38,18 @@ class RunRecord:
         found = _yaml(self.directory / ".hydra" / "config.yaml") if self.status != "missing" else None
         return found if isinstance(found, dict) else {}
 
+    @cached_property
+    def findings(self) -> list[str]:
+        """What the doctor has found in it, from ``health.json``: each rule with its step, metric and value."""
+        listed = _summary(self.directory / "health.json")[0].get("findings") if self.status != "missing" else None
+        known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        return [f"{one.get('rule')} at step {one.get('step')} ({one.get('metric')} {_brief(one)})" for one in known]
+
+
+def _brief(finding: Mapping[str, Any]) -> str:
+    value = finding.get("value")
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
+
 
 def find_runs(*directories: Path | str) -> list[RunRecord]:
     """All runs at or below some directories, and the jobs that sweeps there have not begun.

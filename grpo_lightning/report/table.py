@@ -4,7 +4,7 @@ import csv
 import html
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,21 @@ def _closing(comparison: Comparison) -> list[str]:
     said += comparison.notes
     if comparison.others:
         said.append(f"{len(comparison.others)} of {len(comparison.runs)} runs without a result:")
-        common = set.intersection(*(set(run.overrides) for run in comparison.runs))
-        said += [f"  {_described(run, common)}" for run in comparison.others]
+        said += [f"  {_name(run, comparison.runs)}: {_ended(run)}" for run in comparison.others]
+    if ailing := [run for run in comparison.runs if run.findings]:
+        said.append(f"the doctor has findings in {len(ailing)} of {len(comparison.runs)} runs, see health.json there:")
+        said += [f"  {_name(run, comparison.runs)}: {', '.join(run.findings)}" for run in ailing]
     return [printable(line) for line in said]
 
 
-def _described(run: RunRecord, common: Collection[str]) -> str:
+def _ended(run: RunRecord) -> str:
+    return f"{run.status}, {run.reason}" if run.reason else run.status
+
+
+def _name(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    common = set.intersection(*(set(other.overrides) for other in runs))
     words = " ".join(word for word in run.overrides if word not in common)
-    return f"{run.directory}{f' ({words})' if words else ''}: {run.status}{f', {run.reason}' if run.reason else ''}"
+    return f"{run.directory}{f' ({words})' if words else ''}"
 
 
 def _text(comparison: Comparison, deviation: bool) -> str:
@@ -210,7 +217,9 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         for run in comparison.others
     ]
     baseline = "=".join(comparison.baseline) if comparison.baseline else None
-    return {"by": list(comparison.keys), "baseline": baseline, "lines": lines, "unfinished": others}
+    ailing = [{"directory": str(run.directory), "findings": run.findings} for run in comparison.runs if run.findings]
+    told = {"by": list(comparison.keys), "baseline": baseline, "lines": lines}
+    return told | {"unfinished": others, "ailing": ailing}
 
 
 def _estimated(value: Estimate | None) -> dict[str, float | int | None] | None:
