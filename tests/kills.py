@@ -56,6 +56,7 @@ ALLOWED = (
     "export/model.safetensors",
     "export/tokenizer.json",
     "export/tokenizer_config.json",
+    "health.json",
     "rollouts/000001.jsonl.gz",
     "summary.json",
     "tensorboard/events.out.tfevents.*",

@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
+from grpo_lightning.settings import ConfigError
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
@@ -99,7 +100,14 @@ def test_settings_run_no_code(words, tmp_path):
             "policy: {trust_remote_code: {x: 1}}",
             "reference: {trust_remote_code: '${policy.share_prompts}'}",
             "hydra: {mode: MULTIRUN, sweeper: {params: {trusted: '[sympy]'}}}",
-            "hydra: {mode: MULTIRUN, sweeper: {params: {+policy: '{trust_remote_code: true}'}}}",
+            "hydra: {mode: MULTIRUN, sweeper: {params: {'trusted=[torch],[\"b.c': '\"]'}}}",
+            "hydra: {mode: MULTIRUN, overrides: {task: ['trusted=[torch]']}}",
+            "hydra: {mode: MULTIRUN, sweeper: {params: {policy: 'choice({trust_${oc.env:NO,remote}_code:true},{})'}}}",
+            "policy: '${oc.create:{trust_remote_code: true}}'",
+            "hydra: {job_logging: {handlers: {file: {'.': {baseFilename: HIT}}}}}",
+            "hydra: {job_logging: {handlers: {file: {stream: '${now:ext://mine}'}}}}",
+            "hydra: {job: {chdir: true}}",
+            'hydra: {job: {name: "x\\ntouch HIT"}}',
         )
     ],
 )
@@ -139,6 +147,14 @@ def test_files_that_nobody_names_are_not_run(tmp_path):
     assert not (tmp_path / "HIT").exists()
 
 
+def test_files_beside_a_data_set_are_not_run_by_workers(tmp_path):
+    for name in ("socket.py", "pickle.py", "signal.py", "threading.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
+    done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", "reward=[format]", "reward.format.timeout=30")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not (tmp_path / "HIT").exists()
+
+
 def test_a_program_composes_with_the_same_checks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
@@ -146,7 +162,7 @@ def test_a_program_composes_with_the_same_checks(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigCompositionException, match="allowed are directories"):
         grpo.compose("hydra.searchpath=[pkg://mine]")
-    with pytest.raises(ConfigCompositionException, match="trusted stands in a file"):
+    with pytest.raises(ConfigError, match="trusted stands in a file"):
         grpo.compose(f"hydra.searchpath=[{tmp_path}/conf]", "experiment=evil")
     assert not (tmp_path / "HIT").exists()
 
@@ -229,12 +245,12 @@ def test_the_log_is_written_through_no_link(tmp_path):
     mine.write_text("mine")
     run.mkdir()
     (run / "train.log").symlink_to(mine)
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "train.log").symlink_to(mine)
+    (tmp_path / "seed=0").mkdir()
+    (tmp_path / "seed=0" / "train.log").symlink_to(mine)
     for words, told in (
         ([f"hydra.run.dir={run}"], "train.log in it is a link to"),
         (["-m", f"hydra.sweep.dir={tmp_path}", "seed=0"], "train.log in it is a link to"),
-        ([f"hydra.run.dir={run}", "hydra.job.name=../mine"], "hydra.job.name=../mine: allowed is the name of a file"),
+        ([f"hydra.run.dir={run}", "hydra.job.name=../mine"], "hydra.job.name=../mine: allowed are letters, digits"),
     ):
         done = start(tmp_path, *words)
         assert done.returncode == 1

@@ -240,6 +240,10 @@ def test_a_job_of_a_sweep_has_the_name_of_what_differs_in_its_directory():
         job = loader.load_sweep_config(master, ["steps=5", f"seed={seed}", "algorithm=dapo"])
         assert OmegaConf.select(job, "hydra.sweep.subdir") == f"seed={seed}"
         assert swept(job.hydra) == ["seed"]
+    twice = loader.load_configuration("train", ["seed=1", "steps=5", "seed=0,1"], RunMode.MULTIRUN)
+    for seed in (0, 1):
+        job = loader.load_sweep_config(twice, ["seed=1", "steps=5", f"seed={seed}"])
+        assert OmegaConf.select(job, "hydra.sweep.subdir") == f"seed={seed}"
     alone = loader.load_configuration("train", ["steps=5"], RunMode.MULTIRUN)
     job = loader.load_sweep_config(alone, ["steps=5"])
     assert OmegaConf.select(job, "hydra.sweep.subdir") == "steps=5"

@@ -28,8 +28,8 @@ OWN = ("reward=[custom]", "reward.custom.function._target_=my_rewards.here", "st
     "words, runs",
     [
         (["reward.custom.timeout=30", "hydra.run.dir=run"], ["run"]),
-        (["-m", "seed=0,1", "hydra.sweep.dir=sweep"], ["sweep/0", "sweep/1"]),
-        (["-m", "seed=0,1", "reward.custom.timeout=30", "hydra.sweep.dir=sweep"], ["sweep/0", "sweep/1"]),
+        (["-m", "seed=0,1", "hydra.sweep.dir=sweep"], ["sweep/seed=0", "sweep/seed=1"]),
+        (["-m", "seed=0,1", "reward.custom.timeout=30", "hydra.sweep.dir=sweep"], ["sweep/seed=0", "sweep/seed=1"]),
     ],
     ids=["pooled", "sweep", "pooled sweep"],
 )

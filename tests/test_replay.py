@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 import grpo_lightning as grpo
+from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.recording import files
 from grpo_lightning.replay.__main__ import main, replay
 from tests.support.composed import ROOT
@@ -212,3 +214,25 @@ def test_the_command_answers_at_once_where_there_is_nothing_to_replay(tmp_path):
     assert done.returncode == 1
     assert " torch\n" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith("has no recorded rollouts; a run with callbacks=rollouts records them")
+
+
+@provocation("a stranger's run directory is replayed whose overrides trust or name code", "refused by its key")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["reward.keyword.function.words=['\\${oc.create:{_target_: os.getcwd}}']"], "allowed is text without ${"),
+        (["reward.model.function.trust_remote_code=true"], "reward.model.function.trust_remote_code stands in a file"),
+        (["trusted=[numpy]", "reward.format.function._target_=numpy.load"], "numpy.load: allowed are parts"),
+    ],
+)
+def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
+    own = ["reward=[format,keyword,model]", "reward.keyword.function.words=[a]", "reward.model.function.path=x", *words]
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
+
+    def scored():
+        config, build = recalled(tmp_path, [], ["reward"])
+        build("reward", config["reward"])
+
+    with pytest.raises(ValueError, match=re.escape(told)):
+        scored()

@@ -49,6 +49,11 @@ def row(override: str, message: str):
             "max_rows: 9, max_characters: 9}",
             "callbacks.mine.every=0: allowed is an integer >= 1",
         ),
+        row(
+            "logger=wandb|+logger.wandb.settings.git_root=/x",
+            "logger.wandb.settings.git_root=/x: allowed are silent, quiet, init_timeout, x_disable_meta=True",
+        ),
+        row("logger=wandb|logger.wandb.settings.x_disable_meta=false", "x_disable_meta=False: allowed are silent"),
         row("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: allowed is two numbers in [0, 1), such as [0.9, 0.999]"),
         row("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1]: allowed is two numbers in [0, 1)"),
         row("seed=4294967296", "seed=4294967296: allowed is an integer from 0 to 4294967295"),

@@ -280,3 +280,10 @@ def test_columns_with_names_of_pythons_own_are_data(tmp_path, ran):
     row = {"prompt": "a", "_target_": "os.system", "__class__": "x", "__reduce__": f"touch {ran}", "py/reduce": [1]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert JsonLines(str(tmp_path / "a.jsonl"))[0] == ("a", {k: v for k, v in row.items() if k != "prompt"})
+
+
+@pytest.mark.parametrize("value", [[True], "yes", 1, {"x": 1}, None], ids=str)
+def test_only_a_boolean_trusts_the_code_of_a_model(value, tmp_path):
+    """A column of a data set may have the name of the argument."""
+    with pytest.raises(ValueError, match=r"policy.trust_remote_code=.*: allowed is true or false"):
+        hf.load(str(tmp_path), **PLAIN | {"trust_remote_code": value})

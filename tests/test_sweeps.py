@@ -29,8 +29,8 @@ calls = []
 def vowels(prompts, completions, **columns):
     """As many calls as Path("calls") says end this process, and what started it, in the third job."""
     calls.append(1)
-    limit = Path("limit")
-    if limit.exists() and Path("sweep/2/checkpoints/last.ckpt").exists() and len(calls) > int(limit.read_text()):
+    limit, third = Path("limit"), Path("sweep/lr=0.001,seed=1/checkpoints/last.ckpt")
+    if limit.exists() and third.exists() and len(calls) > int(limit.read_text()):
         limit.unlink()
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,27 +69,27 @@ def test_a_killed_sweep_is_continued(tmp_path):
     killed = start(tmp_path, *words)
     assert killed.returncode == -9
     place = tmp_path / "sweep"
-    assert [(place / str(number) / "summary.json").exists() for number in range(3)] == [True, True, False]
+    first, second, third, fourth = (f"lr={rate},seed={seed}" for seed in (0, 1) for rate in (0.001, 0.002))
+    assert [(place / job / "summary.json").exists() for job in (first, second, third)] == [True, True, False]
     printed = subprocess.run(
         [sys.executable, "-m", "grpo_lightning.report", str(place)], cwd=ROOT, capture_output=True, text=True
     ).stdout
     told = " ".join(printed.split())
     assert "2 of 4 runs without a result:" in told
-    assert "2 (seed=1 optimizer.lr=0.001): killed" in told
+    assert f"{third} (seed=1 optimizer.lr=0.001): killed" in told
     assert "(seed=1 optimizer.lr=0.002): missing" in told
-    before = [times(place / str(number)) for number in range(2)]
+    before = [times(place / job) for job in (first, second)]
     again = start(tmp_path, *words)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert [times(place / str(number)) for number in range(2)] == before
+    assert [times(place / job) for job in (first, second)] == before
     said = " ".join(again.stderr.split())
-    for number in range(2):
-        assert f"sweep/{number}: finished already" in said
-    assert "sweep/2: killed, goes on from its last checkpoint" in said
-    assert "sweep/3: killed" not in said
-    assert [(summary(place / str(n))["status"], summary(place / str(n))["steps"]) for n in range(4)] == [
-        ("finished", 4)
-    ] * 4
-    assert (place / "2" / "train.log").read_text().count("step 4/4") == 1
+    for job in (first, second):
+        assert f"sweep/{job}: finished already" in said
+    assert f"sweep/{third}: killed, goes on from its last checkpoint" in said
+    assert f"sweep/{fourth}: killed" not in said
+    for job in (first, second, third, fourth):
+        assert (summary(place / job)["status"], summary(place / job)["steps"]) == ("finished", 4)
+    assert (place / third / "train.log").read_text().count("step 4/4") == 1
     assert "val/pass@1 by optimizer.lr" in again.stdout
     assert "this table again: python -m grpo_lightning.report" in said
 
@@ -104,7 +104,8 @@ def test_jobs_at_once_and_one_of_them_fails(tmp_path):
         "hydra.sweep.dir=sweep",
     )
     assert done.returncode == 1
-    states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
+    states = [summary(path.parent) for path in (tmp_path / "sweep").glob("*/summary.json")]
+    assert len(states) == 4
     assert sorted(state["status"] for state in states) == ["failed", "failed", "finished", "finished"]
     text = " ".join(done.stdout.split())
     assert "2 of 4 runs without a result:" in text
@@ -118,7 +119,8 @@ def test_a_search_maximizes_and_outlives_a_trial_that_fails(tmp_path):
     words = ("sweep=optuna", "hydra.sweeper.n_trials=4", *space, "steps=1", "sweep_metric=reward/custom")
     done = start(tmp_path, *words, "hydra.sweep.dir=sweep")
     assert done.returncode == 1  # a temperature of 0 is refused
-    states = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
+    states = [summary(path.parent) for path in (tmp_path / "sweep").glob("*/summary.json")]
+    assert len(states) == 4
     values = [state["metrics"]["reward/custom"] for state in states if state["status"] == "finished"]
     assert 0 < len(values) < 4
     assert all("rollout.temperature=0: allowed" in s["error"] for s in states if s["status"] == "failed")
@@ -182,6 +184,11 @@ def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_pat
         ({"sweeper": {"sampler": {"_target_": "optuna.samplers.os.system"}}}, "allowed are Hydra's own"),
         ({"sweeper": {"sampler": {"_target_": "optuna.storages.RDBStorage"}}}, "allowed are Hydra's own"),
         ({"launcher": {"setup": ["rm -r x"]}}, "hydra.launcher.setup: allowed is null"),
+        ({"sweeper": {"storage": "sqlite:///x.db"}}, "hydra.sweeper.storage: allowed is null"),
+        ({"launcher": {"additional_parameters": {"x\ntouch y": 1}}}, "touch y: allowed are account"),
+        ({"launcher": {"additional_parameters": {"export": "ALL,X=1"}}}, "export: allowed are account"),
+        ({"launcher": {"partition": "${now:p%ntouch y%nx}"}}, "%nx}: allowed are now:"),
+        ({"launcher": {"partition": "${oc.env:X,a}"}}, "{oc.env:X,a}: allowed are now:"),
         ({"launcher": {"comment": "a\nrm -r x"}}, "hydra.launcher.comment: allowed are texts of one line"),
         ({"sweeper": {"direction": "maximize", "sampler": {"_target_": "optuna.samplers.TPESampler"}}}, None),
         ({"launcher": {"_target_": "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"}}, None),

@@ -62,7 +62,7 @@ def same_as_unbroken(directory: Path, unbroken: Path) -> None:
     assert ours.keys() == theirs.keys()
     for tag, values in ours.items():
         assert [step for step, _ in values] == [step for step, _ in theirs[tag]], tag  # none twice, none missing
-        if not tag.startswith(("time/", "perf/")):
+        if not tag.startswith(("time/", "perf/")) and tag != "~hparams/seconds":
             assert values == theirs[tag], tag
 
 
@@ -187,7 +187,7 @@ def test_one_failing_job_does_not_take_the_others_along(tmp_path):
     result = train("-m", "rollout.group_size=1,4", f"hydra.sweep.dir={tmp_path}")
     assert result.returncode == 1
     assert "rollout.group_size=1: allowed is an integer >= 2" in result.stderr
-    assert finished(tmp_path / "1")["steps"] == 1
+    assert finished(tmp_path / "group_size=4")["steps"] == 1
 
 
 def test_help_is_readable():

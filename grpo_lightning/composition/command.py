@@ -19,6 +19,7 @@ def main() -> None:
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
     trust.START = Path.cwd().resolve()
+    trust.say_words(sys.argv[1:])
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
 

@@ -165,7 +165,7 @@ def _begin_log(directory: Path, name: str) -> str | None:
     if problem := link_problem(directory, f"{name}.log"):
         return problem
     try:
-        (directory / f"{name}.log").touch()
+        (directory / f"{name}.log").open("a").close()  # what is there keeps its time: a finished job is not touched
     except OSError as error:
         return f"hydra.run.dir={directory}: allowed is a directory that can be written to ({error.strerror})"
     return None

@@ -24,7 +24,8 @@ _LOG_CLASSES = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
     *("logging.handlers.RotatingFileHandler", "logging.handlers.TimedRotatingFileHandler"),
     *("colorlog.ColoredFormatter", "grpo_lightning.output.terminal.TerminalFormatter"),
-    *("grpo_lightning.output.terminal.FileFormatter", "grpo_lightning.output.terminal.unseen"),
+    *("grpo_lightning.output.terminal.FileFormatter", "grpo_lightning.output.terminal.TerminalHandler"),
+    "grpo_lightning.output.terminal.unseen",
 )
 _LOG_OBJECTS = ("ext://sys.stdout", "ext://sys.stderr")
 _MEMBERS = (
@@ -42,10 +43,16 @@ _ENVIRONMENT = re.compile(
 _MADE = ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging")
 """What Hydra makes objects of."""
 _TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)|verbose"
-_PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})\}}|now:|oc\.env:)")
+_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
+_PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})|{_TIME}|oc\.env:\w+)\}}")
 _LOG_FILE = re.compile(r"\$\{hydra\.(runtime\.output_dir|sweep\.dir|run\.dir)\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
 _PLACE = re.compile(r"(file://)?[^:]*")
-_TRUST = re.compile(r"\btrusted\b|trust_remote_code")
+_JOB_NAME = re.compile(r"[\w.-]+")
+_SBATCH = (
+    *("account", "clusters", "comment", "constraint", "exclude"),
+    *("gres", "licenses", "nodelist", "qos", "reservation"),
+)
+"""Options of sbatch that change where a job runs, not what."""
 
 
 class CheckedLoader(ConfigLoaderImpl):
@@ -74,9 +81,6 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
             raise ConfigCompositionException(_listed(wrong))
-        own: Any = OmegaConf.to_container(composed, resolve=False)
-        if wrong := trusted_by_files({key: node for key, node in own.items() if key != "hydra"}, overrides):
-            raise ConfigCompositionException(_listed(wrong))
         remember_secrets(composed)
         return composed
 
@@ -85,7 +89,8 @@ class CheckedLoader(ConfigLoaderImpl):
         composed = super().load_sweep_config(master_config, sweep_overrides)
         job, words = composed.hydra.job, composed.hydra.overrides.task
         named = job.config.override_dirname
-        common = [word.partition("=")[0] for word in words if word in master_config.hydra.overrides.task]
+        asked = {word.partition("=")[0]: word for word in master_config.hydra.overrides.task}  # the last one counts
+        common = [key for word in words if asked.get(key := word.partition("=")[0]) == word]
         with open_dict(composed):
             if len(common) < len(words):
                 named.exclude_keys = [*named.exclude_keys, *common]
@@ -125,35 +130,6 @@ def _listed(wrong: Sequence[str]) -> str:
     return "the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong)
 
 
-def trusted_by_files(settings: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """What settings' files decide although only the user may: whose code is trusted.
-
-    Args:
-        settings: As composed, without Hydra's own.
-        words: The overrides with which they were composed.
-    """
-    given = {word.partition("=")[0].lstrip("+~"): word for word in words}
-    found = []
-    if settings.get("trusted") and "trusted" not in given:
-        found.append("trusted")
-    for key, value in _nodes(settings, "trust_remote_code"):
-        above = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
-        is_given = key in given or any("trust_remote_code" in given.get(name, "") for name in above)
-        if value not in (False, None) and not is_given:
-            found.append(key)
-    return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
-
-
-def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands under a name at any depth, as pairs of its dotted key and itself."""
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key == wanted:
-            yield name, value
-        yield from _nodes(value, wanted, name)
-
-
 def problems(hydra: Any) -> list[str]:
     """What Hydra's own settings must not do: run code other than Hydra's."""
     found = []
@@ -175,15 +151,20 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log")
         if part.endswith("_logging") and name == "mode" and text != "a":
             found.append(f"{key}={value}: allowed is a")
-        if part == "sweeper" and (_TRUST.search(name) or "trust_remote_code" in text):
-            found.append(f"{key} says whose code is trusted; allowed is to do that on the command line itself")
+        if part.endswith("_logging") and ".." in key:
+            found.append(f"{key}: allowed are keys without dots, which would set attributes of handlers")
         if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
-            found.append(f"{key}={value}: allowed are now:, oc.env: and plain texts of hydra. in ${{…}}")
+            found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
     found += _plugin_problems(hydra.get("sweeper") or {}, hydra.get("launcher") or {})
     for part in ("env_set", "env_copy"):
         for name in (hydra.get("job") or {}).get(part) or ():
             if not _ENVIRONMENT.fullmatch(str(name)):
                 found.append(f"hydra.job.{part}: {name} is not allowed: it may make programs load code; set it outside")
+    job = hydra.get("job") or {}
+    if job.get("chdir"):
+        found.append("hydra.job.chdir: allowed is false: files of the run directory would be taken for modules")
+    if not _JOB_NAME.fullmatch(str(job.get("name", "train"))):
+        found.append(f"hydra.job.name={job['name']}: allowed are letters, digits, '-', '_' and '.'")
     if hydra.get("output_subdir") is not None:
         found.append(
             f"hydra.output_subdir={hydra['output_subdir']}: allowed is null; the settings are written to .hydra, "
@@ -204,6 +185,11 @@ def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) ->
             f"hydra.sweeper.direction={getattr(direction, 'name', direction)}: allowed is maximize, as sweep_metric "
             "is; sweep=optuna sets it"
         )
+    if sweeper.get("storage") is not None:
+        yield "hydra.sweeper.storage: allowed is null: samplers read objects from a study, which may run code"
+    for name in launcher.get("additional_parameters") or ():
+        if name not in _SBATCH:
+            yield f"hydra.launcher.additional_parameters.{name}: allowed are {', '.join(_SBATCH)}"
     if launcher.get("setup"):
         yield "hydra.launcher.setup: allowed is null: its commands would be run by a shell; run them before the sweep"
     for key, value in _leaves(launcher, "hydra.launcher"):

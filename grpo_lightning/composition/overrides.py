@@ -140,23 +140,39 @@ def part(name: str, **_: Any) -> Any:
     return _live.get()[name]
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]:
     """The settings, resolved, as plain values.
 
+    Args:
+        cfg: As composed.
+        words: The user's overrides; None: those of the command line.
+
     Raises:
-        ConfigError: A setting has no value, or refers to one that is not there.
+        ConfigError: A setting has no value, refers to one that is not there, or trusts code that the user does not.
     """
     try:
         config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)
-    # What is built is made from these values, and would be read once more.
-    if again := [
-        f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)
-    ]:
-        raise ConfigError(again)
+    check_trust(config, words)
     return config  # type: ignore[no-any-return]
+
+
+def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None) -> None:
+    """Refuse resolved settings that trust code on the word of a file, or hold text that is resolved once more.
+
+    Args:
+        config: The settings, or some parts of them.
+        words: As in `plain`.
+
+    Raises:
+        ConfigError: All of them, by key.
+    """
+    # What is built is made from these values, and would be read once more.
+    again = [f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)]
+    if wrong := again + trust.ungiven(config, words):
+        raise ConfigError(wrong)
 
 
 def made(
@@ -171,7 +187,7 @@ def made(
         options: Those of `grpo_lightning.run.Run`.
     """
     _recall_policy(cfg, options["overrides"] if explicit is None else explicit)
-    config = plain(cfg)
+    config = plain(cfg, explicit)
     from grpo_lightning.run import Run
 
     checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then

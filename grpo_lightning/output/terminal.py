@@ -73,6 +73,22 @@ class TerminalFormatter(FileFormatter):
             record.exc_info, record.exc_text, record.stack_info = kept
 
 
+class TerminalHandler(logging.StreamHandler[Any]):
+    """Writes to what ``sys.stderr`` is at the moment: while a progress bar is shown, above it.
+
+    Args:
+        stream: Not looked at; logging's own handler has it.
+    """
+
+    def __init__(self, stream: object = None) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """What is written to."""
+        return sys.stderr
+
+
 class ForeignFormatter(logging.Formatter):
     """Formats records of a library for the terminal as the library does, without secrets, control characters, colours.
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo_lightning.allowed import local_or_hub
-from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, only_data
+from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_boolean, only_data
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ def pretrained(
     """
     if quantization not in (None, "8bit", "4bit"):
         raise ValueError(f"policy.quantization={quantization}: allowed: 8bit, 4bit or null")
+    check_boolean(trust_remote_code, "policy.trust_remote_code")
     quantized: dict[str, Any] = {}
     if quantization:
         settings = BitsAndBytesConfig(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.replay.step import Metrics
 
 _MARKS = "*+°"
@@ -31,12 +33,13 @@ def as_table(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
     for name in _names(found):
         cells = [_mean([one.recorded.get(name) for one in found]), _mean([one.replayed.get(name) for one in found])]
         shown = ["-" if value is None else f"{value:.6g}" for value in cells]
-        table.add_row(f"{name} {marks[reasons[name]]}" if name in reasons else name, *shown)
+        told = printable(name)
+        table.add_row(Text(f"{told} {marks[reasons[name]]}" if name in reasons else told), *shown)
     lines = [several if len(found) > 1 else f"the rollout of step {found[0].step}"]
     if called := sorted({name for one in found for name in one.called}):
         lines.append(f"computed anew: {', '.join(called)}")
     buffer = io.StringIO()
-    Console(file=buffer, width=80, color_system=None).print(table)
+    Console(file=buffer, width=80, color_system=None, markup=False).print(table)
     lines.append("\n".join(line.rstrip() for line in buffer.getvalue().strip("\n").splitlines()))
     lines += [f"{mark} {why}" for why, mark in marks.items()]
     if not overrides:
@@ -87,7 +90,11 @@ def as_csv(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
     for one in found:
         for name in _names([one]):
             writer.writerow(
-                [one.step, name, *("" if v is None else v for v in (one.recorded.get(name), one.replayed.get(name)))]
+                [
+                    one.step,
+                    printable(name),
+                    *("" if v is None else v for v in (one.recorded.get(name), one.replayed.get(name))),
+                ]
             )
     return buffer.getvalue().rstrip("\n")
 

@@ -151,7 +151,8 @@ def _markdown(comparison: Comparison, deviation: bool) -> str:
     for grid in _grids(comparison, deviation):
         rows = (grid.header, ["---"] * len(grid.header), *grid.rows)
         said += [f"**{_piped(grid.title)}**\n", *("| " + " | ".join(map(_piped, row)) + " |" for row in rows), ""]
-    return "\n".join([*said, *(f"- {line.strip()}" for line in _closing(comparison))]) + "\n"
+    closing = (_piped(" ".join(line.split())) for line in _closing(comparison))
+    return "\n".join([*said, *(f"- {line}" for line in closing)]) + "\n"
 
 
 def _piped(cell: str) -> str:
@@ -184,7 +185,8 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            flat |= {key if name == "settings" else f"{name}.{key}": one for key, one in _flat(value).items()}
+            own = _flat(value)
+            flat |= {printable(key if name == "settings" else f"{name}.{key}"): one for key, one in own.items()}
         else:
             flat[name] = printable(value) if isinstance(value, str) else value
     return flat

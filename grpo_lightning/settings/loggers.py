@@ -4,6 +4,10 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from grpo_lightning.output.terminal import printable
+
+_FIXED = {"x_disable_meta": True, "console": "off"}
+_WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -21,8 +25,24 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"logger.{name}: no such logger was chosen; allowed is logger=[{', '.join([*_chosen(loggers), name])}]"
             )
+        elif str(logger["_target_"]).endswith(".WandbLogger") and (
+            found := list(_wandb_problems(f"logger.{name}", logger))
+        ):
+            yield from found
         elif (package := _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])) and find_spec(package) is None:
             yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
+
+
+def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
+    """What W&B must not be told: to copy files, or to run git, whose settings may name programs."""
+    settings = logger.get("settings") or {}
+    if not isinstance(settings, Mapping):
+        yield f"{key}.settings={settings}: allowed is a mapping"
+        return
+    for name, value in settings.items():
+        if name not in _WANDB or (name in _FIXED and value != _FIXED[name]):
+            fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
+            yield f"{key}.settings.{printable(str(name))}={printable(str(value))}: allowed are {', '.join(fixed)}"
 
 
 def _chosen(loggers: Mapping[str, Any]) -> list[str]:

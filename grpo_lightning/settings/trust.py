@@ -10,9 +10,12 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
+import os
+import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +25,8 @@ from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
 START: Path | None = None
 """The directory in which the command line was started; None in a program, for its working directory."""
 
+_WORDS = "GRPO_LIGHTNING_TRUST"
+_GIVES_TRUST = re.compile(r"\btrusted=|trust_remote_code")
 _PROJECT = ("benchmarks", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
 
@@ -63,6 +68,43 @@ def problems(config: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, str) and value.startswith(PACKAGE) and not may_read(value, trusted):
             listed.append(f"{key}={value}: allowed are weights in this package and in packages that trusted=[…] names")
     return listed
+
+
+def say_words(words: Sequence[str]) -> None:
+    """Take note of the command line, for this process and those that it starts: only it says whose code is trusted."""
+    told = [word for word in words if _GIVES_TRUST.search(word)]
+    os.environ[_WORDS] = json.dumps(told)
+
+
+def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> list[str]:
+    """What settings say of whose code is trusted that the user has not said: it stands in a file, or comes from one.
+
+    Args:
+        config: Resolved settings.
+        words: The user's overrides; None: those of the command line, see `say_words`.
+    """
+    if words is None:
+        words = json.loads(os.environ.get(_WORDS) or "[]")
+    given = {word.partition("=")[0].lstrip("+~"): word for word in words}
+    named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
+    listed = config.get("trusted") or []
+    found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
+    for key, value in _nodes(config, "trust_remote_code"):
+        above = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
+        is_given = key in given or any("trust_remote_code" in given.get(name, "") for name in above)
+        if value not in (False, None) and not is_given:
+            found.append(key)
+    return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
+
+
+def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands under a name at any depth, as pairs of its dotted key and itself."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == wanted:
+            yield name, value
+        yield from _nodes(value, wanted, name)
 
 
 def packages(config: Mapping[str, Any]) -> tuple[list[str], tuple[str, ...]]:

@@ -55,6 +55,16 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def check_boolean(value: object, key: str) -> None:
+    """Refuse what only counts as true, such as the column of a data set, where code of a model may run.
+
+    Raises:
+        ValueError: ``value`` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={printable(repr(value)[:80])}: allowed is true or false")
+
+
 def check_attention(name: Any, key: str, *, trusted: bool) -> None:
     """Refuse an attention function that is a kernel of the hub, whose code would be downloaded and run.
 
