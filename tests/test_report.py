@@ -324,3 +324,13 @@ def test_what_the_doctor_has_found_is_shown(sweep, capsys):
     assert ": None at step None (None None)" in said
     ailing = json.loads(shown(capsys, sweep, "--format", "json"))["ailing"]
     assert [run["directory"] for run in ailing] == [str(ill), str(odd)]
+
+
+def test_files_that_unfold_without_end_are_harmless(tmp_path, capsys):
+    write_run(tmp_path / "run", ["steps=20"], [0.1, 0.2, 0.3])
+    for name, text in (("deep", "[" * 100_000), ("wide", "- x\n")):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / "summary.json").write_text(text if name == "deep" else "{}")
+    lines = ["- &a0 [x, x]", *(f"- &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
+    (tmp_path / "wide" / ".hydra" / "overrides.yaml").write_text("\n".join(lines))
+    assert "2 of 3 runs without a result" in " ".join(shown(capsys, tmp_path).split())

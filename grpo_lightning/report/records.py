@@ -81,7 +81,8 @@ def read_run(directory: Path) -> RunRecord:
     overrides = summary.get("overrides")
     if not isinstance(overrides, list):
         overrides = _yaml(directory / ".hydra" / "overrides.yaml")
-    words = tuple(str(word) for word in overrides) if isinstance(overrides, list) else ()
+    listed = overrides if isinstance(overrides, list) else []
+    words = tuple(word for word in listed if isinstance(word, str))  # else a few lines of YAML could be endless text
     if lock.is_held(directory):
         return RunRecord(directory, words, "running", "a process trains in it", summary)
     if problem:
@@ -116,7 +117,7 @@ def _summary(path: Path) -> tuple[dict[str, Any], str]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read: {error}"
     return (found, "") if isinstance(found, dict) else ({}, f"{path.name} holds no object")
 
@@ -124,5 +125,5 @@ def _summary(path: Path) -> tuple[dict[str, Any], str]:
 def _yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
