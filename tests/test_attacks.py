@@ -147,14 +147,6 @@ def test_files_that_nobody_names_are_not_run(tmp_path):
     assert not (tmp_path / "HIT").exists()
 
 
-def test_files_beside_a_data_set_are_not_run_by_workers(tmp_path):
-    for name in ("socket.py", "pickle.py", "signal.py", "threading.py"):
-        (tmp_path / name).write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
-    done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", "reward=[format]", "reward.format.timeout=30")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert not (tmp_path / "HIT").exists()
-
-
 def test_a_program_composes_with_the_same_checks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'HIT')!r}, 'w')\n")
     (tmp_path / "conf" / "experiment").mkdir(parents=True)

@@ -35,7 +35,6 @@ _FOR_TRAINER = [
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ]
 
-_SAFE_PATH = "PYTHONSAFEPATH"
 _pool: ProcessPool | None = None
 _workers: int | None = None
 _is_forked = False
@@ -186,7 +185,6 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
     if _pool is not None and not _pool.active:
         close()
     if _pool is None:
-        os.environ[_SAFE_PATH] = "1"  # no file of the working directory stands for a module of Python's in workers
         has_server = "forkserver" in multiprocessing.get_all_start_methods() and not _is_forked
         context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
         if has_server:
@@ -231,7 +229,6 @@ def _prepare() -> None:
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TRAINER)
-    os.environ.pop(_SAFE_PATH, None)  # programs that a function starts find their files
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
     leave = os._exit
     os._exit = lambda code: leave(code or 70)  # type: ignore[assignment]  # pebble takes 0 for no crash, and waits
