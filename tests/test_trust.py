@@ -212,3 +212,26 @@ def test_binary_values_are_refused():
     config["reward"]["format"]["function"]["x"] = [b"pickled"]
     with pytest.raises(ConfigError, match=r"reward\.format\.function\.x\.0: allowed are texts"):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "found"),
+    [
+        ({"trusted": []}, [], []),
+        ({"trusted": ["trl"]}, [], ["trusted"]),
+        ({"trusted": ["trl"]}, ["trusted=[trl]"], []),
+        ({"trusted": ["trl", "sympy"]}, ["trusted=[trl]"], ["trusted"]),
+        ({"trusted": ["trl"]}, ["+trusted_=[trl]", "a=trl"], ["trusted"]),
+        ({"policy": {"trust_remote_code": False}, "reference": {"trust_remote_code": None}}, [], []),
+        *(({"policy": {"trust_remote_code": one}}, [], ["policy.trust_remote_code"]) for one in (True, 1, "x", [], {})),
+        ({"policy": {"trust_remote_code": True}}, ["policy.trust_remote_code=true"], []),
+        ({"policy": {"trust_remote_code": True}}, ["++policy={trust_remote_code: true}"], []),
+        (
+            {"a": [{"trust_remote_code": True}], "policy": {"trust_remote_code": True}},
+            ["policy.trust_remote_code=true"],
+            ["a.0.trust_remote_code"],
+        ),
+    ],
+)
+def test_only_the_users_words_give_trust(config, words, found):
+    assert [text.partition(" ")[0] for text in trust.ungiven(config, words)] == found
