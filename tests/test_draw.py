@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.sampler import draw as module
-from grpo_lightning.sampler.draw import draw, inverse_cdf, truncate, uniforms
+from grpo_lightning.sampler.own import draw as module
+from grpo_lightning.sampler.own.draw import draw, inverse_cdf, truncate, uniforms
 from grpo_lightning.transformer.head import token_logprobs
 
 
@@ -48,7 +48,7 @@ def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncati
     torch.manual_seed(0)
     logits = torch.randn(1, 8) * 2
     rows = 20_000
-    tokens, logprobs, entropy = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
+    tokens, logprobs, entropy, _ = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
     scaled = logits / sampling.temperature
     kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
     counts = tokens.bincount(minlength=8)
@@ -89,7 +89,7 @@ def test_the_last_token_that_can_be_drawn_is_not_passed_by_rounding():
 
 def test_a_greedy_draw_takes_the_likeliest():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, -1.0]])
-    tokens, logprobs, entropy = draw(
+    tokens, logprobs, entropy, _ = draw(
         logits, Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.99, 0.99])
     )
     assert tokens.tolist() == [1, 0]
@@ -99,7 +99,7 @@ def test_a_greedy_draw_takes_the_likeliest():
 
 def test_tokens_that_the_model_rules_out():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
-    tokens, logprobs, entropy = draw(
+    tokens, logprobs, entropy, _ = draw(
         logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.0])
     )
     assert tokens.tolist() == [1]
@@ -120,18 +120,18 @@ def test_autocast_changes_no_draw(temperature, ruled_out):
         found = draw(logits.clone(), sampling, uniform)
     for one, other in zip(found, expected):
         assert torch.equal(one, other)
-    tokens, logprobs, entropy = found
+    tokens, logprobs, entropy, _ = found
     exact = torch.distributions.Categorical(logits=logits.double() / (temperature or 1.0))
     assert_close(logprobs.double(), exact.log_prob(tokens), rtol=0, atol=1e-5)
     assert_close(entropy.double(), exact.entropy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_not_finite_are_an_error(bad):
+def test_logits_that_are_not_finite_are_marked(bad):
     logits = torch.zeros(2, 3)
     logits[1] = bad
-    with pytest.raises(FloatingPointError, match="not finite"):
-        draw(logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.zeros(2))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1)
+    assert draw(logits, sampling, torch.zeros(2))[3].tolist() == [True, False]
 
 
 def test_random_numbers_depend_on_their_place_only():

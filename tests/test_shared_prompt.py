@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
+from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check
-from grpo_lightning.sampler import cache
-from grpo_lightning.sampler.flat_decoder import FlatDecoder
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, windows
+from grpo_lightning.sampler.own import shared_prompt_cache as cache
+from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.logprobs import separate
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
@@ -164,7 +165,7 @@ def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
 def test_the_llama_family_has_a_flat_decoder(checkpoints, name):
     policy = opened(checkpoints[name])
     assert check(policy.model)
-    assert isinstance(FlatDecoder(policy.model.get_decoder()), FlatDecoder)
+    assert isinstance(FlatDecoder(policy.model.get_decoder(), torch.float32), FlatDecoder)
 
 
 def test_what_is_computed_once(checkpoints, monkeypatch):
@@ -222,6 +223,39 @@ def test_sixteen_bits(checkpoints, how):
     assert all(p.grad.isfinite().all() for p in policy.parameters())
 
 
+def test_an_adapter_is_merged_into_the_samplers_copy(checkpoints):
+    policy = opened(checkpoints["qwen3"], adapter={"r": 4, "target_modules": "all-linear", "init_lora_weights": False})
+    assert check(policy.model)
+    assert isinstance(FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of), FlatDecoder)
+    sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
+    with policy.model.disable_adapter():
+        bare = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+        assert_close(policy.logprobs(bare, temperature=1.0), bare.logprobs, rtol=0, atol=1e-4)
+    assert bare.texts != sampled.texts
+
+
+def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
+    adapter = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "use_dora": True}
+    policy = opened(checkpoints["llama"], adapter=adapter)
+    with pytest.raises(TypeError, match="more than a product"):
+        FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of)
+    sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_sixteen_bits_round_as_training_does(checkpoints, name):
+    policy = opened(checkpoints[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        sampled = policy.sample(PROMPTS, group_size=8, sampling=FREE, seed=1)
+        gap = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
+    exact = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
+    # Nearer to training in 16 bits than to float32, and near enough.
+    assert float(gap.mean()) < 0.01
+    assert float(gap.mean()) < float(exact.mean())
+
+
 def bloom(**options) -> HFPolicy:
     """A model with an attention of its own, which no name replaces."""
     torch.manual_seed(0)
@@ -244,19 +278,39 @@ def test_a_model_that_computes_otherwise_keeps_its_own_way_and_says_so_once(capl
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
 
 
-def test_rows_beyond_a_sliding_window_go_the_models_own_way(caplog):
+WINDOWED = {
+    "mistral": lambda sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=24)),
+    "qwen2, every other layer": lambda sizes: Qwen2ForCausalLM(
+        Qwen2Config(**sizes, sliding_window=24, use_sliding_window=True, max_window_layers=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_rows_beyond_a_sliding_window(kind, monkeypatch):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    policy = HFPolicy(
-        MistralForCausalLM(MistralConfig(**sizes, **ids, num_key_value_heads=2, sliding_window=24)),
-        tokenizer(chat=False),
-    )
+    policy = HFPolicy(WINDOWED[kind](sizes | ids | {"num_key_value_heads": 2}), tokenizer(chat=False))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(3.0)  # or attention would hardly matter
+    assert windows(policy.model) == ({0: 24, 1: 24} if kind == "mistral" else {1: 24})
     assert policy._shared_path(24) is not None
-    assert policy._shared_path(25) is None
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=replace(FREE, max_new_tokens=40), seed=1)
-    assert sampled.ids.shape[1] > 24
-    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
+    assert policy._shared_path(25) is None  # by which completions are scored
+    made, plain = [], HFPolicy.cache
+    monkeypatch.setattr(HFPolicy, "cache", lambda *given, **more: made.append(plain(*given, **more)) or made[-1])
+    sampling = replace(FREE, max_new_tokens=60)
+    sampled = policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=1)
+    assert isinstance(made[0], cache.SharedPromptCache)
+    assert int(sampled.mask.sum(-1).max()) > 40
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
+    monkeypatch.setattr(cache, "COPIED", 0)
+    assert policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=1).texts == sampled.texts
+    long = ["Corgis are small dogs. " * 5]
+    other = policy.sample(long, group_size=2, sampling=FREE, seed=1)
+    assert not isinstance(made[-1], cache.SharedPromptCache)  # the prompt alone is longer than the window
+    assert_close(policy.logprobs(other, temperature=1.0), other.logprobs, rtol=0, atol=1e-4)
 
 
 def test_dropout_in_attention_is_refused(checkpoints):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from grpo_lightning.sampler.draw import NotFinite
+from grpo_lightning.sampler.own.draw import NotFinite
 
 log = logging.getLogger(__name__)
 

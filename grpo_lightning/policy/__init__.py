@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.sampler.decode import Poll
+from grpo_lightning.sampler.own.decode import Poll
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import padded_microbatches, same_prompts
 

@@ -4,8 +4,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from grpo_lightning.sampler.own.linear import plain_weight
+
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+    from torch import Tensor
 
 
 def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
@@ -17,6 +20,25 @@ def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
 def base_of(model: Any) -> Any:
     """The model below the adapter, or the model itself where it has none."""
     return model.get_base_model() if is_adapted(model) else model
+
+
+def weight_of(layer: Any) -> "tuple[Tensor, Tensor | None]":
+    """The weight [out, in] and bias [out] of a linear layer, with the LoRA adapter on it, if there is one, merged.
+
+    Raises:
+        TypeError: The layer, or its adapter, computes something else.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or type(layer) is not peft.tuners.lora.Linear:
+        return plain_weight(layer)
+    weight, bias = plain_weight(layer.base_layer)
+    if layer.disable_adapters or layer.merged:
+        return weight, bias
+    if layer.lora_variant or any(getattr(part, "bias", None) is not None for part in layer.lora_B.values()):
+        raise TypeError("an adapter that is more than a product of two matrices")
+    for name in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(name).to(weight.dtype)
+    return weight, bias
 
 
 def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig", *, is_quantized: bool = False) -> Any:

@@ -17,9 +17,9 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
-from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, window
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
-from grpo_lightning.sampler.cache import Cache, PlainCache
+from grpo_lightning.sampler.own.cache import Cache, PlainCache
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import grouped
 from grpo_lightning.transformer.head import LossGradient
@@ -88,11 +88,28 @@ class HFPolicy(TextPolicy):
     def evaluation(self) -> AbstractContextManager[None]:
         return evaluation(self.model)
 
-    def cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, ranks: Ranks) -> Cache:
-        if path := self._shared_path(longest):
-            return path.cache(prompts, group_size, flat=self._use_flat_decoder, ranks=ranks)
-        ids, attention_mask = self._pad_left([list(prompt) for prompt in prompts])
-        return PlainCache(self.model, ids, attention_mask, group_size)
+    def cache(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        longest: int,
+        begun: Mapping[int, Sequence[int]],
+        ranks: Ranks,
+    ) -> Cache:
+        # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
+        read = max(len(prompts[row // group_size]) + len(ids) for row, ids in begun.items()) if begun else 0
+        if path := self._shared_path(ranks.most(max(read, *map(len, prompts)))):
+            return path.cache(
+                prompts,
+                group_size,
+                longest=longest,
+                begun=begun,
+                flat=self._use_flat_decoder,
+                windows={} if self._reaches(longest) else windows(self.model),
+                ranks=ranks,
+            )
+        return PlainCache(self.model, prompts, group_size, begun=begun, pad_id=self.pad_id)
 
     def logprobs_and_entropy(
         self,

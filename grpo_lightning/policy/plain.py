@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.tokenization import TextPolicy
-from grpo_lightning.sampler.cache import Cache, RecomputedCache
+from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
 
 
@@ -60,8 +60,16 @@ class PlainPolicy(TextPolicy):
     def evaluation(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, ranks: Ranks) -> Cache:
-        return RecomputedCache(self._logits, prompts, group_size, pad_id=self.pad_id, device=self.device)
+    def cache(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        longest: int,
+        begun: Mapping[int, Sequence[int]],
+        ranks: Ranks,
+    ) -> Cache:
+        return RecomputedCache(self._logits, prompts, group_size, begun=begun, pad_id=self.pad_id, device=self.device)
 
     def logprobs_and_entropy(
         self,

@@ -1,7 +1,7 @@
 """The path through a model on which a group's prompt is computed once, and a check that it computes the same."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.policy.adapted import base_of
-from grpo_lightning.sampler.cache import SharedPromptCache
-from grpo_lightning.sampler.decode import decode
-from grpo_lightning.sampler.draw import uniforms
-from grpo_lightning.sampler.flat_decoder import FlatDecoder, Packed
+from grpo_lightning.policy.adapted import base_of, weight_of
+from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
+from grpo_lightning.sampler.own.linear import copied
+from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.head import Head, LossGradient
 
@@ -60,39 +61,65 @@ class SharedPath:
 
     @torch.no_grad()
     def cache(
-        self, prompts: Sequence[Sequence[int]], group_size: int, *, flat: bool, ranks: Ranks = ALONE
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        longest: int,
+        begun: Mapping[int, Sequence[int]],
+        flat: bool,
+        windows: Mapping[int, int],
+        ranks: Ranks = ALONE,
     ) -> SharedPromptCache:
         """The model at the beginning of its completions, for `decode`.
 
         Args:
             prompts: The token ids of each prompt.
             group_size: Completions per prompt.
+            longest: Tokens that a prompt and its completion may have together.
+            begun: Completion -> the token ids that it has already.
             flat: Whether single tokens go through a `FlatDecoder`, where there can be one.
+            windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
             ranks: Processes that may have to make every forward pass together; if so, there is no `FlatDecoder`.
         """
-        head = self.head
-        flat_copy = flat_decoder(self.decoder) if flat and not ranks.lockstep else None
-        if flat_copy is None:
-            return SharedPromptCache(
-                self.decoder,
-                lambda h: head.logits(h, head.weight, head.bias, 1.0),
-                prompts,
-                group_size,
-                flat=None,
-                ranks=ranks,
-            )
-        packed = Packed(head.weight, head.bias)
+        head, device = self.head, self.decoder.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.decoder.dtype
+        flat_copy = flat_decoder(self.decoder, dtype) if flat and not ranks.lockstep else None
+
+        layer = None if flat_copy is None else copied(head.weight, head.bias, dtype)
+
+        def logits(hidden: Tensor) -> Tensor:
+            if layer is None:
+                return head.logits(hidden, head.weight, head.bias, 1.0)
+            return head.scaled(layer(hidden.to(dtype)).float(), 1.0)
+
         return SharedPromptCache(
-            self.decoder, lambda h: head.scaled(packed(h), 1.0), prompts, group_size, flat=flat_copy
+            self.decoder,
+            logits,
+            prompts,
+            group_size,
+            longest=longest,
+            begun=begun,
+            flat=flat_copy,
+            windows=windows,
+            is_static=is_static(self.decoder),
+            ranks=ranks,
         )
 
 
-def flat_decoder(decoder: Any) -> FlatDecoder | None:
-    """The decoder's copy for single tokens; None where the decoder does not allow one."""
-    if torch.is_autocast_enabled("cpu"):
-        return None
+def is_static(decoder: Any) -> bool:
+    """Whether a decoder makes the same operations whatever the tokens and their positions are."""
+    config = decoder.config.get_text_config()
+    # Experts are chosen by the tokens, and some rotary embeddings look how long the longest row is.
+    has_experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    rotary = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    return not has_experts and "dynamic" not in rotary and "longrope" not in rotary
+
+
+def flat_decoder(decoder: Any, dtype: torch.dtype) -> FlatDecoder | None:
+    """The decoder's copy for single tokens, which computes in ``dtype``; None where the decoder does not allow one."""
     try:
-        return FlatDecoder(decoder)
+        return FlatDecoder(decoder, dtype, weight_of)
     except (TypeError, AttributeError) as error:
         log.debug("no flat decoder: %s", error)
         return None
@@ -103,6 +130,13 @@ def window(model: Any) -> int | None:
     config = model.config.get_text_config()
     size = getattr(config, "sliding_window", None)
     return int(size) if size and getattr(config, "use_sliding_window", True) is not False else None
+
+
+def windows(model: Any) -> dict[int, int]:
+    """How many tokens back the attention of each layer reaches, by layer; those that reach all the way are left out."""
+    config, size = model.config.get_text_config(), window(model)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return {} if size is None else {n: size for n, kind in enumerate(kinds) if kind == "sliding_attention"}
 
 
 @torch.no_grad()
@@ -134,18 +168,18 @@ def check(model: Any) -> bool:
     prompts = [ids[0, :4].tolist(), ids[3, 2:4].tolist()]
     for flat in (True, False):
         try:
-            completions, mask, *sampled_values, _ = decode(
-                path.cache(prompts, 2, flat=flat),
+            drawn = decode(
+                path.cache(prompts, 2, longest=7, begun={}, flat=flat, windows={}),
                 uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
                 sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
                 end_ids=[],
                 pad_id=0,
-                stops=None,
             )
             chosen = torch.tensor([0, 0, 3, 3], device=device)
-            tokens = torch.cat([rows.ids[chosen, :4], completions], 1)
-            sampled = _rows(tokens, torch.cat([rows.attention_mask[chosen, :4], mask], 1), mask)
-            _compare(model, logprobs.separate(model, sampled, temperature=1.0, entropy=True), sampled_values)
+            tokens = torch.cat([rows.ids[chosen, :4], drawn.ids], 1)
+            sampled = _rows(tokens, torch.cat([rows.attention_mask[chosen, :4], drawn.mask], 1), drawn.mask)
+            own = logprobs.separate(model, sampled, temperature=1.0, entropy=True)
+            _compare(model, own, (drawn.logprobs, drawn.entropies))
         except Exception as error:
             if not flat:
                 raise CannotShare(f"{type(error).__name__}: {error}") from error

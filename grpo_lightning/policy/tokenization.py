@@ -13,9 +13,9 @@ from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Policy
 from grpo_lightning.policy.loading import check_ids
-from grpo_lightning.sampler.cache import Cache
-from grpo_lightning.sampler.decode import OnRowsFinished, Poll, StopTest, decode
-from grpo_lightning.sampler.draw import uniforms
+from grpo_lightning.sampler.own.cache import Cache
+from grpo_lightning.sampler.own.decode import OnRowsFinished, Poll, decode
+from grpo_lightning.sampler.own.draw import uniforms
 
 
 class TextPolicy(Policy):
@@ -63,13 +63,22 @@ class TextPolicy(Policy):
         """Where the weights are."""
 
     @abstractmethod
-    def cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, ranks: Ranks) -> Cache:
+    def cache(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        longest: int,
+        begun: Mapping[int, Sequence[int]],
+        ranks: Ranks,
+    ) -> Cache:
         """The model at the beginning of ``group_size`` completions of every prompt.
 
         Args:
             prompts: Token ids of each.
             group_size: Completions of each.
             longest: Tokens that a prompt and its completion may have together.
+            begun: Completion -> the token ids that it has already.
             ranks: Processes that may have to make every forward pass together.
         """
 
@@ -122,28 +131,28 @@ class TextPolicy(Policy):
         ids, attention_mask = self._pad_left(tokens)
         longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
         self._check_context(longest, "rollout.max_new_tokens")
-        cache = self.cache(tokens, group_size, longest=longest, ranks=ranks)
+        cache = self.cache(tokens, group_size, longest=longest, begun={}, ranks=ranks)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         with self.evaluation():
-            completions, mask, logprobs, entropy, finished = decode(
+            drawn = decode(
                 cache,
                 uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
                 sampling=sampling,
                 end_ids=self.end_ids,
                 pad_id=self.pad_id,
-                stops=stop_test(self.tokenizer, sampling.stop),
+                stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
                 poll=poll,
                 on_finished=reporter(self.tokenizer, on_finished),
                 ranks=ranks,
             )
         return Sampled(
-            ids=torch.cat([ids.repeat_interleave(group_size, 0), completions], 1),  # [P, S] -> [B, S] -> [B, S + T]
-            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), mask], 1),
-            mask=mask,
-            logprobs=logprobs,
-            entropy=entropy,
-            texts=decoded(self.tokenizer, completions, mask),
-            finished=tuple(finished.tolist()),
+            ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]
+            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.mask], 1),
+            mask=drawn.mask,
+            logprobs=drawn.logprobs,
+            entropy=drawn.entropies,
+            texts=decoded(self.tokenizer, drawn.ids, drawn.mask),
+            finished=tuple(drawn.finished.tolist()),
         )
 
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
@@ -216,15 +225,30 @@ def reporter(tokenizer: Any, on_finished: OnFinished | None) -> OnRowsFinished |
     return report
 
 
-def stop_test(tokenizer: Any, stop: tuple[str, ...]) -> StopTest | None:
-    """Which completions contain one of the texts in ``stop``, in the last of their tokens."""
-    if not stop:
-        return None
-    # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
-    tail = max(len(text.encode()) for text in stop) + 1
+class StopStrings:
+    """Which completions contain a stop string in the last of their tokens.
 
-    def ends(completions: Tensor) -> Tensor:
-        texts = tokenizer.batch_decode(completions[:, -tail:], clean_up_tokenization_spaces=False)
-        return torch.tensor([any(s in text for s in stop) for text in texts], device=completions.device)
+    Args:
+        tokenizer: Decodes the tokens.
+        stop: The texts that end a completion, at least one.
+    """
 
-    return ends
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
+        self.tail = max(len(text.encode()) for text in stop) + 1
+
+    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
+        kept = [0] * len(ends)
+        # All new tokens of a completion together first, and one by one only where a stop string is among them.
+        for row, has_stop in enumerate(self._have(ends)):
+            if has_stop:
+                end, new = ends[row], news[row]
+                places = range(len(end) - new + 1, len(end) + 1)
+                each = self._have([end[max(0, place - self.tail) : place] for place in places])
+                kept[row] = next((number for number, found in enumerate(each, 1) if found), 0)
+        return kept
+
+    def _have(self, tokens: Sequence[Sequence[int]]) -> list[bool]:
+        texts = self._tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
+        return [any(text in decoded for text in self._stop) for decoded in texts]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.sampler.decode import Poll
+from grpo_lightning.sampler.own.decode import Poll
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ Shapes: b rows in the batch now, p prompts that they belong to, m rows of the la
 heads, R = Hq / Hkv query heads that read one key head, D the size of a head; S tokens of the longest prompt.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,24 +14,40 @@ class Grouping:
     """Which rows belong to one prompt, and where they stand once every group is padded to the largest one.
 
     Args:
-        group_of: [b] the number of each row's prompt, rising from 0 without gaps.
+        group_of: [b] the number of each row's prompt, from 0 to p - 1; a prompt may have no row.
+        groups: Prompts, p.
+        members: Rows to which every group is padded; None: those of the largest one.
+        device: Where the rows are.
     """
 
-    def __init__(self, group_of: Tensor) -> None:
+    def __init__(self, group_of: Sequence[int], groups: int, *, members: int | None, device: torch.device) -> None:
+        rows_of: list[list[int]] = [[] for _ in range(groups)]
+        for row, group in enumerate(group_of):
+            rows_of[group].append(row)
+        largest = members or max(map(len, rows_of))
+        # A smaller group repeats a row of its own, an empty one any row.
+        slots = [row for rows in rows_of for row in rows + (rows[-1:] or [0]) * (largest - len(rows))]
+        places = [0] * len(group_of)
+        for group, rows in enumerate(rows_of):
+            for member, row in enumerate(rows):
+                places[row] = group * largest + member
         self._slots: Tensor | None = None
-        """[p * m] the row in every place; a smaller group repeats its last row. None where all are as large."""
+        """[p * m] the row in every place; None where every row is in the place of its number."""
         self._places: Tensor | None = None
         """[b] the place of every row."""
-        sizes = group_of.bincount()
-        largest = int(sizes.max())
-        if len(sizes) * largest == len(group_of):
-            return
-        starts = sizes.cumsum(0) - sizes
-        members = torch.arange(largest, device=group_of.device)
-        # [p, 1] with [m] -> [p, m] -> [p * m]
-        self._slots = (starts.unsqueeze(-1) + members.minimum(sizes.unsqueeze(-1) - 1)).flatten()
-        within = torch.arange(len(group_of), device=group_of.device) - starts[group_of]
-        self._places = group_of * largest + within
+        if members is not None or slots != list(range(len(group_of))):
+            self._slots, self._places = (torch.tensor(numbers, device=device) for numbers in (slots, places))
+
+    def become(self, other: "Grouping") -> bool:
+        """Take over another one's places without moving in memory, if it is of the same size; else return False."""
+        mine, its = (self._slots, self._places), (other._slots, other._places)
+        for one, new in zip(mine, its, strict=True):
+            if one is None or new is None or one.shape != new.shape:
+                return False
+        for one, new in zip(mine, its, strict=True):
+            if one is not None and new is not None:
+                one.copy_(new)
+        return True
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
@@ -79,7 +97,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         results: tuple[Tensor, Tensor] = flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         return results
-    # Written out: for a single token of each row the attention scores are few.
+    return written_out(query, key, value, bias, scale)
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """What `attend` computes, as matrix products: for a single token of each row the attention scores are few."""
     scores = (query @ key.transpose(2, 3)).float() * scale  # [n, Hkv, L, D] [n, Hkv, D, S] -> [n, Hkv, L, S]
     if bias is not None:
         scores = scores + bias

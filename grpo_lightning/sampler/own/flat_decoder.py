@@ -1,9 +1,10 @@
-"""A decoder of the Llama family written out for one token at a time, on a CPU in float32.
+"""A decoder of the Llama family written out for one token at a time.
 
 A step of sampling multiplies each weight with a few numbers only, so that it is limited by how often weights are read
-and operators called, not by arithmetic. Weights are copied into the layout of oneDNN's small products, those that read
-the same input side by side and with the norm before them folded in; the residual sum is part of the product before it.
-The copy lives as long as a rollout is being made.
+and operators called, not by arithmetic. Weights are copied in the dtype of the products, an adapter merged into them,
+and those that read the same input side by side; in float32 the norm before them is folded in and the residual sum is
+part of the product before it. In 16 bits everything is rounded where training under autocast rounds it. The copy lives
+as long as a rollout is being made.
 
 Shapes: b rows in the batch now; Hq query heads, Hkv key heads, D the size of a head, H that of a hidden state.
 """
@@ -15,50 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.sampler.own.linear import Linear, copied, plain_weight
 from grpo_lightning.transformer.attention import Attention
+from grpo_lightning.transformer.head import dot
 
 _PARTS = {
     *("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"),
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
     *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")),
 }
-_BATCH = 32
-"""Rows for which oneDNN chooses the layout; any other number is allowed."""
-
-
-class Packed:
-    """A linear layer as oneDNN reads it.
-
-    Args:
-        weight: [out, in]
-        bias: [out] or None.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The layer applied: [b, in] -> [b, out]."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The layer applied and ``other`` [b, out] added: [b, in] -> [b, out]."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
-        return y
+_PROJECTIONS = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+_PROJECTIONS += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+WeightOf = Callable[[Any], tuple[Tensor, Tensor | None]]
+"""A layer -> its weight [out, in] and bias [out]; raises TypeError where it is not linear."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    qkv: Packed
+    qkv: Linear
     head_norm: tuple[Tensor, float] | None
     """What multiplies every query and key head after its norm, [Hq + Hkv, D], and the norm's epsilon."""
-    out: Packed
-    gate_up: Packed
-    down: Packed
+    out: Linear
+    gate_up: Linear
+    down: Linear
     activation: Callable[[Tensor], Tensor]
     epsilons: tuple[float, float]
+    scales: tuple[Tensor, Tensor] | None
+    """What multiplies the outputs of the two norms, [H] each; None where the weights behind them have it."""
 
 
 class FlatDecoder:
@@ -66,19 +50,19 @@ class FlatDecoder:
 
     Args:
         decoder: The model without its head.
+        dtype: Of the products.
+        weight_of: Gives the weights of its linear layers.
 
     Raises:
-        TypeError: The decoder is not built so, or not in float32 on a CPU. Whether a decoder that is built so also
-            computes so is for a trial to show.
+        TypeError: The decoder is not built so. Whether a decoder that is built so also computes so is for a trial to
+            show.
+        AttributeError: It lacks a part.
     """
 
-    def __init__(self, decoder: Any) -> None:
-        if decoder.device.type != "cpu" or decoder.dtype != torch.float32:
-            raise TypeError("float32 weights on a CPU only")
-        if not torch.backends.mkldnn.is_available():
-            raise TypeError("this build of torch lacks oneDNN")
+    def __init__(self, decoder: Any, dtype: torch.dtype, weight_of: WeightOf = plain_weight) -> None:
+        self._dtype = dtype
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
@@ -94,74 +78,80 @@ class FlatDecoder:
         rows, roped = len(x), self._query_heads + self._key_heads
         for number, layer in enumerate(self._layers):
             # [b, (Hq + 2 Hkv) * D] -> [b, Hq + 2 Hkv, D]
-            qkv = layer.qkv(_normalized(x, layer.epsilons[0])).view(rows, -1, self._width)
+            qkv = layer.qkv(self._normalized(x, layer, 0)).view(rows, -1, self._width)
             qk = qkv[:, :roped]  # [b, Hq + Hkv, D]
             if layer.head_norm is not None:
-                qk = _normalized(qk, layer.head_norm[1]) * layer.head_norm[0]
+                qk = _normalized(qk.float(), layer.head_norm[1]).to(qk.dtype) * layer.head_norm[0]
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).unsqueeze(2)  # [b, Hq + Hkv, 1, D]
             mixed = attention.attend(
                 number, qk[:, : self._query_heads], qk[:, self._query_heads :], qkv[:, roped:].unsqueeze(2), self._scale
             )
             x = layer.out.plus(mixed.reshape(rows, -1), x)  # [b, 1, Hq, D] -> [b, Hq * D], and from there [b, H]
-            h = _normalized(x, layer.epsilons[1])
-            gate, up = layer.gate_up(h).chunk(2, -1)
+            gate, up = layer.gate_up(self._normalized(x, layer, 1)).chunk(2, -1)
             x = layer.down.plus(layer.activation(gate) * up, x)
         hidden: Tensor = self._norm(x)
         return hidden
 
+    def _normalized(self, x: Tensor, layer: _Layer, number: int) -> Tensor:
+        """The input [b, H] of what follows one of the two norms of a layer."""
+        y = _normalized(x.float(), layer.epsilons[number])
+        return y if layer.scales is None else (y * layer.scales[number]).to(self._dtype)
+
 
 def _normalized(x: Tensor, epsilon: float) -> Tensor:
-    """``x`` divided by the root of its mean square over the last dimension."""
+    """``x``, in float32, divided by the root of its mean square over the last dimension."""
     # Three operations on few numbers: in place of torch's rms_norm they made a step of sampling 5 % shorter.
-    squares: Tensor = torch.linalg.vecdot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
+    squares: Tensor = dot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
     return x * squares.rsqrt_().unsqueeze(-1)
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
     """The weights of a decoder layer that is built like Llama's.
 
     Raises:
         TypeError: It has other parts or weights.
         AttributeError: It lacks some.
     """
-    parts = dict(layer.named_modules())
+    # What lies inside a projection, such as an adapter, is for ``weight_of`` to judge.
+    inside = tuple(f"{name}." for name in _PROJECTIONS)
+    parts = {name: part for name, part in layer.named_modules() if not name.startswith(inside)}
     # Whatever else a layer has may take part in the computation, so it is not ignored.
     if unknown := parts.keys() - _PARTS - {""}:
         raise TypeError(f"{type(layer).__name__} has the parts {sorted(unknown)}")
-    if extra := {name for name, _ in layer.named_parameters() if not name.endswith(("weight", "bias"))}:
+    names = [name for name, _ in layer.named_parameters() if not name.startswith(inside)]
+    if extra := {name for name in names if not name.endswith(("weight", "bias"))}:
         raise TypeError(f"{type(layer).__name__} has the weights {sorted(extra)}")
     attention, mlp = layer.self_attn, layer.mlp
-    linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    # Exactly this type: an adapter or a quantized layer inherits from it and computes something else.
-    if not all(type(part) is nn.Linear for part in linear):
-        raise TypeError("a projection is not a plain linear layer")
-    before, between = _scale(layer.input_layernorm), _scale(layer.post_attention_layernorm)
+    linear = [weight_of(layer.get_submodule(name)) for name in _PROJECTIONS]
+    scales = _scale(layer.input_layernorm), _scale(layer.post_attention_layernorm)
+    folded = scales if dtype == torch.float32 else (None, None)
     head_norm = None
     if "self_attn.q_norm" in parts:
         repeats = [part.out_features // attention.head_dim for part in (attention.q_proj, attention.k_proj)]
-        scales = [  # [D] -> [Hq, D] and [Hkv, D]
+        head_scales = [  # [D] -> [Hq, D] and [Hkv, D]
             _scale(norm).expand(n, -1) for norm, n in zip((attention.q_norm, attention.k_norm), repeats, strict=True)
         ]
-        head_norm = torch.cat(scales), _epsilon(attention.q_norm)
+        head_norm = torch.cat(head_scales), _epsilon(attention.q_norm)
     return _Layer(
-        qkv=_together(linear[:3], before),
+        qkv=_together(linear[:3], folded[0], dtype),
         head_norm=head_norm,
-        out=Packed(attention.o_proj.weight, attention.o_proj.bias),
-        gate_up=_together(linear[4:6], between),
-        down=Packed(mlp.down_proj.weight, mlp.down_proj.bias),
+        out=copied(*linear[3], dtype),
+        gate_up=_together(linear[4:6], folded[1], dtype),
+        down=copied(*linear[6], dtype),
         activation=torch.nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
         epsilons=(_epsilon(layer.input_layernorm), _epsilon(layer.post_attention_layernorm)),
+        scales=None if dtype == torch.float32 else scales,
     )
 
 
-def _together(layers: list[Any], scale: Tensor) -> Packed:
-    """Linear layers side by side as one, behind a norm that multiplies by ``scale``."""
+def _together(layers: list[tuple[Tensor, Tensor | None]], scale: Tensor | None, dtype: torch.dtype) -> Linear:
+    """Linear layers side by side as one, behind a norm that multiplies by ``scale``, if by anything."""
     # One product in place of two or three: with so few rows a step is also limited by the number of its operations.
-    biases = [layer.bias for layer in layers]
-    return Packed(
-        torch.cat([layer.weight for layer in layers]) * scale, None if biases[0] is None else torch.cat(biases)
-    )
+    weight = torch.cat([weight for weight, _ in layers])
+    biases = [bias for _, bias in layers if bias is not None]
+    if biases and len(biases) < len(layers):
+        raise TypeError("some of the projections have a bias and some have none")
+    return copied(weight if scale is None else weight * scale, torch.cat(biases) if biases else None, dtype)
 
 
 def _epsilon(norm: Any) -> float:
@@ -172,8 +162,8 @@ def _epsilon(norm: Any) -> float:
 
 
 def _scale(norm: Any) -> Tensor:
-    """What a norm multiplies by: its output for a constant, which normalization leaves as it is."""
+    """What a norm multiplies by, in float32: its output for a constant, which normalization leaves as it is."""
     # Asked of the norm rather than read from its weight, to which Gemma's adds 1.
     ones: Tensor = torch.ones_like(norm.weight)
     scale: Tensor = norm(ones) * (1.0 + _epsilon(norm)) ** 0.5
-    return scale
+    return scale.float()

@@ -1,0 +1,179 @@
+"""Models in the middle of their completions, as `decode` drives them, and those that work with any model.
+
+Shapes: P prompts, G completions per prompt, B = P * G of them, numbered by prompt; b of them are held now, in slots 0
+to b - 1; S tokens of the longest prompt, T of the completions so far; V the size of the vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+
+class Cache(Protocol):
+    """A model in the middle of some completions. All but ``step`` may wait for results and move tensors."""
+
+    refills: bool
+    """Whether an ended completion can be replaced while others go on."""
+    is_static: bool
+    """Whether ``step`` makes the same operations, on tensors in the same places, as long as ``version`` is the same."""
+    version: int
+    """Another number whenever ``step`` would use other tensors or shapes than it did."""
+
+    def open(self, rows: Sequence[int]) -> Tensor:
+        """Hold these completions [b] and no others; returns the logits [b, V] of their next tokens."""
+        ...
+
+    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Hold completions [n] in the place of others; returns the logits [n, V] of their next tokens."""
+        ...
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens of each; they are then appended by as many calls of ``step``."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token [b] to every completion; returns the logits [b, V] of the next one."""
+        ...
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Drop all completions but those in these slots, given in rising order, which become slots 0, 1, ..."""
+        ...
+
+
+class PlainCache:
+    """The model's own cache, in which every completion holds its prompt; it works with any causal language model.
+
+    Args:
+        model: A transformers causal language model.
+        prompts: [P] the token ids of each prompt.
+        group_size: Completions per prompt, G.
+        begun: Completion -> the token ids that it has already.
+        pad_id: The token id that stands before shorter prompts.
+    """
+
+    refills = is_static = False
+    version = 0
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        begun: Mapping[int, Sequence[int]],
+        pad_id: int,
+    ) -> None:
+        self._model, self._prompts, self._group_size = model, prompts, group_size
+        self._begun, self._pad_id = begun, pad_id
+
+    def open(self, rows: Sequence[int]) -> Tensor:
+        # Each prompt once, and completions that go on each by itself.
+        keys = [(row // self._group_size, row if row in self._begun else None) for row in rows]
+        distinct = list(dict.fromkeys(keys))
+        texts = [[*self._prompts[prompt], *self._begun.get(-1 if row is None else row, ())] for prompt, row in distinct]
+        width, device = max(map(len, texts)), self._model.device
+        ids = torch.tensor([[self._pad_id] * (width - len(text)) + list(text) for text in texts], device=device)
+        lengths = torch.tensor([[len(text)] for text in texts], device=device)
+        seen = (torch.arange(width, device=device) >= width - lengths).long()  # [P, S]
+        self._cache = DynamicCache(config=self._model.config)
+        # Padding before the first real token would have the position -1; it is masked, so any position will do.
+        output = self._model(
+            input_ids=ids,
+            attention_mask=seen,
+            position_ids=(seen.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        of_row = torch.tensor([distinct.index(key) for key in keys], device=device)
+        self._cache.batch_select_indices(of_row)
+        self._seen = seen[of_row]  # [P, S] -> [b, S]
+        logits: Tensor = output.logits[:, -1][of_row]  # [P, V] -> [b, V]
+        return logits
+
+    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing: the model's cache grows by itself."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        position = self._seen.sum(-1, keepdim=True)  # [b, 1]
+        self._seen = torch.cat([self._seen, self._seen.new_ones(len(tokens), 1)], 1)  # [b, S + T] -> [b, S + T + 1]
+        logits: Tensor = self._model(
+            input_ids=tokens.unsqueeze(-1),  # [b] -> [b, 1]
+            attention_mask=self._seen,
+            position_ids=position,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        return logits
+
+    def keep(self, slots: Sequence[int]) -> None:
+        chosen = torch.tensor(slots, device=self._seen.device)
+        self._cache.batch_select_indices(chosen)
+        self._seen = self._seen[chosen]
+
+
+class RecomputedCache:
+    """No cache at all: every step computes all tokens so far again; it works with anything that gives logits.
+
+    Args:
+        logits: Token ids [b, S + T] -> logits [b, S + T, V] of a causal model.
+        prompts: [P] the token ids of each prompt.
+        group_size: Completions per prompt, G.
+        begun: Completion -> the token ids that it has already.
+        pad_id: The token id that stands behind shorter rows.
+        device: The device of the model.
+    """
+
+    refills = is_static = False
+    version = 0
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        begun: Mapping[int, Sequence[int]],
+        pad_id: int,
+        device: torch.device,
+    ) -> None:
+        self._logits, self._prompts, self._group_size = logits, prompts, group_size
+        self._begun, self._pad_id, self._device = begun, pad_id, device
+
+    def open(self, rows: Sequence[int]) -> Tensor:
+        texts = [[*self._prompts[row // self._group_size], *self._begun.get(row, ())] for row in rows]
+        width = max(map(len, texts))
+        self._ids = torch.tensor(
+            [list(text) + [self._pad_id] * (width - len(text)) for text in texts], device=self._device
+        )
+        self._lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        return self._next()
+
+    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def reserve(self, tokens: int) -> None:
+        """Widen the rows."""
+        missing = int(self._lengths.max()) + tokens - self._ids.shape[1]
+        if missing > 0:
+            self._ids = torch.nn.functional.pad(self._ids, (0, missing), value=self._pad_id)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._ids[torch.arange(len(tokens), device=tokens.device), self._lengths] = tokens
+        self._lengths = self._lengths + 1
+        return self._next()
+
+    def keep(self, slots: Sequence[int]) -> None:
+        chosen = torch.tensor(slots, device=self._device)
+        self._ids, self._lengths = self._ids[chosen], self._lengths[chosen]
+
+    def _next(self) -> Tensor:
+        logits = self._logits(self._ids)  # [b, S + T, V]
+        # Rows end at different places, since they are padded on the right: [b, S + T, V] -> [b, V].
+        return logits[torch.arange(len(logits), device=logits.device), self._lengths - 1]

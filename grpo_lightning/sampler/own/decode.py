@@ -1,0 +1,140 @@
+"""Sampling: tokens from a causal language model, with the log-probability of each as it was drawn.
+
+Shapes: N completions in all, T tokens of the longest; b of them are drawn at a time, n of which have just ended.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.sampler.own.cache import Cache
+from grpo_lightning.sampler.own.replay import Replay
+from grpo_lightning.sampler.own.slots import Begun, Slots, StopTest
+
+Poll = Callable[[], None]
+"""Called between generated tokens; may raise to abandon the sampling."""
+OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
+"""(completions that just ended, their ids [n, t], mask [n, t])"""
+Enough = Callable[[Sequence[bool]], bool]
+"""(which completions [N] have ended of themselves) -> whether the others need not be gone on with."""
+
+COMPACT = 0.75
+"""Ended completions are dropped once at most this fraction of those held is still running and none waits.
+
+Dropping copies the keys and values of all that remain, so it is not done for each one that ends.
+"""
+COMPACT_GPU = 0.5
+"""The same on a GPU, where every size has to be recorded."""
+LOOK_EVERY = 16
+"""Tokens between two looks at the results where looking means waiting for a GPU."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was drawn."""
+
+    ids: Tensor
+    """[N, T]"""
+    mask: Tensor
+    """[N, T]"""
+    logprobs: Tensor
+    """[N, T] in nats, 0 where masked."""
+    entropies: Tensor
+    """[N, T] in nats, 0 where masked."""
+    finished: Tensor
+    """[N] (bool) whether a completion ended of itself."""
+
+
+@torch.no_grad()
+def decode(
+    cache: Cache,
+    uniforms: Tensor,
+    *,
+    sampling: Sampling,
+    end_ids: Sequence[int],
+    pad_id: int,
+    stops: StopTest | None = None,
+    poll: Poll | None = None,
+    on_finished: OnRowsFinished | None = None,
+    ranks: Ranks = ALONE,
+    at_once: int | None = None,
+    look_every: int | None = None,
+    begun: Mapping[int, Begun] | None = None,
+    enough: Enough | None = None,
+) -> Decoded:
+    """Draw the completions of a cache.
+
+    What is drawn depends on nothing but the weights and the random numbers: not on which completions are held at a
+    time, nor on when it is looked at the results.
+
+    Args:
+        cache: The model, with its prompts.
+        uniforms: [N, max_new_tokens] the random numbers that decide the tokens.
+        sampling: How tokens are drawn.
+        end_ids: The token ids that end a completion; the first of them still belongs to it.
+        pad_id: The token id that fills ended completions.
+        stops: Which completions end for another reason; None: no other reason.
+        poll: Called before every look; what it raises is passed on.
+        on_finished: Called with the completions that have just ended.
+        ranks: The processes that may have to make every forward pass together.
+        at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
+        look_every: Tokens between two looks; None: 1 on a CPU, else `LOOK_EVERY`.
+        begun: Completion -> what an earlier rollout has drawn of it.
+        enough: Says after each look whether the completions that have not ended may be left as they are.
+
+    Raises:
+        FloatingPointError: The logits are not finite.
+    """
+    begun = begun or {}
+    slots = Slots(cache, uniforms, sampling=sampling, end_ids=end_ids, begun=begun)
+    on_cpu = uniforms.device.type == "cpu"
+    look_every = look_every or (1 if on_cpu else LOOK_EVERY)
+    # What each holds grows by itself where it does not refill: then those that have ended must not go on.
+    compact = 1.0 if begun and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
+    replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
+    waiting = list(range(len(uniforms)))[::-1]  # the next one last
+    at_once = min(at_once or len(waiting), len(waiting))
+    slots.open([waiting.pop() for _ in range(at_once)])
+    while True:
+        over = slots.look(stops)
+        if on_finished and (told := [row for row in over if slots.finished[row]]):
+            on_finished(told, *slots.drawn(told))
+        if enough and over and enough(slots.finished):
+            break
+        running = slots.running
+        if not ranks.anyone(bool(running or waiting)):
+            break
+        if poll and ranks.lockstep:
+            # If one process leaves, the others would wait in the next forward pass for ever.
+            ranks.together(poll)
+        elif poll:
+            poll()
+        if waiting and (free := slots.free) and (cache.refills or not running):
+            size = min(len(free) if cache.refills else at_once, len(waiting))
+            rows = [waiting.pop() for _ in range(size)]
+            if cache.refills:
+                slots.fill(free[:size], rows)
+            else:
+                slots.open(rows)
+            if not ranks.lockstep:
+                continue  # some may be over with their first token
+        elif len(running) < len(slots.held) and len(running) <= compact * len(slots.held) and len(slots.held) > 1:
+            # With none left, one goes on, to take part in the forward passes of the other processes.
+            slots.keep(running or [0])
+        least = min((slots.lengths[row] for row in slots.held if row is not None), default=0)
+        tokens = look_every if ranks.lockstep else min(look_every, sampling.max_new_tokens - least)
+        cache.reserve(tokens)
+        replay(tokens, cache.version)
+    ids, mask = slots.drawn(range(len(uniforms)))
+    length = mask.shape[1]
+    return Decoded(
+        ids=ids.where(mask, pad_id),
+        mask=mask,
+        logprobs=slots.logprobs[:, :length].where(mask, 0.0),
+        entropies=slots.entropies[:, :length].where(mask, 0.0),
+        finished=torch.tensor(slots.finished, device=uniforms.device),
+    )

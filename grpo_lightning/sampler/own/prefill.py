@@ -1,0 +1,122 @@
+"""Reading prompts before the first token of their completions is drawn, as streams without padding.
+
+Shapes: P prompts, p of them in a stream of N tokens; S tokens of the longest prompt; n tokens of a completion that has
+been begun; Hkv key heads, D the size of a head; H that of a hidden state.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.distributed.ranks import Ranks
+from grpo_lightning.sampler.own.buffers import Pair
+from grpo_lightning.transformer.attention import Stream, forward
+
+
+@dataclass
+class Read:
+    """What a decoder made of some prompts, and of completions that an earlier rollout has begun."""
+
+    lengths: list[int]
+    """[P] tokens of every prompt."""
+    hidden: Tensor
+    """[P, H] at every prompt's last token."""
+    keys: dict[int, Pair]
+    """Layer -> keys and values [P, Hkv, S, D]; behind a shorter prompt they mean nothing."""
+    begun: dict[int, tuple[Tensor, dict[int, Pair]]] = field(default_factory=dict)
+    """Completion -> its last hidden state [H], and layer -> its keys and values [Hkv, n, D]."""
+
+
+class _Reading:
+    """A stream of prompts whose keys and values [N, Hkv, D] are kept, by layer."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.kept: dict[int, Pair] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        # [1, Hkv, N, D] -> [N, Hkv, D]
+        self.kept[layer] = key[0].transpose(0, 1).to(value.dtype), value[0].transpose(0, 1)
+        return self.stream.attend(layer, query, key, value, scale)
+
+
+def read_prompts(
+    decoder: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    begun: Mapping[int, Sequence[int]],
+    group_size: int,
+    tokens: int,
+    ranks: Ranks,
+) -> Read:
+    """What a decoder makes of some prompts.
+
+    Args:
+        decoder: The model without its head.
+        prompts: [P] the token ids of each prompt.
+        begun: Completion -> the token ids that it has already; completion ``i`` belongs to prompt ``i // group_size``.
+        group_size: Completions per prompt.
+        tokens: The most tokens in one forward pass; a group that is longer goes alone.
+        ranks: The processes that may have to make every forward pass together.
+    """
+    device = decoder.device
+    longest = max(map(len, prompts))
+    own: list[list[int]] = [[] for _ in prompts]  # the completions of each prompt that have been begun
+    for row in sorted(begun):
+        own[row // group_size].append(row)
+    sizes = [len(prompt) + sum(len(begun[row]) for row in rows) for prompt, rows in zip(prompts, own, strict=True)]
+    hidden, keys = [], []
+    read = Read([len(prompt) for prompt in prompts], torch.empty(0), {})
+    chunks = _chunks(sizes, tokens)
+    # Another process may have more to read, and every forward pass of sharded weights takes all processes.
+    idle = ranks.most(len(chunks)) - len(chunks)
+    for number, chunk in enumerate([chunks[0]] * idle + chunks):
+        groups = tuple((len(prompts[i]), tuple(len(begun[row]) for row in own[i])) for i in chunk)
+        reading = _Reading(Stream(groups, device))
+        pieces = [piece for i in chunk for piece in (prompts[i], *(begun[row] for row in own[i]))]
+        ids = torch.tensor([token for piece in pieces for token in piece], device=device)
+        states = forward(decoder, ids[None], reading.stream.positions, reading)[0]  # [1, N, H] -> [N, H]
+        if number < idle:
+            continue
+        spans = reading.stream.spans
+        starts = torch.tensor([[start] for start, _, _ in spans], device=device)
+        # [p, 1] with [S] -> [p, S]; behind a shorter prompt stand its neighbour's keys, which nobody asks for.
+        places = (starts + torch.arange(longest, device=device)).clamp(max=len(ids) - 1)
+        hidden.append(states[torch.tensor([middle - 1 for _, middle, _ in spans], device=device)])
+        keys.append({layer: _by_head(pair, places) for layer, pair in reading.kept.items()})
+        for (_, place, _), i in zip(spans, chunk, strict=True):
+            for row in own[i]:
+                end = place + len(begun[row])
+                pairs = {
+                    layer: (k[place:end].transpose(0, 1), v[place:end].transpose(0, 1))
+                    for layer, (k, v) in reading.kept.items()
+                }
+                read.begun[row] = states[end - 1], pairs
+                place = end
+    read.hidden = torch.cat(hidden)
+    for layer in keys[0]:
+        read.keys[layer] = torch.cat([part[layer][0] for part in keys]), torch.cat([part[layer][1] for part in keys])
+    return read
+
+
+def _by_head(pair: Pair, places: Tensor) -> Pair:
+    """Keys and values [p, Hkv, S, D] at [p, S] places of a stream."""
+    # [N, Hkv, D] -> [p, S, Hkv, D] -> [p, Hkv, S, D]
+    key, value = (tensor[places].transpose(1, 2).contiguous() for tensor in pair)
+    return key, value
+
+
+def _chunks(sizes: Sequence[int], tokens: int) -> list[list[int]]:
+    """The numbers of things of these sizes in their order, as many together as stay within a budget of tokens."""
+    chunks: list[list[int]] = []
+    room = 0
+    for number, size in enumerate(sizes):
+        if not chunks or size > room:
+            chunks.append([])
+            room = tokens
+        chunks[-1].append(number)
+        room -= size
+    return chunks

@@ -1,0 +1,300 @@
+"""A decoder in the middle of its completions, with keys and values of long prompts once per group.
+
+Between two calls of anything but ``step`` every tensor that a step reads or writes keeps its shape and its place in
+memory, and no operation of it depends on a value: many steps can be queued on a GPU, or recorded and replayed.
+
+Shapes: P prompts, G completions per prompt, B = P * G of them; b of them are held now, in slots; p prompts that they
+belong to; S tokens of the longest prompt; C tokens that a step looks at; Hq query heads, Hkv key heads, R = Hq / Hkv
+query heads that read one key head, D the size of a head; H that of a hidden state, V that of the vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.sampler.own.buffers import Buffers, Pair
+from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
+from grpo_lightning.sampler.own.prefill import Read, read_prompts
+from grpo_lightning.sampler.own.prompt_attention import Grouping, attend
+from grpo_lightning.transformer.attention import forward
+
+PREFILL_TOKENS = 16384
+"""The most prompt tokens that go through the model together."""
+COPIED = 4 << 20
+"""Bytes of a layer's prompt keys and values: with more, prompts are attended to once per group; as soon as so few
+completions are left that copies for each would be smaller, they are copied. Reading is saved against operations."""
+_WIDTH = 32
+"""On a CPU, rows of different lengths look at the next multiple of so many tokens."""
+
+
+class SharedPromptCache:
+    """A decoder whose attention can be replaced, in the middle of its completions.
+
+    Every step attends to a completion's own tokens and to its prompt and joins the two by their log-sum-exp, see
+    `transformer.attention_cpu`. Short prompts are copied before every completion's own tokens.
+
+    Args:
+        decoder: The model without its head.
+        head: Hidden states [n, H] -> logits [n, V].
+        prompts: [P] the token ids of each prompt.
+        group_size: Completions per prompt, G.
+        longest: Tokens that a prompt and its completion may have together.
+        begun: Completion -> the token ids that it has already.
+        flat: A copy of the decoder for single tokens; None lets the decoder itself take them.
+        windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
+        is_static: Whether the decoder makes the same operations whatever the tokens are.
+        ranks: The processes that may have to make every forward pass together.
+    """
+
+    refills = True
+
+    def __init__(
+        self,
+        decoder: Any,
+        head: Callable[[Tensor], Tensor],
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        *,
+        longest: int,
+        begun: Mapping[int, Sequence[int]],
+        flat: FlatDecoder | None,
+        windows: Mapping[int, int],
+        is_static: bool,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
+        self._longest, self._begun, self._flat, self._windows, self._ranks = longest, begun, flat, windows, ranks
+        self._device: torch.device = decoder.device
+        self._on_cpu = self._device.type == "cpu"
+        self.version, self.is_static = 0, is_static
+        self._to_come = len(prompts) * group_size
+        """Completions that have not been held yet."""
+        self._read: Read | None = None
+        self._shared: dict[int, Pair] = {}
+        """Layer -> keys and values [p, Hkv, S, D] that the completions attend to; empty where each has a copy."""
+        self._own = Buffers({}, 0)
+        """Keys and values of every completion, behind its prompt where that is copied."""
+        self._group_of: list[int] = []
+        """[b] the number of each completion's prompt."""
+        self._held: list[int] = []
+        """[b] how many tokens each slot of ``_own`` holds: `_lengths`, as this side of the device knows them."""
+        self._lengths = torch.empty(0)
+        self._before = torch.empty(0)
+        """[b] tokens of a completion that are not in its ``_own``."""
+        self._refilled = False
+        """Whether completions take the places of others."""
+        self._grouping: Grouping | None = None
+        self._span = slice(0, 0)
+        """The prompts among which those of the completions lie."""
+        self._beyond: Tensor | None = None
+        """[P, S] where a prompt is padded; None where none is."""
+        self._bias: Tensor | None = None
+        """[p, 1, 1, S] what is added to the attention scores of the prompts in `_span`, if anything."""
+        self._width = 0
+        """C"""
+        self._even: int | None = None
+        """How many tokens every slot holds, where on a CPU that is the same for all: no mask is needed."""
+        self._masks: dict[int | None, Tensor] = {}
+        """Window -> what is added to the attention scores, [b, 1, 1, C], in the step that is being made."""
+
+    def open(self, rows: Sequence[int]) -> Tensor:
+        if self._read is None:
+            self._read = read_prompts(
+                self._decoder,
+                self._prompts,
+                begun=self._begun,
+                group_size=self._group_size,
+                tokens=PREFILL_TOKENS,
+                ranks=self._ranks,
+            )
+        size = len(rows)
+        self._refilled = self._to_come > size
+        self._group_of, self._held = [0] * size, [0] * size
+        self._lengths, self._before = torch.zeros(2, size, dtype=torch.long, device=self._device)
+        self._shared = {} if self._windows or self._copies(self._read.keys, size) else dict(self._read.keys)
+        self._own = Buffers(self._read.keys, size)
+        lengths = torch.tensor(self._read.lengths, device=self._device).unsqueeze(-1)
+        beyond = torch.arange(max(self._read.lengths), device=self._device) >= lengths  # [P, S]
+        self._beyond = beyond if len(set(self._read.lengths)) > 1 else None
+        return self._fill(self._read, range(size), rows)
+
+    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
+        if self._read is None:
+            raise RuntimeError("nothing is held yet")
+        return self._fill(self._read, slots, rows)
+
+    def _fill(self, read: Read, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
+        self._to_come -= len(rows)
+        groups = [row // self._group_size for row in rows]
+        # Where a completion's own tokens begin.
+        firsts = [0 if self._shared else read.lengths[group] for group in groups]
+        for slot, row, group, first in zip(slots, rows, groups, firsts, strict=True):
+            self._group_of[slot] = group
+            self._held[slot] = first + len(self._begun.get(row, ()))
+        self._grow(max(*self._held, 0 if self._shared else max(read.lengths)))
+        places, prompts = (torch.tensor(numbers, device=self._device) for numbers in (list(slots), groups))
+        for layer, pair in read.keys.items():
+            for number, (buffer, prompt) in enumerate(zip(self._own[layer], pair, strict=True)):
+                if not self._shared:  # [P, Hkv, S, D] -> [n, Hkv, S, D]
+                    buffer[places, :, : prompt.shape[2]] = prompt[prompts]
+                for slot, row, first in zip(slots, rows, firsts, strict=True):
+                    if row in read.begun:
+                        past = read.begun[row][1][layer][number]  # [Hkv, n, D]
+                        buffer[slot, :, first : first + past.shape[1]] = past
+        self._lengths[places] = torch.tensor([self._held[slot] for slot in slots], device=self._device)
+        lengths = torch.tensor(read.lengths, device=self._device)
+        self._before[places] = lengths[prompts] if self._shared else torch.zeros_like(prompts)
+        logits = self._first_logits(read, rows, groups)
+        for row in rows:
+            read.begun.pop(row, None)
+        if not self._to_come:
+            read.keys = {}
+        if self._shared:
+            self._regroup()
+        return logits
+
+    def _first_logits(self, read: Read, rows: Sequence[int], groups: Sequence[int]) -> Tensor:
+        """The logits [n, V] of the tokens that come next in new completions."""
+        # The head is applied once per prompt: a group's first tokens are all drawn from the same distribution.
+        states = {(group, row if row in read.begun else None) for row, group in zip(rows, groups, strict=True)}
+        number = {key: i for i, key in enumerate(sorted(states, key=str))}
+        hidden = torch.stack([read.hidden[group] if row is None else read.begun[row][0] for group, row in number])
+        chosen = [number[group, row if row in read.begun else None] for row, group in zip(rows, groups, strict=True)]
+        logits: Tensor = self._head(hidden)
+        return logits[torch.tensor(chosen, device=self._device)]
+
+    def reserve(self, tokens: int) -> None:
+        limit = self._capacity()
+        wanted = min(max(self._held) + tokens, limit)
+        self._grow(wanted)
+        is_even = self._on_cpu and tokens == 1 and not self._windows and len(set(self._held)) == 1
+        self._even = self._held[0] if is_even else None
+        room = self._own.room
+        # A GPU repeats what was recorded for one width, so it gets fewer of them.
+        unit = _WIDTH if self._on_cpu else max(4 * _WIDTH, room // 4)
+        width = wanted if is_even else min(-(-wanted // unit) * unit, room)
+        if width != self._width:
+            self._width = width
+            self.version += 1
+        self._held = [min(held + tokens, limit - 1) for held in self._held]
+
+    def keep(self, slots: Sequence[int]) -> None:
+        chosen = torch.tensor(slots, device=self._device)
+        self._held, self._group_of = ([values[slot] for slot in slots] for values in (self._held, self._group_of))
+        self._lengths, self._before = self._lengths[chosen], self._before[chosen]
+        self._own.keep(chosen, max(self._held), self._capacity())
+        if self._shared:
+            active = sorted(set(self._group_of))
+            # Selecting copies all keys and values, so it waits until a prompt has lost its last completion.
+            if len(active) < len(next(iter(self._shared.values()))[0]):
+                rest = torch.tensor(active, device=self._device)
+                self._shared = {layer: (key[rest], value[rest]) for layer, (key, value) in self._shared.items()}
+                self._beyond = None if self._beyond is None else self._beyond[rest]
+                self._group_of = [active.index(group) for group in self._group_of]
+            self._refilled = False
+            if self._copies(self._shared, len(slots)):
+                self._copy()
+            else:
+                self._regroup()
+        self.version += 1
+
+    def _copies(self, shared: Mapping[int, Pair], rows: int) -> bool:
+        """Whether every completion is to have its prompt for itself, if so many are held."""
+        prompt = next(iter(shared.values()))[0]
+        # Attending once per group takes a second call of the kernel and a dozen small operations in every layer, which
+        # cost more than reading a short prompt again for each of its completions.
+        return 2 * rows * prompt[0].numel() * prompt.element_size() <= COPIED
+
+    def _copy(self) -> None:
+        """Put the prompts before every completion's own keys and values."""
+        groups = torch.tensor(self._group_of, device=self._device)
+        self._own.prepend(self._shared, groups, self._before, max(self._held), self._longest)
+        self._shared, self._grouping = {}, None
+        before = self._before.tolist()
+        self._held = [held + first for held, first in zip(self._held, before, strict=True)]
+        self._lengths, self._before = self._lengths + self._before, torch.zeros_like(self._before)
+
+    def _regroup(self) -> None:
+        """Look again at which completions share a prompt."""
+        count = len(next(iter(self._shared.values()))[0])
+        # On a CPU only the prompts from the first to the last that are needed; a GPU repeats the same operations.
+        first, end = (min(self._group_of), max(self._group_of) + 1) if self._on_cpu else (0, count)
+        fixed = self._refilled and not self._on_cpu
+        members = min(self._group_size, len(self._group_of)) if fixed else None
+        grouping = Grouping(
+            [group - first for group in self._group_of], end - first, members=members, device=self._device
+        )
+        if fixed and self._grouping is not None and self._grouping.become(grouping):
+            return
+        self._span, self._grouping = slice(first, end), grouping
+        self.version += 1
+        # Only prompts of different lengths need a mask.
+        self._bias = None if self._beyond is None else _excluding(self._beyond[self._span], self._own.dtype)
+
+    def _capacity(self) -> int:
+        """The most tokens that a slot ever has to hold."""
+        return self._longest - (max(map(len, self._prompts)) if self._shared else 0)
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for so many tokens in every slot."""
+        self.version += self._own.grow(tokens, self._capacity())
+
+    # A step: nothing below looks at a value or takes memory that a later step would not find again.
+
+    def step(self, tokens: Tensor) -> Tensor:
+        if self._even is None:
+            self._masks = {window: self._mask(window) for window in {None, *self._windows.values()}}
+        positions = self._before + self._lengths
+        if self._flat:
+            hidden = self._flat(tokens, positions, self)
+        else:
+            # [b] -> [b, 1] -> hidden [b, 1, H] -> [b, H]
+            hidden = forward(self._decoder, tokens.unsqueeze(-1), positions.unsqueeze(-1), self)[:, 0]
+        # Completions that have ended go on like the others until they are dropped, but not for ever.
+        self._lengths.add_(1).clamp_(max=self._capacity() - 1)
+        logits: Tensor = self._head(hidden)
+        return logits
+
+    def _mask(self, window: int | None) -> Tensor:
+        """What keeps every completion from what it must not see in its buffer, [b, 1, 1, C]."""
+        places, now = torch.arange(self._width, device=self._device), self._lengths.unsqueeze(-1)
+        hidden = places > now
+        if window is not None:
+            hidden = hidden | (places <= now - window)
+        dtype = self._own.dtype
+        return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill(hidden, -torch.inf)[
+            :, None, None
+        ]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        rows, heads, _, width = key.shape
+        # Under autocast the rotation leaves queries and keys in float32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        keys, values = self._own[layer]
+        if self._even is not None:
+            keys[:, :, self._even], values[:, :, self._even] = key[:, :, 0], value[:, :, 0]
+            mask = None
+        else:
+            index = self._lengths[:, None, None, None].expand(-1, heads, 1, width)
+            keys.scatter_(2, index, key)
+            values.scatter_(2, index, value)
+            mask = self._masks[self._windows.get(layer)]
+        keys, values = keys[:, :, : self._width], values[:, :, : self._width]
+        by_key_head = query.reshape(rows, heads, -1, width)  # [b, Hq, 1, D] -> [b, Hkv, R, D]
+        output, sums = attend(by_key_head, keys, values, mask, scale)
+        if self._shared and self._grouping is not None:
+            prompt_keys, prompt_values = (t[self._span] for t in self._shared[layer])
+            from_prompt, prompt_sums = self._grouping.attend(by_key_head, prompt_keys, prompt_values, self._bias, scale)
+            # e^prompt / (e^prompt + e^own) of the log-sum-exps, [b, Hkv, R] -> [b, Hkv, R, 1]; it never overflows.
+            fraction = (prompt_sums - sums).sigmoid_().unsqueeze(-1).to(output.dtype)
+            output = torch.lerp(output, from_prompt, fraction)
+        return output.reshape(rows, 1, -1, width)  # [b, Hkv, R, D] -> [b, 1, Hq, D]
+
+
+def _excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
+    zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
+    return zeros.masked_fill(places, -torch.inf)[:, None, None]

@@ -1,0 +1,222 @@
+"""The completions that are being drawn, as tensors, and the step that gives each of them one more token.
+
+Shapes: N completions in all, T the most tokens of one; b of them are held by the cache now, in slots.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.sampler.own.cache import Cache
+from grpo_lightning.sampler.own.draw import PREFIX, NotFinite, draw
+
+
+class StopTest(Protocol):
+    """Says which completions end for another reason than an end token."""
+
+    tail: int
+    """How many tokens, the new one included, it has to see to judge a new one."""
+
+    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
+        """How many of the new tokens of each completion belong to it, 0 where none of them ends it.
+
+        Args:
+            ends: [n] the last tokens of each completion, ``tail`` for each of the new ones or all there are.
+            news: [n] how many of them are new.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A completion that an earlier rollout has begun."""
+
+    ids: Sequence[int]
+    """[t] its tokens so far."""
+    logprobs: Sequence[float]
+    """[t] of the policies that drew them, in nats."""
+    entropies: Sequence[float]
+    """[t] in nats."""
+
+
+class Slots:
+    """All completions, and where those stand that are being drawn.
+
+    Between two calls of anything but `step` no tensor changes its shape or its place in memory, and nothing in `step`
+    looks at a value, as far as that holds for the cache.
+
+    Args:
+        cache: The model.
+        uniforms: [N, T] the random numbers that decide the tokens.
+        sampling: How tokens are drawn.
+        end_ids: The token ids that end a completion; the first of them still belongs to it.
+        begun: Completion -> what it has already.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        uniforms: Tensor,
+        *,
+        sampling: Sampling,
+        end_ids: Sequence[int],
+        begun: Mapping[int, Begun],
+    ) -> None:
+        self._cache, self._uniforms, self._sampling, self._begun = cache, uniforms, sampling, begun
+        device = uniforms.device
+        # One column more, for what completions that have ended go on to draw.
+        shape = len(uniforms), sampling.max_new_tokens + 1
+        self.ids = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logprobs, self.entropies = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
+        # On a CPU looking at a result costs nothing, and saves sorting a large vocabulary.
+        self._prefix = PREFIX if device.type == "cpu" else None
+        self._row = torch.empty(0, dtype=torch.long, device=device)
+        """[b] the completion in each slot."""
+        self._count = torch.empty_like(self._row)
+        """[b] its tokens so far."""
+        self._token = torch.empty_like(self._row)
+        """[b] the last of them."""
+        self._alive = torch.empty(0, dtype=torch.bool, device=device)
+        """[b] whether more of it is wanted."""
+        self._finished = torch.empty_like(self._alive)
+        """[b] whether it has ended of itself."""
+        self._sound = torch.empty_like(self._alive)
+        """[b] whether all its logits were finite."""
+        self.held: list[int | None] = []
+        """[b] what `_row` says, None for a completion that is known to be over."""
+        self.lengths = [len(begun[row].ids) if row in begun else 0 for row in range(len(uniforms))]
+        """[N] tokens of every completion, as last looked at."""
+        self.finished = [False] * len(uniforms)
+        """[N] which completions have ended of themselves, as last looked at."""
+
+    @property
+    def running(self) -> list[int]:
+        """The slots whose completions go on, as last looked at."""
+        return [slot for slot, row in enumerate(self.held) if row is not None]
+
+    @property
+    def free(self) -> list[int]:
+        """The other slots."""
+        return [slot for slot, row in enumerate(self.held) if row is None]
+
+    def open(self, rows: Sequence[int]) -> None:
+        """Hold these completions [b] and no others, and draw their next tokens."""
+        size = len(rows)
+        self._row, self._count, self._token = (self._row.new_zeros(size) for _ in range(3))
+        self._alive, self._finished, self._sound = (self._alive.new_zeros(size) for _ in range(3))
+        self.held = [None] * size
+        self._enter(range(size), rows, self._cache.open(rows))
+
+    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Hold completions [n] in the place of others, and draw their next tokens."""
+        self._enter(slots, rows, self._cache.fill(slots, rows))
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Drop all completions but those in these slots, given in rising order."""
+        self._cache.keep(slots)
+        chosen = torch.tensor(slots, device=self._row.device)
+        self._row, self._count, self._token = self._row[chosen], self._count[chosen], self._token[chosen]
+        self._alive, self._finished = self._alive[chosen], self._finished[chosen]
+        self._sound = self._sound[chosen]
+        self.held = [self.held[slot] for slot in slots]
+
+    def step(self) -> None:
+        """Draw one more token of every completion, for which the cache must have room."""
+        self._draw(slice(None), self._cache.step(self._token))
+
+    def look(self, stops: StopTest | None) -> list[int]:
+        """Wait for the results so far.
+
+        Args:
+            stops: Which completions end for another reason than an end token.
+
+        Returns:
+            The completions that are over since the last look.
+
+        Raises:
+            NotFinite: A logit of one that was running was not finite.
+        """
+        # One transfer for all.
+        alive, finished, counts, sound = torch.stack(
+            [self._alive.long(), self._finished.long(), self._count, self._sound.long()]
+        ).tolist()
+        if not all(sound):
+            raise NotFinite("the policy's logits are not finite")
+        running = self.running
+        if stops and running:
+            before = [self.lengths[self.held[slot] or 0] for slot in running]
+            news = [counts[slot] - known for slot, known in zip(running, before, strict=True)]
+            ends = self._ends_of(running, [counts[slot] for slot in running], stops.tail + max(news) - 1)
+            for slot, known, kept in zip(running, before, stops(ends, news), strict=True):
+                if kept:
+                    alive[slot], finished[slot], counts[slot] = 0, 1, known + kept
+                    self._alive[slot] = False
+        over = []
+        for slot in running:
+            row = self.held[slot] or 0
+            self.lengths[row], self.finished[row] = counts[slot], bool(finished[slot])
+            if not alive[slot]:
+                over.append(row)
+                self.held[slot] = None
+        return over
+
+    def drawn(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The ids [n, t] of completions, and which of them count [n, t]."""
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=self._row.device).unsqueeze(-1)
+        longest = max(self.lengths[row] for row in rows)
+        mask = torch.arange(longest, device=self._row.device) < lengths
+        return self.ids[list(rows), :longest], mask
+
+    def _ends_of(self, slots: Sequence[int], counts: Sequence[int], length: int) -> list[list[int]]:
+        """The last ``length`` tokens of the completions in some slots, or all where there are fewer."""
+        device = self._row.device
+        rows = self._row[torch.tensor(slots, device=device)].unsqueeze(-1)  # [n, 1]
+        places = torch.tensor(counts, device=device).unsqueeze(-1) + torch.arange(-length, 0, device=device)
+        tokens: list[list[int]] = self.ids[rows, places.clamp(min=0)].tolist()  # [n, length]
+        return [row[max(0, length - count) :] for row, count in zip(tokens, counts, strict=True)]
+
+    def _enter(self, slots: Sequence[int], rows: Sequence[int], logits: Tensor) -> None:
+        device = self._row.device
+        for slot, row in zip(slots, rows, strict=True):
+            self.held[slot] = row
+            if (begun := self._begun.get(row)) is not None:
+                length = len(begun.ids)
+                self.ids[row, :length] = torch.tensor(begun.ids, device=device)
+                self.logprobs[row, :length] = torch.tensor(begun.logprobs, device=device)
+                self.entropies[row, :length] = torch.tensor(begun.entropies, device=device)
+        places = torch.tensor(list(slots), device=device)
+        self._row[places] = torch.tensor(list(rows), device=device)
+        self._count[places] = torch.tensor([self.lengths[row] for row in rows], device=device)
+        self._alive[places], self._finished[places], self._sound[places] = True, False, True
+        self._draw(places, logits)
+
+    def _draw(self, at: Tensor | slice, logits: Tensor) -> None:
+        """Draw the next tokens of the completions in some slots [n] from their logits [n, V]."""
+        row, count, alive = self._row[at], self._count[at], self._alive[at]
+        limit = self._sampling.max_new_tokens
+        uniform = self._uniforms[row, count.clamp(max=limit - 1)]
+        token, logprob, entropy, is_sound = draw(logits, self._sampling, uniform, prefix=self._prefix)
+        # What a completion draws after its end is written behind it, again and again, and not kept.
+        self.ids[row, count] = token
+        self.logprobs[row, count] = logprob
+        self.entropies[row, count] = entropy
+        finished = self._finished[at] | (alive & torch.isin(token, self._ends))
+        # A slice is a view, so everything is computed before anything is written.
+        goes_on, drawn, sound = (
+            alive & ~finished & (count + 1 < limit),
+            count + alive,
+            self._sound[at] & (is_sound | ~alive),
+        )
+        for state, value in (
+            (self._alive, goes_on),
+            (self._count, drawn),
+            (self._token, token),
+            (self._finished, finished),
+            (self._sound, sound),
+        ):
+            state[at] = value

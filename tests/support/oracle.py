@@ -1,0 +1,28 @@
+"""Sampling as it is explained: one completion after another, every token from a forward pass over all before it."""
+
+import torch
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.sampler.own.draw import draw, uniforms
+
+
+@torch.no_grad()
+def sampled_alone(policy, prompts, *, group_size: int, sampling: Sampling, seed: int):
+    """For each completion its ids, log-probabilities and entropies."""
+    found = []
+    for number, prompt in enumerate(policy.tokenize(prompts)):
+        for member in range(group_size):
+            numbers = uniforms(seed, [(number, member)], sampling.max_new_tokens)[0]
+            ids, logprobs, entropies = [], [], []
+            for uniform in numbers:
+                logits = policy.model(torch.tensor([prompt + ids]), use_cache=False).logits[:, -1]
+                token, logprob, entropy, _ = draw(logits, sampling, uniform[None])
+                ids.append(int(token))
+                logprobs.append(float(logprob))
+                entropies.append(float(entropy))
+                if ids[-1] in policy.end_ids or any(
+                    text in policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for text in sampling.stop
+                ):
+                    break
+            found.append((ids, logprobs, entropies))
+    return found

@@ -1,0 +1,338 @@
+"""The sampler's step as a GPU needs it: no value looked at, nothing moved, the same for any batch and any pace."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
+from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.sampler.own.prompt_attention import attend, written_out
+from grpo_lightning.sampler.own.slots import Slots
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.oracle import sampled_alone
+
+PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
+LENGTH = 30
+ENDS = list(range(24))
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": LENGTH}
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "truncated": {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+    "stop": {"stop": ("th", "q")},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(root / name, name, chat=False) for name in ARCHITECTURES}
+
+
+def opened(path, **options) -> HFPolicy:
+    defaults = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+    policy = load(str(path), **defaults | options)
+    policy.end_ids = ENDS
+    return policy
+
+
+FIRST = {"gpt2", "llama"}
+"""One with a flat decoder and one without; the others are for the slow tests."""
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
+)
+def policy(request, checkpoints):
+    return opened(checkpoints[request.param])
+
+
+def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **pace):
+    """What `TextPolicy.sample` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
+    from grpo_lightning.policy.tokenization import StopStrings
+
+    sampling = Sampling(**PLAIN | dict(options))
+    tokens = policy.tokenize(PROMPTS)
+    begun = begun or {}
+    cache = policy.cache(
+        tokens,
+        group_size,
+        longest=max(map(len, tokens)) + sampling.max_new_tokens,
+        begun={row: known.ids for row, known in begun.items()},
+        ranks=shared_prompt_cache.ALONE,
+    )
+    if like_gpu:
+        cache._on_cpu = False
+    rows = [(prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
+    with policy.evaluation():
+        return decode(
+            cache,
+            uniforms(5, rows, sampling.max_new_tokens),
+            sampling=sampling,
+            end_ids=policy.end_ids,
+            pad_id=policy.pad_id,
+            stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
+            begun=begun,
+            **pace,
+        )
+
+
+@pytest.mark.parametrize("kind", ["plain", "temperature", "truncated", "stop"])
+def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
+    sampling = Sampling(**PLAIN | OPTIONS[kind])
+    expected = sampled_alone(policy, PROMPTS, group_size=3, sampling=sampling, seed=5)
+    lengths = {len(ids) for ids, _, _ in expected}
+    assert len(lengths) > 3
+    for copied in (0, 1 << 20):
+        for pace in ({}, {"look_every": 16}, {"at_once": 2, "look_every": 5}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shared_prompt_cache, "COPIED", copied)
+                found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
+            for row, (ids, logprobs, entropies) in enumerate(expected):
+                mask = found.mask[row]
+                assert found.ids[row][mask].tolist() == ids
+                assert_close(found.logprobs[row][mask], torch.tensor(logprobs), rtol=0, atol=1e-4)
+                assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
+                assert found.ids[row][~mask].eq(policy.pad_id).all()
+                assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
+
+
+@pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["once per group", "copied later", "copied"])
+def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch, copied):
+    monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)
+    expected = drawn(policy)
+    assert len(set(expected.mask.sum(-1).tolist())) > 4
+    for look_every in (1, 16):
+        for at_once in (None, 1, 5):
+            for like_gpu in (False, True):
+                found = drawn(policy, look_every=look_every, at_once=at_once, like_gpu=like_gpu)
+                assert torch.equal(found.ids, expected.ids)
+                assert torch.equal(found.finished, expected.finished)
+                assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_begun_completions_go_on_where_they_stopped(policy, share_prompts):
+    from grpo_lightning.sampler.own.slots import Begun
+
+    whole = drawn(policy)
+    begun = {}
+    for row, length in ((0, 3), (1, 1), (6, 7), (7, 2)):
+        length = min(length, int(whole.mask[row].sum()) - 1)
+        if length > 0:
+            known = [values[row, :length].tolist() for values in (whole.ids, whole.logprobs, whole.entropies)]
+            begun[row] = Begun(known[0], [value - 1.0 for value in known[1]], known[2])
+    assert len(begun) > 2
+    policy.share_prompts = policy.share_prompts and share_prompts
+    for pace in ({}, {"at_once": 2}, {"look_every": 16}):
+        found = drawn(policy, begun=begun, **pace)
+        assert torch.equal(found.ids, whole.ids)
+        for row in range(len(whole.ids)):
+            old = len(begun[row].ids) if row in begun else 0
+            # What was drawn before keeps the log-probabilities it was drawn with.
+            assert_close(found.logprobs[row, :old], whole.logprobs[row, :old] - 1.0, rtol=0, atol=1e-5)
+            assert_close(found.logprobs[row, old:], whole.logprobs[row, old:], rtol=0, atol=1e-4)
+            assert_close(found.entropies[row], whole.entropies[row], rtol=0, atol=1e-4)
+
+
+def test_a_model_without_a_shared_path_is_sampled_in_blocks(policy):
+    expected = drawn(policy)
+    policy.share_prompts = False
+    for at_once in (None, 1, 5):
+        found = drawn(policy, at_once=at_once)
+        assert torch.equal(found.ids, expected.ids)
+
+
+def test_sampling_ends_when_enough_have_ended(policy):
+    whole = drawn(policy)
+    seen = []
+    found = drawn(policy, enough=lambda finished: seen.append(sum(finished)) or sum(finished) >= 4)
+    assert seen[-1] >= 4 > max(seen[:-1], default=0)
+    for row in range(len(whole.ids)):
+        length = int(found.mask[row].sum())
+        assert found.ids[row, :length].tolist() == whole.ids[row, :length].tolist()
+        assert not found.finished[row] or length == int(whole.mask[row].sum())
+    assert int(found.finished.sum()) < int(whole.finished.sum())
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_the_middle(policy, monkeypatch, *, options=PLAIN, copied=0, tokens=64, at_once=None):
+    """Slots with some tokens drawn and room for more, as between two looks on a GPU."""
+    monkeypatch.setattr(linear, "packs", lambda *_: False)  # what oneDNN has packed is no tensor that can be traced
+    monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)
+    sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | dict(options))
+    prompts = policy.tokenize(PROMPTS)
+    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, begun={}, ranks=shared_prompt_cache.ALONE)
+    cache._on_cpu = False
+    rows = [(prompt, member) for prompt in range(3) for member in range(2)]
+    slots = Slots(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, begun={})
+    slots._prefix = None
+    with policy.evaluation(), torch.no_grad():
+        slots.open(range(at_once or 6))
+        cache.reserve(3)
+        for _ in range(3):
+            slots.step()
+        slots.look(None)
+        cache.reserve(tokens)
+        yield slots, cache
+
+
+def tensors(slots, cache) -> list[torch.Tensor]:
+    """Everything that a step reads and writes, but for weights."""
+    found = [value for holder in (slots, cache) for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+    pairs = [*cache._own._layers.values(), *cache._shared.values()]
+    found += [tensor for pair in pairs for tensor in pair]
+    if cache._grouping is not None:
+        found += [t for t in (cache._grouping._slots, cache._grouping._places) if t is not None]
+    return found
+
+
+STEPS = pytest.mark.parametrize("copied", [0, 1 << 20], ids=["once per group", "copied"])
+SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy"])
+
+
+@STEPS
+@SAMPLINGS
+def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
+    with (
+        in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        slots.step()
+        with pytest.raises(DataDependentOutputException):
+            slots.look(None)  # which shows that a look is noticed
+
+
+@STEPS
+@SAMPLINGS
+def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+        for _ in range(12):
+            slots.step()
+        expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+
+        def step(unused):
+            slots.step()
+            return unused
+
+        recorded = make_fx(step)(torch.zeros(1))  # which makes the first of the steps
+        for _ in range(11):
+            recorded(torch.zeros(1))
+        assert torch.equal(slots.ids, expected[0])
+        assert_close(slots.logprobs, expected[1], rtol=0, atol=1e-6)
+        assert torch.equal(slots._count, expected[2])
+    assert int(expected[2].max()) > 5
+
+
+@STEPS
+def test_a_step_is_one_graph(policy, monkeypatch, copied):
+    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, _):
+        for _ in range(6):
+            slots.step()
+        expected = slots.ids.clone()
+    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, _):
+        torch._dynamo.reset()
+        compiled = torch.compile(slots.step, fullgraph=True, backend="eager")
+        for _ in range(6):
+            compiled()
+        assert torch.equal(slots.ids, expected)
+
+
+@STEPS
+def test_nothing_moves_between_two_looks(policy, monkeypatch, copied):
+    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, cache):
+        version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
+        assert len(before) > 12
+        for _ in range(40):
+            slots.step()
+        assert [(t.data_ptr(), t.shape) for t in tensors(slots, cache)] == before
+        assert cache.version == version
+
+
+@STEPS
+def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied):
+    with in_the_middle(policy, monkeypatch, copied=copied, at_once=4, tokens=16) as (slots, cache):
+        version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
+        slots.fill([1, 3], [4, 5])
+        slots.step()
+        assert [(t.data_ptr(), t.shape) for t in tensors(slots, cache)] == before
+        assert cache.version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_written_out_is_the_kernels(dtype, masked):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    bias = None
+    if masked:
+        bias = torch.zeros(3, 1, 1, 11, dtype=dtype)
+        bias[1, ..., 7:], bias[2, ..., 1:] = -torch.inf, -torch.inf
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for found, expected in zip(
+        written_out(query, key, value, bias, 0.3), attend(query, key, value, bias, 0.3), strict=True
+    ):
+        assert_close(found.float(), expected.float(), rtol=0, atol=tolerance)
+
+
+class FakeCuda:
+    """What of torch.cuda a recording takes; a graph knows the steps that were made while it was recorded."""
+
+    def __init__(self) -> None:
+        self.recording: list | None = None
+        self.graphs = 0
+
+    def CUDAGraph(self):  # noqa: N802
+        self.graphs += 1
+        made = SimpleNamespace(steps=[])
+        made.replay = lambda: [step() for step in made.steps]
+        return made
+
+    @contextmanager
+    def graph(self, graph):
+        self.recording = graph.steps
+        yield
+        self.recording = None
+
+    @contextmanager
+    def stream(self, _):
+        yield
+
+    def Stream(self, _):  # noqa: N802
+        return SimpleNamespace(wait_stream=lambda _: None)
+
+    def current_stream(self, _):
+        return SimpleNamespace(wait_stream=lambda _: None)
+
+
+def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
+    cuda, made = FakeCuda(), []
+    monkeypatch.setattr(replay.torch, "cuda", cuda)
+
+    def step() -> None:
+        if cuda.recording is None:
+            made.append(1)
+        else:
+            cuda.recording.append(lambda: made.append(1))
+
+    repeat = replay.Replay(step, torch.device("cuda"))
+    total = 0
+    for times, version in ((16, 1), (16, 1), (1, 2), (1, 2), (16, 2), (5, 3), (2, 4)):
+        repeat(times, version)
+        total += times
+        assert len(made) == total
+    assert cuda.graphs == 3  # of versions 1, 2 and 3; the steps of the fourth were too few
