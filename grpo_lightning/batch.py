@@ -41,6 +41,9 @@ class Sampling:
     """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these, besides the model's own end tokens."""
+    kv_cache_gib: float | None = None
+    """GiB that keys and values may take; completions beyond wait for others to end. None: all are drawn at once. It
+    changes no completion."""
 
     @property
     def truncated(self) -> bool:

@@ -207,7 +207,7 @@ SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy"])
 @SAMPLINGS
 def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
     with (
-        in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache),
+        in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         slots.step()

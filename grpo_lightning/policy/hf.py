@@ -12,14 +12,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.batch import Rollout, Sampled
+from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
-from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, window, windows
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
+from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
+from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import grouped
 from grpo_lightning.transformer.head import LossGradient
@@ -111,6 +113,20 @@ class HFPolicy(TextPolicy):
             )
         return PlainCache(self.model, prompts, group_size, begun=begun, pad_id=self.pad_id)
 
+    def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
+        if sampling.kv_cache_gib is None:
+            return None
+        return rows_within(
+            sampling.kv_cache_gib,
+            self.shape(),
+            number_bytes=compute_dtype(self.model).itemsize,
+            prompts=len(prompts),
+            prompt_tokens=longest - sampling.max_new_tokens,
+            completion_tokens=sampling.max_new_tokens,
+            shares_prompts=self._shared_path(max(map(len, prompts))) is not None and self._reaches(longest),
+            copies_below=COPIED,
+        )
+
     def logprobs_and_entropy(
         self,
         rows: Sampled | Rollout,
@@ -133,9 +149,8 @@ class HFPolicy(TextPolicy):
         return forward_flops(self._base.get_decoder(), self._base.config.get_text_config().vocab_size, rows)
 
     def flops_per_second(self) -> float:
-        kind = self.model.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
-        return matmul_rate(self._base.config.get_text_config().hidden_size, device=self.model.device, dtype=dtype)
+        hidden = self._base.config.get_text_config().hidden_size
+        return matmul_rate(hidden, device=self.model.device, dtype=compute_dtype(self.model))
 
     def shape(self) -> Shape:
         return shape_of(self.model)

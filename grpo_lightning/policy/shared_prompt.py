@@ -82,8 +82,7 @@ class SharedPath:
             windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
             ranks: Processes that may have to make every forward pass together; if so, there is no `FlatDecoder`.
         """
-        head, device = self.head, self.decoder.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.decoder.dtype
+        head, dtype = self.head, compute_dtype(self.decoder)
         flat_copy = flat_decoder(self.decoder, dtype) if flat and not ranks.lockstep else None
 
         layer = None if flat_copy is None else copied(head.weight, head.bias, dtype)
@@ -105,6 +104,13 @@ class SharedPath:
             is_static=is_static(self.decoder),
             ranks=ranks,
         )
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The type of the numbers that a model's products take and give, as it stands now."""
+    kind = model.device.type
+    dtype: torch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    return dtype
 
 
 def is_static(decoder: Any) -> bool:

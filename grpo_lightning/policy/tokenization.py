@@ -82,6 +82,10 @@ class TextPolicy(Policy):
             ranks: Processes that may have to make every forward pass together.
         """
 
+    def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
+        """How many completions may be drawn at a time, so that keys and values stay in their budget; None: all."""
+        return None
+
     @abstractmethod
     def evaluation(self) -> AbstractContextManager[None]:
         """Inside, the model is as it should be for sampling."""
@@ -144,6 +148,7 @@ class TextPolicy(Policy):
                 poll=poll,
                 on_finished=reporter(self.tokenizer, on_finished),
                 ranks=ranks,
+                at_once=self.at_once(tokens, sampling, longest=longest),
             )
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]

@@ -64,12 +64,13 @@ class Collector:
     group_size: int
     """Completions per prompt, G >= 2."""
     temperature: float
-    """Divides the logits; this and the next five are the fields of `Sampling`."""
+    """Divides the logits; this, the next five and ``kv_cache_gib`` are the fields of `Sampling`."""
     top_p: float
     top_k: int
     min_p: float
     max_new_tokens: int
     stop: Sequence[str]
+    kv_cache_gib: float | None = None
     kl_penalty: float = 0.0
     """k1 to the reference, summed over the completion, is taken off the total reward times this."""
     group_filter: GroupFilter | None = None
@@ -93,6 +94,7 @@ class Collector:
             min_p=self.min_p,
             max_new_tokens=self.max_new_tokens,
             stop=tuple(self.stop),
+            kv_cache_gib=self.kv_cache_gib,
         )
 
     @property

@@ -76,6 +76,7 @@ RULES: dict[str, Rule] = {
     "validation.samples_per_prompt": integer(1),
     "validation.temperature": _NOT_NEGATIVE,
     **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
+    **{f"{part}.kv_cache_gib": number(lambda v: v > 0, "GiB > 0", null=True) for part in ("rollout", "validation")},
     "rollout.kl_penalty": _NOT_NEGATIVE,
     "rollout.max_tries": integer(1),
     "rollout.rescore": flag(),

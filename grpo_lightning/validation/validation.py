@@ -32,6 +32,7 @@ class Validation(nn.Module):
         min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
         max_new_tokens: The longest completion, in tokens.
         stop: Texts that end a completion, besides the model's own end tokens.
+        kv_cache_gib: GiB that keys and values may take; completions beyond wait. None: all are drawn at once.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Validation(nn.Module):
         min_p: float,
         max_new_tokens: int,
         stop: Sequence[str],
+        kv_cache_gib: float | None = None,
     ) -> None:
         super().__init__()
         self.judge = Judge(reward, outcome, threshold)
@@ -62,6 +64,7 @@ class Validation(nn.Module):
             min_p=min_p,
             max_new_tokens=max_new_tokens,
             stop=tuple(stop),
+            kv_cache_gib=kv_cache_gib,
         )
         own: dict[str, Any] = {"sync_on_compute": False}  # every process counts everything
         self.passes = {f"val/pass@{k}": PassAtK(k, **own) for k in sorted({1, *ks})}

@@ -1,0 +1,79 @@
+"""A budget for keys and values: completions beyond it wait, and are the same."""
+
+import pytest
+import torch
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.memory import GiB, Shape
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.sampler.own import shared_prompt_cache
+from grpo_lightning.sampler.own.budget import rows_within
+from grpo_lightning.sampler.own.buffers import Buffers
+from tests.support.checkpoints import write_checkpoint
+
+SHAPE = Shape(trained=0, frozen=0, body=0, hidden=64, layers=10, intermediate=1, vocabulary=9, keys=32)
+TOKEN = 2 * 4 * 32 * 10  # bytes of keys and values in float32
+PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
+
+
+def within(tokens: float, **more) -> int:
+    given = {"number_bytes": 4, "prompts": 3, "prompt_tokens": 50, "completion_tokens": 100, "shares_prompts": True}
+    return rows_within(tokens * TOKEN / GiB, SHAPE, **given | more)
+
+
+def test_rows_by_hand():
+    assert within(150 + 400) == 4  # three prompts of 50 tokens once, and four completions
+    assert within(150 + 399) == 3
+    assert within(150 + 450, copies_below=1 << 30) == 3  # each with a copy of its prompt
+    assert within(600, shares_prompts=False) == 4
+    assert within(600, shares_prompts=False, number_bytes=2) == 8
+
+
+def test_a_budget_below_one_completion_is_refused_with_the_least_that_is_allowed():
+    with pytest.raises(
+        ValueError, match=r"rollout\.kv_cache_gib=.*: allowed is at least 0\.0008, .* 3 prompts of up to 50"
+    ):
+        within(249)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> HFPolicy:
+    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", chat=False)
+    policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    policy.end_ids = list(range(24))
+    return policy
+
+
+@pytest.mark.parametrize("copied", [0, 4 << 20])
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, copied, share_prompts):
+    monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)
+    monkeypatch.setattr("grpo_lightning.policy.hf.COPIED", copied)
+    monkeypatch.setattr(policy, "share_prompts", share_prompts)
+    options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 60}
+    expected = policy.sample(PROMPTS, group_size=6, sampling=Sampling(**options), seed=2)
+    held = []
+    grow = Buffers.grow
+
+    def watched(self, tokens: int, capacity: int) -> bool:
+        held.append((len(self[0][0]), capacity))
+        return grow(self, tokens, capacity)
+
+    monkeypatch.setattr(Buffers, "grow", watched)
+    shape = policy.shape()
+    token = 2 * 4 * shape.keys * shape.layers
+    longest = max(map(len, policy.tokenize(PROMPTS)))
+    gib = (4 * 60 + 3 * longest + 4 * longest) * token / GiB
+    found = policy.sample(PROMPTS, group_size=6, sampling=Sampling(**options, kv_cache_gib=gib), seed=2)
+    assert found.texts == expected.texts
+    assert torch.equal(found.ids, expected.ids)
+    if share_prompts:
+        assert 4 <= max(rows for rows, _ in held) <= 5
+        assert max(rows * capacity * token for rows, capacity in held) <= gib * GiB
+
+
+def test_validation_keeps_to_it_too():
+    from tests.support.composed import composed
+
+    config = composed("rollout.kv_cache_gib=0.5")
+    assert config["validation"]["kv_cache_gib"] == 0.5
