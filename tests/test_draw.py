@@ -44,11 +44,12 @@ def test_truncation_by_hand(options, kept):
     ],
     ids=["plain", "temperature", "top_p", "top_k", "min_p", "all"],
 )
-def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling):
+@pytest.mark.parametrize("prefix", [1, 1024, None])
+def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling, prefix, in_blocks):
     torch.manual_seed(0)
     logits = torch.randn(1, 8) * 2
     rows = 20_000
-    tokens, logprobs, entropy, _ = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
+    tokens, logprobs, entropy, _ = draw(logits.expand(rows, 8), sampling, torch.rand(rows), prefix=prefix)
     scaled = logits / sampling.temperature
     kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
     counts = tokens.bincount(minlength=8)
@@ -74,17 +75,52 @@ def test_a_large_nucleus_is_found_although_only_the_likeliest_are_sorted(monkeyp
         assert torch.equal(truncate(logits, top_k=0, top_p=0.9, min_p=0.0), expected)
 
 
-def test_inverse_cdf_by_hand():
+@pytest.fixture(params=[None, 2, 3, 4, 8], ids=lambda size: "at once" if size is None else f"blocks of {size}")
+def in_blocks(request, monkeypatch):
+    """Both ways to search for a token."""
+    if request.param:
+        monkeypatch.setattr(module, "_SMALL", 0)
+        monkeypatch.setattr(module, "BLOCK", request.param)
+
+
+def test_inverse_cdf_by_hand(in_blocks):
     weights = torch.tensor([[0.0, 2.0, 0.0, 1.0, 1.0, 0.0]]).expand(7, 6)  # borders at 0, .5, .75 and 1
     goals = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, 1 - 2**-24])
     assert inverse_cdf(weights, goals).tolist() == [1, 1, 3, 3, 4, 4, 4]
 
 
-def test_the_last_token_that_can_be_drawn_is_not_passed_by_rounding():
+def test_the_last_token_that_can_be_drawn_is_not_passed_by_rounding(in_blocks):
     torch.manual_seed(0)
     weights = torch.rand(2000, 37)
     weights[:, 30:] = 0.0
     assert inverse_cdf(weights, torch.full((2000,), 1 - 2**-24)).max() == 29
+
+
+def test_no_token_of_weight_0_is_drawn(in_blocks):
+    torch.manual_seed(0)
+    weights = torch.rand(4000, 29) * (torch.rand(4000, 29) < 0.2) * 10.0 ** torch.randint(-6, 6, (4000, 29))
+    weights = weights[weights.sum(-1) > 0]
+    goals = torch.rand(len(weights)).where(torch.rand(len(weights)) < 0.5, 0.0)
+    tokens = inverse_cdf(weights, goals)
+    assert len(weights) > 3000
+    assert weights.gather(-1, tokens.unsqueeze(-1)).min() > 0
+
+
+def test_a_large_vocabulary_is_drawn_from_like_a_small_one(monkeypatch):
+    torch.manual_seed(0)
+    weights, goals = (torch.randn(300, 20_011) * 3).exp(), torch.rand(300)
+    assert weights.shape[-1] > module._SMALL
+    exact = weights.double().cumsum(-1)
+    border = goals.double() * exact[:, -1]
+    # Which token it is may differ by rounding only where the border is that near.
+    tokens = inverse_cdf(weights, goals)
+    above = exact.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    below = above - weights.double().gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    slack = 1e-5 * exact[:, -1]
+    assert (border < above + slack).all()
+    assert (border >= below - slack).all()
+    monkeypatch.setattr(module, "_SMALL", 10**9)
+    assert (inverse_cdf(weights, goals) == tokens).float().mean() > 0.99
 
 
 def test_a_greedy_draw_takes_the_likeliest():

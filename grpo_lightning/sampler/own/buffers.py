@@ -86,9 +86,10 @@ def with_room(past: Tensor, length: int, tokens: int, capacity: int) -> Tensor:
     # Doubled: with a token more at each step, every step would copy all steps before it.
     room = min(max(2 * length, length + FIRST_ROOM, tokens), capacity)
     rows, heads, _, width = past.shape
-    # Zeros: what a mask excludes must not be NaN.
-    buffer = past.new_zeros(rows, heads, room, width)
+    buffer = past.new_empty(rows, heads, room, width)
     buffer[:, :, :length] = past[:, :, :length]
+    # What a mask excludes must not be NaN.
+    buffer[:, :, length:] = 0.0
     return buffer
 
 

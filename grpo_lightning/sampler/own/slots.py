@@ -205,7 +205,8 @@ class Slots:
         self.ids[row, count] = token
         self.logprobs[row, count] = logprob
         self.entropies[row, count] = entropy
-        finished = self._finished[at] | (alive & torch.isin(token, self._ends))
+        # Not torch.isin, which of many end tokens makes a sorted list, whose length a GPU would have to be asked for.
+        finished = self._finished[at] | (alive & (token.unsqueeze(-1) == self._ends).any(-1))
         # A slice is a view, so everything is computed before anything is written.
         goes_on, drawn, sound = (
             alive & ~finished & (count + 1 < limit),
