@@ -18,13 +18,16 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_lightning.transformer import attention_cpu
+from grpo_lightning.transformer.block_mask import BLOCK, block_mask
 
 _PREFIX = "grouped_"
 _UNUSED_MASK = torch.zeros(1, 1, 1, 1)
@@ -170,23 +173,19 @@ class Stream:
         return pairs
 
     @cached_property
-    def block_mask(self) -> Any:
-        """What FlexAttention needs to know of the stream: which blocks of keys a block of queries sees."""
-        group = torch.cat([torch.full((end - start,), i) for i, (start, _, end) in enumerate(self.spans)])
-        row, number = [], 0
-        for prompt, completions in self.groups:
-            row.append(torch.full((prompt,), -1))
-            for length in completions:
-                row.append(torch.full((length,), number))
-                number += 1
-        groups, rows = group.to(self.device), torch.cat(row).to(self.device)  # [N] each
+    def padding(self) -> int:
+        """How many tokens are appended for FlexAttention, which only attend to each other.
 
-        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            own = (rows[key] == -1) | (rows[key] == rows[query])
-            return (groups[key] == groups[query]) & own & (key <= query)
+        Every number of blocks from 2 on is one graph with dynamic shapes: a last block that is not full would be
+        another one, and so would be a single block, since torch compiles sizes of 1 on their own.
+        """
+        size = self.spans[-1][-1]
+        return max(-size % BLOCK, 2 * BLOCK - size)
 
-        size = len(groups)
-        return create_block_mask(visible, None, None, size, size, device=str(self.device))
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """What FlexAttention needs to know of the stream and its padding."""
+        return block_mask((*self.groups, (self.padding, ())), self.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # Under autocast the rotation leaves queries and keys in float32.
@@ -198,10 +197,13 @@ class Stream:
 
     def flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The same as ``attend``, always by FlexAttention."""
-        attention = _compiled_flex() if self.device.type == "cuda" else flex_attention
+        size = query.shape[2]
+        # Without padding they would keep the layout they came in, which would be one more graph.
+        query, key, value = (pad(each, (0, 0, 0, self.padding)).contiguous() for each in (query, key, value))
+        attention = compiled_flex if self.device.type == "cuda" else flex_attention
         gqa = query.shape[1] != key.shape[1]
         by_head: Any = attention(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=gqa)
-        output: Tensor = by_head.transpose(1, 2)  # [1, Hq, N, D] -> [1, N, Hq, D]
+        output: Tensor = by_head[:, :, :size].transpose(1, 2)  # [1, Hq, N + padding, D] -> [1, N, Hq, D]
         return output
 
 
@@ -209,12 +211,20 @@ _LEAST_FILL = 0.7
 """Segments at least this long, relative to the longest, are attended to in one call: padding against calls."""
 
 
-def _compiled_flex() -> Any:
+def compiled_flex(*tensors: Tensor, **arguments: Any) -> Any:
+    """``flex_attention`` as one kernel for streams of any length."""
     if not _FLEX:
         # Streams differ in length: with static shapes each would be compiled anew, and after a few torch gives up and
         # computes all N * N attention scores without the kernel.
         _FLEX.append(torch.compile(flex_attention, dynamic=True))
-    return _FLEX[0]
+    # Under DDP torch cuts a graph where its gradients are exchanged, which attention in a graph of its own does not
+    # need, and older versions cannot do here (pytorch#137481). The limit leaves room for several models, with and
+    # without gradients. Sizes that are equal by chance, such as 2 key heads and 2 blocks, must not count as one.
+    settings: Any = torch._dynamo.config
+    shapes: Any = torch.fx.experimental._config
+    with settings.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS), shapes.patch(use_duck_shape=False):
+        return _FLEX[0](*tensors, **arguments)
 
 
 _FLEX: list[Any] = []
+_MOST_GRAPHS = 64
