@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.transformer import attention
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.block_mask import block_mask
+from grpo_lightning.transformer.block_mask import _bounds, _visible_pairs, block_mask
 from tests.test_attention import mask, masked, tensors
 
 CPU = torch.device("cpu")
@@ -54,6 +54,8 @@ def test_blocks_are_those_that_all_pairs_of_tokens_give(groups: tuple[tuple[int,
     assert blocks(found) == blocks(expected)
     assert found.shape == expected.shape
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    counted = seen.view(size // 128, 128, size // 128, 128).sum((1, 3))  # [N, N] -> [b, 128, b, 128] -> [b, b]
+    assert torch.equal(_visible_pairs(*_bounds(groups), size // 128), counted.double())
     every = torch.arange(size)
     assert torch.equal(found.mask_mod(0, 0, every[:, None], every), seen)  # type: ignore[arg-type]
 

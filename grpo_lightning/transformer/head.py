@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning.transformer.products import add_product, linear
+
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
 ChunkGradient = Callable[[Tensor, slice], Tensor]
 """(log-probabilities [n] of the tokens in a slice of all N, the slice) -> the loss's gradient there, [n]."""
 
 CHUNK = 1 << 24
-"""The most logits that exist at a time: 64 MiB in float32. Larger chunks would read the weights less often."""
+"""The most logits that exist at a time: 64 MiB in float32."""
+GPU_CHUNK = 1 << 28
+"""The same on a GPU, 1 GiB: for every chunk weights and their gradient are read, which would take longer than products
+with the 110 tokens that `CHUNK` allows at V = 152k."""
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:
@@ -95,7 +100,7 @@ class Head:
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies as `token_logprobs` gives them.
 
@@ -106,11 +111,13 @@ class Head:
             entropy: Whether the entropy is wanted; it passes a gradient.
             loss_gradient: What the gradient with respect to the log-probabilities is going to be. With it the logits
                 are made once, not twice. If another gradient arrives after all, that is the one that counts.
-            chunk: The most logits at a time, which decides the memory and no result.
+            chunk: The most logits at a time, which decides the memory and no result; by default `CHUNK` or `GPU_CHUNK`.
 
         Returns:
             Log-probabilities [N] and entropies [N], float32, in nats; None in place of entropies that are not wanted.
         """
+        if chunk is None:
+            chunk = GPU_CHUNK if hidden.device.type == "cuda" else CHUNK
         size = max(1, chunk // len(self.weight))
         if not torch.is_grad_enabled():
             loss_gradient = None
@@ -120,7 +127,7 @@ class Head:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
         """The logits [n, V] of hidden states [n, H], in float32."""
-        return self.scaled(torch.nn.functional.linear(hidden, weight, bias).float(), temperature)
+        return self.scaled(linear(hidden, weight, bias), temperature)
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
         """The logits that weight h + bias, which is overwritten, becomes by scale, soft-cap and temperature."""
@@ -231,11 +238,8 @@ class _Gradients:
         if self.hidden is not None:
             torch.mm(dlogits, weight, out=self.hidden[part])  # [n, V] [V, H] -> [n, H]
             self.hidden[part] *= factors
-        if self.weight is not None and weight.dtype == torch.float32:
-            self.weight.addmm_(dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
-        elif self.weight is not None:
-            # addmm_ wants one dtype for all: the product is made in 16 bits, its sum over chunks in float32.
-            self.weight += dlogits.T @ (hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
+        if self.weight is not None:
+            add_product(self.weight, dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
 
 
 def _logit_gradients(
