@@ -5,9 +5,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 class Clock:
-    """Adds up seconds by phase, and knows which phase runs now. Phases do not nest."""
+    """Adds up seconds by phase, and knows which phase runs now. Phases do not nest.
+
+    On a CUDA device work is only queued: where a phase begins or ends, what is queued is waited for, so that it counts
+    towards the phase that has asked for it.
+    """
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -17,19 +23,26 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count what runs inside towards ``phase``."""
-        self.phase, started = phase, time.perf_counter()
+        self.phase, started = phase, _now()
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + _now() - started
 
     def restart(self) -> None:
         """Forget all phases, and measure the whole step from now on."""
-        self._seconds, self._started = {}, time.perf_counter()
+        self._seconds, self._started = {}, _now()
 
     def read(self) -> dict[str, float]:
         """The seconds of every phase since ``restart``, and as "step" all the time since then."""
-        return self._seconds | {"step": time.perf_counter() - self._started}
+        return self._seconds | {"step": _now() - self._started}
+
+
+def _now() -> float:
+    """Seconds, once the process's CUDA device, if it uses one, has done its work."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def peak_memory() -> int:

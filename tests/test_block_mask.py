@@ -2,11 +2,12 @@
 
 import random
 import resource
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.testing import assert_close
 
 from grpo_lightning.transformer import attention
@@ -100,8 +101,9 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(attention, "_FLEX", [torch.compile(flex_attention, dynamic=True, backend=counting)])
-    monkeypatch.setattr(attention, "flex_attention", attention.compiled_flex)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    monkeypatch.setattr(attention, "_FLEX", [])
+    monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
     draw = random.Random(0)
     lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
     lengths += [(draw.randint(1, 200), tuple(draw.choices(range(150), k=3))) for _ in range(16)]

@@ -95,6 +95,14 @@ def test_in_float32_nothing_is_asked_of_them(on_gpu: list[str]) -> None:
     assert_close(logprobs, expected, rtol=0, atol=2e-6)
 
 
+def test_a_linear_layer_under_autocast_rounds_its_factors_and_not_its_sums(on_gpu: list[str]) -> None:
+    hidden, weight, bias, _, _ = case()
+    with torch.autocast("cpu", dtype=HALF):
+        found = products.linear(hidden, weight, bias)
+    rounded = [each.to(HALF).double() for each in (hidden, weight, bias)]
+    assert_close(found.double(), torch.nn.functional.linear(*rounded), rtol=0, atol=2e-6)
+
+
 def test_sums_over_chunks_do_not_round_each() -> None:
     # 1 + 2^-10 needs 11 bits, of which bfloat16 has 8
     total = torch.ones(1, 1)

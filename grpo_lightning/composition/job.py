@@ -74,6 +74,8 @@ def _hydra_job(cfg: DictConfig) -> float:
     choices = chosen(overrides, config, name=given.job.config_name)
     if is_first_process():
         _open(choices, overrides, config, given.job.config_name)
+        if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
+            say("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
 
     def execute() -> float:
         activity.note(started=now(), choices=choices)

@@ -26,6 +26,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.loader import installed
+from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, trust
@@ -141,7 +142,7 @@ def part(name: str, **_: Any) -> Any:
 
 
 def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]:
-    """The settings, resolved, as plain values.
+    """The settings, resolved, as plain values, with a precision where they leave it open.
 
     Args:
         cfg: As composed.
@@ -156,6 +157,9 @@ def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)
     check_trust(config, words)
+    trainer = config.get("trainer")
+    if isinstance(trainer, dict) and trainer.get("precision", "") is None:
+        trainer["precision"] = natural_precision(trainer)
     return config  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ rewards, and from there on computes the same. Nothing but who does which forward
 of processes.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -150,13 +151,21 @@ class Ranks:
 
 def lost_contact(error: BaseException) -> PeerError | None:
     """What to raise instead of ``error`` if it means that another process is gone; else None."""
-    # NCCL and torch's store raise DistError; gloo raises a plain RuntimeError, known by the file names in its text.
-    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+    # NCCL and torch's store raise DistError; gloo and a communicator that NCCL's watchdog has aborted raise a plain
+    # RuntimeError, known by its text.
+    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and _LOST.search(str(error))):
         return None
     return PeerError(
         "lost contact with another process of the run: it was killed, ran out of memory, or did not answer within the "
         f"time limit ({error})"
     )
+
+
+_LOST = re.compile(
+    r"/gloo/|\bTCPStore\b|NCCL communicator was aborted|Watchdog caught collective operation|"
+    r"\bnccl(Remote|System)Error\b|ProcessGroupNCCL.*(timed? ?out|abort)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 ALONE = Ranks()

@@ -1,5 +1,6 @@
 """Lightning's strategies for several processes, as this project uses them."""
 
+import atexit
 import itertools
 import os
 import re
@@ -14,6 +15,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from grpo_lightning.distributed import parts
@@ -21,7 +23,27 @@ from grpo_lightning.distributed.reading import weights_only as only_weights
 from grpo_lightning.output.terminal import printable
 
 
-class ReplicatedStrategy(DDPStrategy):
+class _OnBothSides:
+    """Of a strategy: where processes compute on GPUs, those exchange tensors there, and objects by their CPUs."""
+
+    root_device: torch.device
+
+    def _get_process_group_backend(self) -> str:
+        if self.root_device.type != "cuda":
+            own: str = super()._get_process_group_backend()  # type: ignore[misc]
+            return own
+        # With NCCL alone every rollout's texts would be pickled through the GPUs' memory. Of several backends torch
+        # takes the CPU's for objects. Lightning ends a group at exit only where NCCL is the one backend.
+        atexit.register(_end_contact)
+        return "cpu:gloo,cuda:nccl"
+
+
+def _end_contact() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class ReplicatedStrategy(_OnBothSides, DDPStrategy):
     """DDP: every process holds all weights and the optimizer's state.
 
     Args:
@@ -33,7 +55,7 @@ class ReplicatedStrategy(DDPStrategy):
         super().__init__(timeout=timedelta(minutes=timeout), gradient_as_bucket_view=True)
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
     """FSDP2 over all processes, whatever their number; the module shards itself in ``configure_model``.
 
     Gradients are added up, not averaged.

@@ -124,6 +124,7 @@ RULES: dict[str, Rule] = {
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
+        null=True,
     ),
 }
 

@@ -200,7 +200,7 @@ class Stream:
         size = query.shape[2]
         # Without padding they would keep the layout they came in, which would be one more graph.
         query, key, value = (pad(each, (0, 0, 0, self.padding)).contiguous() for each in (query, key, value))
-        attention = compiled_flex if self.device.type == "cuda" else flex_attention
+        attention = flex_for(self.device)
         gqa = query.shape[1] != key.shape[1]
         by_head: Any = attention(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=gqa)
         output: Tensor = by_head[:, :, :size].transpose(1, 2)  # [1, Hq, N + padding, D] -> [1, N, Hq, D]
@@ -209,6 +209,11 @@ class Stream:
 
 _LEAST_FILL = 0.7
 """Segments at least this long, relative to the longest, are attended to in one call: padding against calls."""
+
+
+def flex_for(device: torch.device) -> Any:
+    """What computes FlexAttention on a device."""
+    return compiled_flex if device.type == "cuda" else flex_attention
 
 
 def compiled_flex(*tensors: Tensor, **arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.head import Head, LossGradient, token_logprobs
 from grpo_lightning.transformer.packing import same_prompts
+from grpo_lightning.transformer.selected import selected
 
 
 def positions(attention_mask: Tensor) -> Tensor:
@@ -91,11 +92,10 @@ def shared(
         return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
     stream = Stream(tuple(groups), device)
     hidden = forward(decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]  # [1, N, H] -> [N, H]
-    places = torch.cat(stream.predictors).to(device)  # [C]
     # The number [C] of each in a flattened [B, T].
     numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order]).to(device)
     logprobs, entropies = head(
-        hidden.index_select(0, places),  # [N, H] -> [C, H]
+        selected(hidden, torch.cat(stream.predictors)),  # [N, H] -> [C, H]
         rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
         temperature=temperature,
         entropy=entropy,
