@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 
 def trainer_shards(trainer: Trainer) -> bool:
@@ -32,18 +33,29 @@ def layers(module: nn.Module) -> list[nn.Module]:
     return max(lists, key=lambda parts: sum(p.numel() for part in parts for p in part.parameters()), default=[])
 
 
-def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...]) -> None:
+def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool = False) -> None:
     """Distribute every decoder layer and, as one more part, all that lies outside of them; gradients are added up.
 
     Args:
         module: The model whose weights are distributed, in place.
         mesh: A device mesh of one dimension.
         methods: Names of the methods of ``module`` that gather weights when they are called.
+        half: Whether the weights of layers, which stay float32 where they are kept, are gathered in bfloat16; their
+            gradients are added up in float32. For arithmetic that would round them to bfloat16 anyway: only the weights
+            of layer norms are rounded that otherwise would not be.
     """
     # The layers first: `fully_shard` takes what no part inside has taken yet.
     for part in (*layers(module), module):
+        # Embeddings and head are gathered as they are: states between the layers would else be bfloat16, too. Nor are a
+        # layer's inputs rounded, of which the layer's own arithmetic rounds what it does everywhere.
+        is_half = half and part is not module
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_half else None,
+            reduce_dtype=torch.float32 if is_half else None,
+            cast_forward_inputs=False,
+        )
         # FSDP2 would leave the weights of the outermost part gathered for a backward pass, and there may be none.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         sharded: Any = part
         # The loss's weights are those of the whole optimizer step, so gradients are parts of a sum, not of a mean. The
         # factor alone would be applied in the exchange, by an operation that only NCCL has.

@@ -134,7 +134,8 @@ class StepModule(LightningModule):
         if trainer_shards(self.trainer) and not is_sharded(self.policy):
             mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
             for policy in self.policies():
-                shard(policy, mesh, methods=("logprobs_and_entropy", "sample"))
+                half = self.trainer.precision == "bf16-mixed"
+                shard(policy, mesh, methods=("logprobs_and_entropy", "sample"), half=half)
 
     def policies(self) -> list[Policy]:
         """All whose weights this module holds, trained or not."""

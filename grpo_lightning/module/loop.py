@@ -179,7 +179,9 @@ class OwnLoop:
         """Do nothing, like `begin_steps`."""
 
     def precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._autocast, dtype=torch.bfloat16) if self._autocast else nullcontext()
+        # Rounded weights must not be kept from one optimizer step to the next, within one training step.
+        kind = self._autocast
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False) if kind else nullcontext()
 
     def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
