@@ -1,13 +1,16 @@
 """The precision of a run that leaves it open: the machine's own."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning import LightningModule
 
 import grpo_lightning as grpo
 from grpo_lightning.distributed import chosen
 from grpo_lightning.distributed.chosen import has_cuda, natural_precision
+from grpo_lightning.module.loop import OwnLoop
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,24 @@ def test_a_driver_is_looked_for_before_torch_is_asked(monkeypatch: pytest.Monkey
     assert has_cuda()
     assert asked == ["1", "1"]  # in a process that may be forked later
     assert chosen.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "0"
+
+
+class Doubling(LightningModule):
+    """A layer whose weight doubles in the middle of a training step, as an optimizer step may change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2, bias=False)
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.SGD(self.parameters(), lr=1.0), "lr_scheduler": None}
+
+
+def test_a_loop_of_ones_own_rounds_weights_anew_after_every_optimizer_step() -> None:
+    module = Doubling()
+    row = torch.ones(1, 3)
+    with OwnLoop(module, precision="bf16-mixed").precision():
+        before = module.layer(row)
+        module.layer.weight.data *= 2
+        assert torch.equal(module.layer(row), 2 * before)
+        assert before.dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from grpo_lightning.transformer import selected as module
 from grpo_lightning.transformer.selected import selected, turns
 
 
@@ -13,8 +14,12 @@ def test_turns_by_hand() -> None:
     assert turns(torch.tensor([], dtype=torch.long)) == []
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 40])
-def test_rows_and_gradients_are_those_of_index_select_bit_for_bit(count: int) -> None:
+def test_rows_and_gradients_are_those_of_index_select_bit_for_bit(
+    count: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "adds_in_any_order", lambda device: on_gpu)
     torch.manual_seed(0)
     hidden = torch.randn(9, 5, requires_grad=True)
     places = torch.randint(9, (count,))
@@ -35,6 +40,8 @@ def test_no_row_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         return original(total, dim, index, rows)
 
     monkeypatch.setattr(torch.Tensor, "index_add_", recording)
+    assert [module.adds_in_any_order(torch.device(kind)) for kind in ("cuda", "cpu")] == [True, False]
+    monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
     hidden = torch.randn(4, 2, requires_grad=True)
     selected(hidden, torch.tensor([1, 1, 3, 1, 3])).sum().backward()
     assert [index.tolist() for index in asked] == [[1, 3], [1, 3], [1]]
