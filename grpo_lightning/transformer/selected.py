@@ -14,11 +14,13 @@ def selected(hidden: Tensor, places: Tensor) -> Tensor:
 
     Args:
         hidden: [N, H]
-        places: [C] on the CPU.
+        places: [C], on the CPU.
 
     Returns:
         [C, H]
     """
+    if not adds_in_any_order(hidden.device):
+        return hidden.index_select(0, places)
     rows: Tensor = _Selected.apply(hidden, places)
     return rows
 
@@ -33,8 +35,6 @@ class _Selected(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
         gradient = rows.new_zeros(ctx.size, rows.shape[1])
-        if not adds_in_any_order(rows.device):
-            return gradient.index_add_(0, ctx.places.to(rows.device), rows), None
         for numbers in turns(ctx.places):
             places = ctx.places[numbers].to(rows.device)
             gradient.index_add_(0, places, rows.index_select(0, numbers.to(rows.device)))
