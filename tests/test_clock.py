@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_lightning.clock import Clock
+from grpo_lightning.transformer import size
 from grpo_lightning.transformer.size import least_seconds, matmul_rate
 
 
@@ -74,3 +75,9 @@ def test_the_rate_leaves_random_numbers_alone() -> None:
     torch.manual_seed(0)
     assert matmul_rate(16, device=torch.device("cpu"), dtype=torch.bfloat16, seconds=0.01) > 1e6
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_rate_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "least_seconds", lambda work, **named: (work(), 0.5)[1])
+    # [2048, 24] times [24, 96]: 2 * 2048 * 24 * 96 = 9,437,184 operations in half a second
+    assert matmul_rate(24, device=torch.device("cpu"), dtype=torch.float32) == 18_874_368
