@@ -14,7 +14,7 @@ from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
-from grpo_lightning.sampler.own.linear import copied
+from grpo_lightning.sampler.own.linear import Packed, packs
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.head import Head, LossGradient
@@ -84,13 +84,15 @@ class SharedPath:
         """
         head, dtype = self.head, compute_dtype(self.decoder)
         flat_copy = flat_decoder(self.decoder, dtype) if flat and not ranks.lockstep else None
-
-        layer = None if flat_copy is None else copied(head.weight, head.bias, dtype)
+        weight, bias, packed = head.weight, head.bias, None
+        if not ranks.lockstep:  # then it is a part only
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            packed = Packed(weight, bias) if packs(weight.device, dtype) else None
 
         def logits(hidden: Tensor) -> Tensor:
-            if layer is None:
-                return head.logits(hidden, head.weight, head.bias, 1.0)
-            return head.scaled(layer(hidden.to(dtype)).float(), 1.0)
+            if packed is None:
+                return head.logits(hidden.to(weight.dtype), weight, bias, 1.0)
+            return head.scaled(packed(hidden.to(dtype)).float(), 1.0)
 
         return SharedPromptCache(
             self.decoder,

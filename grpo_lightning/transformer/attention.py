@@ -13,7 +13,7 @@ key heads, D the size of a head, H that of a hidden state.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -30,8 +30,6 @@ from grpo_lightning.transformer import attention_cpu
 from grpo_lightning.transformer.block_mask import BLOCK, block_mask
 
 _PREFIX = "grouped_"
-_UNUSED_MASK = torch.zeros(1, 1, 1, 1)
-"""A mask of four dimensions is handed through by transformers as it is, and none is built."""
 
 
 class Attention(Protocol):
@@ -82,6 +80,13 @@ def grouped(name: str) -> str:
     return _PREFIX + name
 
 
+@cache
+def _unused_mask(device: torch.device) -> Tensor:
+    """A mask of four dimensions is handed through by transformers as it is, and none is built."""
+    # Once for each device: a copy at every forward pass would make the CPU wait for a GPU.
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
 def forward(decoder: Any, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
     """Hidden states [B, N, H] of a transformers decoder whose attention is ``attention``.
 
@@ -95,7 +100,7 @@ def forward(decoder: Any, ids: Tensor, positions: Tensor, attention: Attention) 
     hidden: Tensor = decoder(
         input_ids=ids,
         position_ids=positions,
-        attention_mask=_UNUSED_MASK.to(ids.device),
+        attention_mask=_unused_mask(ids.device),
         use_cache=False,
         grouped=attention,
     ).last_hidden_state
