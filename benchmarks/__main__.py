@@ -5,6 +5,7 @@ python -m benchmarks compare head   some of it
 python -m benchmarks compare:base   one case of the comparison, beside those that are stored
 python -m benchmarks report         the tables and pictures again, from the stored figures
 python -m benchmarks smoke          every part for one small step: fails where one does not start, and writes nothing
+python -m benchmarks gpu            checks and figures of one GPU in less than ten minutes; gpu --help says more
 
 Figures go to benchmarks/results/cpu or gpu, tables into benchmarks/README.md. Nothing else should run meanwhile.
 """
@@ -12,6 +13,7 @@ Figures go to benchmarks/results/cpu or gpu, tables into benchmarks/README.md. N
 import argparse
 import json
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,6 +28,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["gpu"]:
+        from benchmarks.gpu.command import main as gpu
+
+        raise SystemExit(gpu(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"smoke, report, {', '.join(PARTS)}; all but smoke where none is named"

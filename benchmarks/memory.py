@@ -18,12 +18,13 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from benchmarks.head import status
 from benchmarks.ours import bare_trainer
 from benchmarks.process import result
 from benchmarks.setting import Setting
+from benchmarks.shapes import QWEN, qwen
 from grpo_lightning import memory
 from grpo_lightning.transformer.size import shape_of
 
@@ -133,27 +134,11 @@ def states(system: str, setting: Setting = MODEL) -> float:
         return float((torch.cuda.memory_allocated() if torch.cuda.is_available() else status("VmRSS")) - before)
 
 
-QWEN = {  # https://huggingface.co/Qwen, config.json of Qwen2.5
-    "0.5 B": (896, 24, 4864, 14, 2, 151_936, True),
-    "1.5 B": (1536, 28, 8960, 12, 2, 151_936, True),
-    "3 B": (2048, 36, 11_008, 16, 2, 151_936, True),
-    "7 B": (3584, 28, 18_944, 28, 4, 152_064, False),
-}
-
-
 def sizes() -> str:
     """Predicted GiB per GPU: 8 prompts x 8 completions on each, 512 + 512 tokens, bf16-mixed, checkpointing."""
     rows = []
-    for name, (hidden, layers, intermediate, heads, keys, vocabulary, tied) in QWEN.items():
-        config = Qwen2Config(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=keys,
-            vocab_size=vocabulary,
-            tie_word_embeddings=tied,
-        )
+    for name in QWEN:
+        config = qwen(name)
         with torch.device("meta"):
             full = shape_of(Qwen2ForCausalLM(config))
             lora = shape_of(get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, target_modules="all-linear")))

@@ -14,7 +14,7 @@ from benchmarks.setting import Setting, reward
 from grpo_lightning import advantage, loss, schedule
 from grpo_lightning.batch import Prompts
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.reference import frozen_copy, none
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
@@ -27,11 +27,14 @@ def policy(directory, **options):
     )
 
 
-def built(setting: Setting, directory: str, *, share_prompts: bool = True, microbatch_tokens: int = 16384):
+def built(
+    setting: Setting, given: str | HFPolicy, *, share_prompts: bool = True, microbatch_tokens: int = 16384
+) -> GRPOLightningModule:
+    """A module that trains what is ``given``: a directory of weights, or a policy."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": setting.cap, "stop": []}
     rewards = {"reward": Weighted(reward, 1.0)}
     return GRPOLightningModule(
-        policy(directory, share_prompts=share_prompts),
+        given if isinstance(given, HFPolicy) else policy(given, share_prompts=share_prompts),
         frozen_copy if setting.kl else none,
         Collector(
             reward=rewards,

@@ -19,6 +19,7 @@ import torch
 from benchmarks import compare, equality, growth, head, learning, limit, memory, report, rollout
 from benchmarks.machine import described
 from benchmarks.setting import Setting
+from benchmarks.shapes import QWEN
 
 TINY = Setting("base", prompt=16, cap=8, mean=4, group=4, prompts=2, hidden=64, layers=1, vocabulary=512)
 MEMORY = ("8-bit Adam", "states")
@@ -27,7 +28,7 @@ MEMORY = ("8-bit Adam", "states")
 def sizes() -> None:
     """The table of models and GPUs, a line for each size."""
     lines = memory.sizes().splitlines()
-    if len(lines) != 2 + len(memory.QWEN):
+    if len(lines) != 2 + len(QWEN):
         raise RuntimeError(f"sizes has {len(lines)} lines")
 
 

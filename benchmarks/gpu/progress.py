@@ -1,0 +1,45 @@
+"""What a stage says while it runs: its figures so far, which are then not lost when it is ended; and its time left."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Skipped(Exception):
+    """A stage cannot be run here; the message says why."""
+
+
+class _Report:
+    """The file of the stage that runs in this process, if there is one, and what it holds."""
+
+    path: Path | None = None
+    ends: float = float("inf")
+    held: dict[str, Any] = {}  # noqa: RUF012 (one process has one stage)
+
+
+def write(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def begin(path: Path, seconds: float, **about: Any) -> None:
+    """What is kept from now on goes into this file; the stage has so many seconds."""
+    _Report.path, _Report.ends, _Report.held = path, time.monotonic() + seconds, {}
+    keep(**about)
+
+
+def keep(**figures: Any) -> None:
+    """Add figures to the file of this process's stage."""
+    _Report.held |= figures
+    if _Report.path is not None:
+        write(_Report.path, _Report.held)
+
+
+def seconds_left() -> float:
+    """Until this process's stage is ended."""
+    return _Report.ends - time.monotonic()
