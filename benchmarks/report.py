@@ -10,6 +10,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks import compare as comparison
+from benchmarks.gpu.runner import ALL
+from benchmarks.gpu.table import rendered
 
 CASES = [case.name for case in comparison.CASES]
 HERE = Path(__file__).parent
@@ -167,6 +169,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 PICTURES = {"growth": growth_picture, "learning": learning_picture}
 
 
+def placed(text: str, name: str, content: str) -> str:
+    """The text with this content between the markers of this name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
 def run(directory: Path = HERE) -> None:
     """Put the tables of ``results`` between their markers in README.md, and the pictures beside the figures."""
     readme = directory / "README.md"
@@ -177,9 +185,9 @@ def run(directory: Path = HERE) -> None:
             continue
         found = json.loads(path.read_text())
         found.pop("machine")
-        begin, end = f"<!-- {kind} {part} -->", f"<!-- end {kind} {part} -->"
-        replaced = f"{begin}\n{TABLES[part](found)}\n{end}"
-        text = re.sub(f"{begin}.*?{end}", lambda _, new=replaced: new, text, flags=re.DOTALL)
+        text = placed(text, f"{kind} {part}", TABLES[part](found))
         if part in PICTURES:
             PICTURES[part](found, path.with_suffix(".png"))
+    stages = directory / "results" / "gpu" / "stages" / ALL
+    text = placed(text, "gpu stages", rendered(json.loads(stages.read_text()) if stages.exists() else {}))
     readme.write_text(text, encoding="utf-8")
