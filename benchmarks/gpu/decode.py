@@ -71,6 +71,8 @@ def ours(config: PretrainedConfig, sizes: Sizes, *, rate: float, found: Found) -
         least = limit(given.shape(), rows, prompt=sizes.prompt, own=own, rate=rate)
         found[str(rows)] = {"ours_ms": 1e3 * took, "limit_ms": 1e3 * least, "fraction": least / took}
         keep(rows=found, main=told(found))
+    if not given.share_prompts:
+        raise RuntimeError("prompts are not shared")
 
 
 def theirs(config: PretrainedConfig, sizes: Sizes, *, found: Found) -> list[str]:

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,21 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(beside, path)
 
 
-def begin(path: Path, seconds: float, **about: Any) -> None:
-    """What is kept from now on goes into this file; the stage has so many seconds."""
+@contextmanager
+def reported(path: Path, seconds: float, **about: Any) -> Iterator[None]:
+    """Inside, what is kept goes into this file, and there are so many seconds."""
     _Report.path, _Report.ends, _Report.held = path, time.monotonic() + seconds, {}
-    keep(**about)
+    try:
+        keep(**about)
+        yield
+    finally:
+        _Report.path, _Report.ends = None, float("inf")
 
 
 def keep(**figures: Any) -> None:
-    """Add figures to the file of this process's stage."""
-    _Report.held |= figures
+    """Add figures to the file of this process's stage; without one nothing is kept."""
     if _Report.path is not None:
+        _Report.held |= figures
         write(_Report.path, _Report.held)
 
 

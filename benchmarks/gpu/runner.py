@@ -57,7 +57,7 @@ def one(stage: Stage, path: Path, *, reduced: bool) -> dict[str, Any]:
     """Run a stage, end it when its time is over, and complete its file by how it ended and its seconds."""
     seconds = REDUCED_SECONDS if reduced else stage.seconds
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu.apart", stage.name, str(path), str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.gpu.apart", f"{stage.package}.{stage.name}", str(path), str(seconds)]
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     own["OMP_NUM_THREADS"] = "1" if reduced else str(threads())
     started = time.perf_counter()

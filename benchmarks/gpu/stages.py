@@ -11,6 +11,8 @@ class Stage:
     """After which it is ended."""
     passes: str
     """What has to hold."""
+    package: str = "benchmarks.gpu"
+    """Of its module."""
 
 
 STAGES = (

@@ -70,6 +70,8 @@ def run(reduced: bool) -> dict[str, Any]:
     ]
     phases = Phases()
     ours.bare_trainer(precision="bf16-mixed", callbacks=[phases]).fit(module, DataLoader(batches, batch_size=None))
+    if not given.share_prompts:
+        raise RuntimeError("prompts are not shared")
     last = phases.found[-1]
     peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else None
     told = ", ".join(f"{name[5:]} {value:.2f}" for name, value in last.items() if name.startswith("time/") and value)
@@ -84,7 +86,6 @@ def run(reduced: bool) -> dict[str, Any]:
         "main": main,
         "judged": not reduced,
         "rows": setting.prompts * setting.group,
-        "share_prompts": given.share_prompts,
         "not_tested": [] if fit else ["memory: it is measured on a GPU only"],
         **fit,
     }
