@@ -30,4 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.out is None and given.reduced:
         with tempfile.TemporaryDirectory() as directory:
             return runner.run(given.stages, Path(directory), reduced=True)
-    return runner.run(given.stages, given.out or RESULTS, reduced=given.reduced)
+    directory = given.out or RESULTS
+    status = runner.run(given.stages, directory, reduced=given.reduced)
+    print(f"results: {directory}")
+    return status

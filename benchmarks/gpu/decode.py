@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.gpu.machine import copy_rate
 from benchmarks.gpu.models import model, policy, prompts, sampling, sized
-from benchmarks.gpu.progress import keep, seconds_left
+from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import half, seconds
 from grpo_lightning.memory import Shape
 
@@ -79,10 +79,9 @@ def theirs(config: PretrainedConfig, sizes: Sizes, *, found: Found) -> list[str]
     """Put the time of ``generate`` with 16-bit weights into ``found``; returns what there was no time for."""
     plain = model(config, dtype=torch.bfloat16)
     plain.generation_config.eos_token_id = None
-    left_out = []
+    left_out: list[str] = []
     for rows in sizes.rows:
-        if seconds_left() < _ENOUGH:
-            left_out.append(f"`generate` with {rows} rows: no time was left")
+        if not enough(_ENOUGH, f"`generate` with {rows} rows", left_out):
             continue
         ids = torch.tensor(prompts(rows // GROUP, sizes.prompt, config.vocab_size), device=plain.device)
         ids = ids.repeat_interleave(GROUP, 0)  # [P, S] -> [B, S]

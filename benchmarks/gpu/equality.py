@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.gpu.models import SMALL, model, policy, prompts, sampling
-from benchmarks.gpu.progress import keep, seconds_left
+from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, half
 from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
@@ -26,6 +26,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 EXACT, ROUNDED = 1e-4, 0.01
 """The largest error in float32 relative to the largest value, and the mean one in nats in bf16."""
+_ENOUGH = 12.0
+"""Seconds that must be left for another architecture."""
 LENGTHS = (5, 9, 40)
 """Tokens of the prompts."""
 
@@ -128,19 +130,16 @@ def run(reduced: bool) -> dict[str, Any]:
     """The errors of all architectures in float32, then of all in bf16."""
     exact_errors: dict[str, dict[str, float]] = {}
     half_errors: dict[str, dict[str, float]] = {}
-    in_chunks = head()
-    for found, errors_of in ((exact_errors, exact), (half_errors, rounded)):
+    in_chunks, left_out = head(), list[str]()
+    for kind, found, errors_of in (("float32", exact_errors, exact), ("bf16", half_errors, rounded)):
         for name in CONFIGS:
+            if found and not enough(_ENOUGH, f"{name} in {kind}", left_out):
+                continue
             found[name] = errors_of(name)
-            keep(head=in_chunks, float32=exact_errors, bf16=half_errors, seconds_left=round(seconds_left(), 1))
-        if device().type == "cuda":
-            torch._dynamo.reset()  # or the kernels of both types would count as one function's recompilations
-    return {
-        "head": in_chunks,
-        "float32": exact_errors,
-        "bf16": half_errors,
-        **verdict(in_chunks, exact_errors, half_errors),
-    }
+            keep(head=in_chunks, float32=exact_errors, bf16=half_errors)
+            if device().type == "cuda":
+                torch._dynamo.reset()  # or the kernels of all would count as recompilations of one function
+    return {"head": in_chunks, "not_tested": left_out, **verdict(in_chunks, exact_errors, half_errors)}
 
 
 def verdict(

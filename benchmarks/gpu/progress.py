@@ -49,3 +49,11 @@ def keep(**figures: Any) -> None:
 def seconds_left() -> float:
     """Until this process's stage is ended."""
     return _Report.ends - time.monotonic()
+
+
+def enough(seconds: float, what: str, left_out: list[str]) -> bool:
+    """Whether this process's stage has so many seconds left; else ``what`` is added to what it leaves out."""
+    if seconds_left() >= seconds:
+        return True
+    left_out.append(f"{what}: no time was left")
+    return False

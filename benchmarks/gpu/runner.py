@@ -49,7 +49,7 @@ def run(names: Sequence[str], directory: Path, *, reduced: bool) -> int:
         if record["outcome"] in ("skipped", "out of time"):
             print(f"not tested: {name}: {record['reason'].splitlines()[0]}", flush=True)
     bad = [name for name, record in records.items() if record["outcome"] in ("failed", "out of time")]
-    print(f"{len(records) - len(bad)} of {len(records)} without a fault; results in {directory}", flush=True)
+    print(f"{len(records) - len(bad)} of {len(records)} without a fault", flush=True)
     return 1 if bad else 0
 
 

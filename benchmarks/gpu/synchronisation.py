@@ -1,33 +1,68 @@
 """How often the host waits for the device while tokens are sampled, and whether a CUDA graph draws the same tokens."""
 
-import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import Skipped, keep
 from benchmarks.gpu.tools import device, half
+from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 
 TOKENS = 16
-"""What the sampler draws between two looks of the host."""
+"""The least number of token steps in which the host must not wait."""
 
 
-def token_steps(given: HFPolicy, asked: list[list[int]], *, graph: bool) -> Callable[[], Tensor]:
-    """A function that runs 16 token steps without the host looking, by CUDA graph or eagerly, and returns the ids.
+def replay() -> Any:
+    """The class through which all token steps of the sampler go.
 
-    Returns:
-        A function without arguments: prompts are read and graphs captured before it is returned; its result [B, 16]
-        stays on the device.
+    Of an object ``it`` of this class, ``it(times, version)`` makes ``it._step()`` so many times; on a GPU by replaying
+    ``it._graph``, once that is recorded for ``it._version``.
     """
-    # It needs of the sampler: slots of fixed address with the prompts in them, and its token step, alone or captured.
-    if importlib.util.find_spec("grpo_lightning.sampler.static") is None:
-        raise Skipped("the sampler has no static token step that could be run without the host looking")
-    raise Skipped("the sampler's static token step is not connected to this stage")
+    try:
+        from grpo_lightning.sampler.own.replay import Replay
+    except ImportError as error:
+        raise Skipped(f"the sampler has no token steps that go without the host looking ({error})") from None
+    return Replay
+
+
+@contextmanager
+def watched(steps: Any, *, graph: bool) -> Iterator[list[int]]:
+    """Inside, token steps go by CUDA graph or eagerly, and a wait of the host for the device in one is an error.
+
+    Args:
+        steps: What `replay` returns.
+        graph: Whether they go by graph; then those before a graph is recorded are not watched.
+
+    Yields:
+        The number of steps of every call that was watched.
+    """
+    plain, counts = steps.__call__, list[int]()
+
+    def call(self: Any, times: int, version: int) -> None:
+        if graph and (self._graph is None or version != self._version):
+            plain(self, times, version)
+            return
+        counts.append(times)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if graph:
+                plain(self, times, version)
+            else:
+                for _ in range(times):
+                    self._step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    steps.__call__ = call
+    try:
+        yield counts
+    finally:
+        steps.__call__ = plain
 
 
 def waits(given: HFPolicy, asked: list[list[int]], length: int) -> int:
@@ -36,20 +71,14 @@ def waits(given: HFPolicy, asked: list[list[int]], length: int) -> int:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            given.sample(asked, group_size=8, sampling=sampling(length), seed=0)
+            drawn(given, asked, length)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def drawn(given: HFPolicy, asked: list[list[int]], *, graph: bool) -> Tensor:
-    """The ids of 16 token steps, in which a wait of the host is an error."""
-    steps = token_steps(given, asked, graph=graph)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def drawn(given: HFPolicy, asked: list[list[int]], length: int) -> Sampled:
+    return given.sample(asked, group_size=8, sampling=sampling(length), seed=0)
 
 
 def run(reduced: bool) -> dict[str, Any]:
@@ -57,19 +86,26 @@ def run(reduced: bool) -> dict[str, Any]:
     given = policy(model(sized(reduced, num_hidden_layers=2)), endless=True)
     asked = prompts(4, 24, 512)
     if device().type != "cuda":
-        found = [given.sample(asked, group_size=8, sampling=sampling(TOKENS), seed=0).ids for _ in range(2)]
+        found = [drawn(given, asked, TOKENS).ids for _ in range(2)]
         return {
             "passed": torch.equal(*found),
             "main": f"{TOKENS} tokens twice, the same ids",
             "not_tested": ["no CUDA graphs on a CPU"],
         }
+    long = 8 * TOKENS
     with half():
-        given.sample(asked, group_size=8, sampling=sampling(3 * TOKENS), seed=0)  # compiles and captures
-        per_token = (waits(given, asked, 3 * TOKENS) - waits(given, asked, TOKENS)) / (2 * TOKENS)
-        keep(waits_per_token=per_token, main=f"the host waits {per_token:.2f} times a token")
-        by_graph, eager = (drawn(given, asked, graph=graph) for graph in (True, False))
-    same = torch.equal(by_graph, eager)
+        drawn(given, asked, long)  # compiles
+        per_token = (waits(given, asked, long) - waits(given, asked, 2 * TOKENS)) / (long - 2 * TOKENS)
+        keep(waits_per_token=per_token, main=f"{per_token:.2f} waits a token")
+        ids, counts = [], []
+        for graph in (True, False):
+            with watched(replay(), graph=graph) as seen:
+                ids.append(drawn(given, asked, long).ids)
+            counts.append(sum(seen))
+    same = torch.equal(*ids)
     return {
-        "passed": same,
-        "main": f"none in {TOKENS} tokens; {per_token:.2f} waits a token; ids {'equal' if same else 'differ'}",
+        "passed": same and min(counts) >= TOKENS,
+        "watched": counts,
+        "main": f"no wait in {counts[0]} steps by graph and {counts[1]} without, ids "
+        f"{'equal' if same else 'differ'}; {per_token:.2f} waits a token in all",
     }
