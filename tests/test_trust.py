@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning.composition.loader import problems
-from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings import ConfigError, check, start, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation
 
@@ -17,7 +17,7 @@ REFUSED = "is refused by its key before anything is imported for it"
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A directory of the user's with a module, which is the directory of the start."""
-    monkeypatch.setattr(trust, "START", tmp_path)
+    monkeypatch.setattr(start, "START", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "trust_mine.py").write_text(
         "import os\nfrom functools import lru_cache, partial\nfrom os import system\n"
@@ -147,7 +147,7 @@ def test_what_a_file_of_the_user_only_imports_from_python_may_not(name, reason, 
 
 
 def test_a_file_is_not_imported_to_be_judged(tmp_path, monkeypatch):
-    monkeypatch.setattr(trust, "START", tmp_path)
+    monkeypatch.setattr(start, "START", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "trust_breaks.py").write_text("raise RuntimeError('imported')\n")
     assert trust.may_name("trust_breaks.reward")
@@ -156,7 +156,7 @@ def test_a_file_is_not_imported_to_be_judged(tmp_path, monkeypatch):
 @provocation("starting in `/`, with a `_target_` of Python's library or of an installed package", REFUSED)
 @pytest.mark.parametrize("place", [Path("/"), Path(sys.prefix), Path(sys.base_prefix).parent])
 def test_python_and_its_packages_are_no_files_of_the_user_wherever_one_starts(place, monkeypatch):
-    monkeypatch.setattr(trust, "START", place.resolve())
+    monkeypatch.setattr(start, "START", place.resolve())
     for name in ("json.load", "shutil.rmtree", "numpy.load", "regex.compile", "pip.main", "site.main"):
         assert not trust.may_name(name), name
 
@@ -169,7 +169,7 @@ def test_below_the_prefix_of_python_ones_own_files_count(tmp_path, monkeypatch):
     place.mkdir(parents=True)
     (place / "trust_app.py").write_text("")
     monkeypatch.syspath_prepend(str(place))
-    monkeypatch.setattr(trust, "START", place.resolve())
+    monkeypatch.setattr(start, "START", place.resolve())
     try:
         assert trust.may_name("trust_app.f")
     finally:

@@ -6,8 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes
-from grpo_lightning.settings import trust
+from grpo_lightning.settings import start, trust
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -18,7 +19,7 @@ def main() -> None:
     """Train, validate or export, as the command line says."""
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
-    trust.START = Path.cwd().resolve()
+    start.START = Path.cwd().resolve()
     trust.say_words(sys.argv[1:])
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
@@ -30,9 +31,8 @@ def main() -> None:
 
     from grpo_lightning.composition.job import job
 
-    Plugins.instance()  # Hydra runs what it finds on the path: not in this directory, which may hold anybody's files
-    # Last, so that no file here stands for a package: functions of one's own are found from wherever the command is.
-    sys.path.append(str(Path.cwd()))
+    fresh.protect_processes()
+    Plugins.instance()  # Hydra runs what it finds on the path: before a directory that settings name is on it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         job()

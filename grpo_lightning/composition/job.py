@@ -19,14 +19,14 @@ from grpo_lightning import settings
 from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
-from grpo_lightning.distributed import signals
+from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import printable, say, sentence
-from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings import ConfigError, start
 from grpo_lightning.settings.places import link_problem
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class JobFailed(CompactHydraException):
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
+    start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
+    fresh.forget()
     given: Any = HydraConfig.get()
     directory = Path(given.runtime.output_dir)
     is_sweep = given.mode == RunMode.MULTIRUN

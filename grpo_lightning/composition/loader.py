@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.job_name import job_name
+from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.suggestions import explain, known_keys
@@ -81,6 +82,8 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
             raise ConfigCompositionException(_listed(wrong))
+        if composed.hydra.launcher.get("_target_") != _MEMBERS[0]:
+            fresh.protect_jobs()
         remember_secrets(composed)
         return composed
 

@@ -29,7 +29,7 @@ from grpo_lightning.composition.loader import installed
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings import ConfigError, start, trust
 from grpo_lightning.settings.suggestions import explain
 
 if TYPE_CHECKING:
@@ -196,8 +196,11 @@ def made(
 
     checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then
 
+    trusted = trust.packages(config)[1]
+    for package in trusted:
+        start.make_importable(package)
+
     def build(name: str, **more: Any) -> Any:
-        trusted = trust.packages(config)[1]
         for key, target in trust.targets(config[name], name):
             trust.resolved(target, trusted, key=key)
         with _using(live or {}):

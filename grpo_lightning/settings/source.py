@@ -1,13 +1,14 @@
 """The source of modules, found and parsed without importing anything."""
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+
+from grpo_lightning.settings import start
 
 _MAKES_NAMES = {"__getattr__", "globals", "setattr", "exec", "vars", "modules", "__dict__"}
 """A module that speaks of these may have names that no statement binds."""
@@ -83,10 +84,7 @@ def load(name: str) -> Module:
 def spec_of(name: str) -> ModuleSpec | None:
     """Where a module is; parents are found as directories, without running their ``__init__``."""
     top, *rest = name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return None
+    spec = start.spec_of(top)
     known = top
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:

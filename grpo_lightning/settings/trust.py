@@ -8,7 +8,6 @@ to counts, not how it begins: ``torch.os.system`` is no member of torch.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -20,10 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_lightning.settings import start
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
-
-START: Path | None = None
-"""The directory in which the command line was started; None in a program, for its working directory."""
 
 _WORDS = "GRPO_LIGHTNING_TRUST"
 _GIVES_TRUST = re.compile(r"\btrusted=|trust_remote_code")
@@ -170,8 +167,7 @@ def is_of_user(top: str, trusted: Collection[str] = ()) -> bool:
     """Whether a package or module is one of the user's: trusted by name, or below the directory of the start."""
     if top in trusted:
         return True
-    place = START or Path.cwd().resolve()
-    return top not in sys.stdlib_module_names and not _is_of_project(top) and _lies_below(top, place)
+    return top not in sys.stdlib_module_names and not _is_of_project(top) and _lies_below(top, start.place())
 
 
 def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_") -> Any:
@@ -191,6 +187,7 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     if not may_name(name, trusted):
         raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
     parts = name.split(".")
+    start.make_importable(parts[0])
     found: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=2):
         if _is_method(found, part):
@@ -252,10 +249,7 @@ def _kind(value: Any) -> str:
 
 
 def _lies_below(top: str, here: Path) -> bool:
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return False
+    spec = start.spec_of(top)
     if spec is None:
         return False
     # Built-in and frozen modules have no location: "frozen" is no path.
@@ -273,7 +267,7 @@ def _is_of_project(top: str) -> bool:
     """Whether a module is one of this project's own helpers, in a checkout."""
     if top not in _PROJECT:
         return False
-    spec = importlib.util.find_spec(top)
+    spec = start.spec_of(top)
     places = [spec.origin or ""] if spec and spec.origin else list((spec and spec.submodule_search_locations) or ())
     checkout = Path(__file__).resolve().parents[2]
     return any(checkout in Path(place).resolve().parents for place in places)

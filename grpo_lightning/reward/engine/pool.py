@@ -21,7 +21,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from grpo_lightning.distributed import signals
+from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.reward.engine.foreign import described, plain
 
@@ -185,6 +185,7 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
     if _pool is not None and not _pool.active:
         close()
     if _pool is None:
+        fresh.protect_processes()
         has_server = "forkserver" in multiprocessing.get_all_start_methods() and not _is_forked
         context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
         if has_server:

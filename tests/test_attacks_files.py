@@ -1,0 +1,156 @@
+"""Files of the working directory that nobody names, called like modules: none is run, by no process of a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.distributed import fresh
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+from tests.support.running import SMALL
+from tests.test_attacks import start
+
+pytestmark = pytest.mark.slow
+PYTHONS = ("socket", "pickle", "random", "signal", "threading", "selectors", "json", "base64", "queue")
+OPTIONAL = ("triton", "pynvml", "opt_einsum", "torch_npu", "tensorflow", "gmpy2", "numexpr", "flash_attn", "cupy")
+"""What libraries import if it is there."""
+TINY = (*SMALL[:11], "trainer=cpu", "steps=1")
+
+MINE = """
+import json, os, subprocess, sys
+import mine_helper  # lies beside this file
+
+def starts_a_program(completions, **columns):
+    assert mine_helper.NUMBER == 3
+    told = subprocess.run([sys.executable, "other/program.py"], capture_output=True, text=True, check=True).stdout
+    with open("told.txt", "a") as file:
+        file.write(told)
+    return [float(len(text) % 3) for text in completions]
+"""
+PROGRAM = """
+import json, os, sys
+import beside  # in the program's own directory
+print(json.dumps([sys.flags.safe_path, os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")]))
+"""
+
+
+def marked(place: Path, *names: str) -> Path:
+    """Files that leave a mark when they are imported; returns the mark."""
+    for name in names:
+        (place / f"{name}.py").write_text(f"open({str(place / 'HIT')!r}, 'a').write({name!r})\n")
+    return place / "HIT"
+
+
+def own(place: Path) -> None:
+    (place / "mine.py").write_text(MINE)
+    (place / "mine_helper.py").write_text("NUMBER = 3\n")
+    (place / "other").mkdir()
+    (place / "other" / "program.py").write_text(PROGRAM)
+    (place / "other" / "beside.py").write_text("")
+
+
+def told(place: Path) -> set[str]:
+    return set((place / "told.txt").read_text().splitlines())
+
+
+@provocation("files named like what libraries import if it is there, `triton.py` or `pynvml.py`", "they are not run")
+def test_files_named_like_optional_packages_are_not_run(tmp_path):
+    mark = marked(tmp_path, *OPTIONAL)
+    done = start(tmp_path, *TINY, "reward=[format,math]")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not mark.exists()
+
+
+@provocation(
+    "files named like Python's modules, `socket.py` or `pickle.py`, and workers of rewards", "they are not run"
+)
+def test_files_named_like_pythons_modules_are_not_run_by_workers(tmp_path):
+    mark = marked(tmp_path, *PYTHONS)
+    done = start(tmp_path, *TINY, "reward=[format]", "reward.format.timeout=30")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("timeout", ["null", "30"])
+def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_it_starts(timeout, tmp_path):
+    own(tmp_path)
+    mark = marked(tmp_path, *PYTHONS)
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program")
+    done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert told(tmp_path) == {json.dumps([False, None, str(ROOT)])}
+    assert not mark.exists()
+
+
+@provocation("the same files in a sweep with `hydra/launcher=joblib` or `submitit_local`", "they are not run")
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_files_are_not_run_by_launchers(launcher, tmp_path):
+    own(tmp_path)
+    mark = marked(tmp_path, *PYTHONS, *OPTIONAL)
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "reward.custom.timeout=30")
+    done = start(tmp_path, "-m", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", *TINY, *words, "seed=0,1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    states = [json.loads(path.read_text())["status"] for path in (tmp_path / "sweep").glob("*/summary.json")]
+    assert states == ["finished"] * 2
+    assert told(tmp_path) == {json.dumps([False, None, str(ROOT)])}
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_jobs_find_a_checkout_from_which_they_are_started(launcher, tmp_path):
+    """As in ``python train.py -m``, where only the directory of train.py says where the package is."""
+    words = ["-m", f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}", *TINY, "reward=[format]", "seed=0,1"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["forkserver", "spawn"])
+def test_workers_of_a_program_run_none_either(forked, tmp_path):
+    """Of a program in another directory; in a forked process workers are started afresh, each by itself."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here").mkdir()
+    mark = marked(tmp_path / "here", *PYTHONS)
+    (tmp_path / "elsewhere" / "program.py").write_text(
+        "import operator\nfrom grpo_lightning.reward.engine import pool\n"
+        "if __name__ == '__main__':\n"
+        f"    pool._is_forked = {forked}\n    pool.configure(1)\n"
+        "    print(pool.submit(operator.truth, [], seconds=9).result())\n"
+        "    from tests.support import hostile\n"
+        "    print(pool.submit(hostile.double, [{'value': 4}], seconds=9).result())\n"
+    )
+    command = [sys.executable, str(tmp_path / "elsewhere" / "program.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["[]", "[8]"], done.stderr[-2000:]
+    assert not mark.exists()
+
+
+def test_variables_for_launchers_are_taken_back(monkeypatch):
+    for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONSAFEPATH": "1", "PYTHONPATH": "/a"}):
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in before.items():
+            monkeypatch.setenv(name, value)
+        fresh.protect_jobs()
+        fresh.protect_jobs()
+        assert os.environ["PYTHONSAFEPATH"]
+        if before.get("PYTHONPATH") == "/a:/b":
+            assert os.environ["PYTHONPATH"] == f"{ROOT}:/a:/b"
+        fresh.forget()
+        fresh.forget()
+        assert {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if name in os.environ} == before
+
+
+def test_a_command_is_told_where_to_look(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/a", "/b'"])
+    assert fresh.safe(["python", "-O", "-c", "x()", "--more"]) == [
+        *("python", "-O", "-P", "-c"),
+        "import sys; sys.path[:] = ['/a', \"/b'\"]; x()",
+        "--more",
+    ]
+    assert fresh.safe(["python", "-m", "x"]) == ["python", "-m", "x"]
