@@ -250,3 +250,35 @@ def test_the_log_is_written_through_no_link(tmp_path):
         assert "Traceback" not in done.stderr
         assert mine.read_text() == "mine"
     assert [path.name for path in run.iterdir()] == ["train.log"]
+
+
+@provocation(
+    "a sweep's directory whose multirun.yaml, or what else a plug-in writes, is a link", "refused in one sentence"
+)
+@pytest.mark.parametrize("name", ["multirun.yaml", "optimization_results.yaml", "own.log"])
+def test_a_sweep_is_written_through_no_link(name, tmp_path):
+    mine, place = tmp_path / "mine", tmp_path / "sweep"
+    mine.write_text("mine")
+    place.mkdir()
+    (place / name).symlink_to(mine)
+    done = start(tmp_path, "-m", f"hydra.sweep.dir={place}", "seed=0,1", "steps=0")
+    assert done.returncode == 1
+    assert f"hydra.sweep.dir={place}: {name} in it is a link to {mine}" in done.stderr
+    assert mine.read_text() == "mine"
+    assert [path.name for path in place.iterdir()] == [name]
+
+
+@provocation(
+    "a log of one's own name in `hydra.job_logging`, which is a link in the run directory", "refused, as above"
+)
+def test_other_logs_are_written_through_no_link(tmp_path):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.write_text("mine")
+    run.mkdir()
+    (run / "own.log").symlink_to(mine)
+    own = "{class: logging.FileHandler, delay: true, filename: '${hydra.runtime.output_dir}/own.log'}"
+    words = (f"+hydra.job_logging.handlers.own={own}", "hydra.job_logging.root.handlers=[own]")
+    done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", "reward=[format]", f"hydra.run.dir={run}", *words)
+    assert done.returncode == 1
+    assert "own.log in it is a link to" in done.stderr
+    assert mine.read_text() == "mine"

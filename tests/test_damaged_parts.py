@@ -155,6 +155,10 @@ def test_lightning_s_own_checkpoints_on_slurm_are_refused(tmp_path):
                 "OnExceptionCheckpoint: allowed is callbacks.checkpoint, whose last.ckpt is the last complete step",
             ),
             (
+                "+callbacks.a={_target_: lightning.pytorch.callbacks.SpikeDetection}",
+                "SpikeDetection: allowed is callbacks.doctor: this one overwrites a file",
+            ),
+            (
                 "+trainer.strategy={_target_: lightning.pytorch.strategies.ModelParallelStrategy}",
                 "ModelParallelStrategy: allowed is trainer=fsdp: it checks checkpoints in parts before they are read",
             ),

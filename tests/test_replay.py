@@ -236,3 +236,34 @@ def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
 
     with pytest.raises(ValueError, match=re.escape(told)):
         scored()
+
+
+@provocation(
+    "a stranger's run directory is replayed whose overrides name a file that has come with it",
+    "refused by its key, unless the command names it",
+)
+def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = tmp_path / "shared"
+    (run / ".hydra").mkdir(parents=True)
+    own = ["reward=[custom]", "reward.custom.function._target_=shared.evil.score"]
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
+    (run / "evil.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    return [1.0]\n")
+
+    def scored(*words):
+        config, build = recalled(run, words, ["reward"])
+        build("reward", config["reward"])
+
+    for words in ((), ("loss.kl_coef=0.1",), ("reward.custom.weight=2",)):
+        with pytest.raises(
+            ValueError, match=r"shared\.evil\.score stands in the run's settings only; allowed is trusted"
+        ):
+            scored(*words)
+    assert not (tmp_path / "HIT").exists()
+    scored("trusted=[shared]")
+    (tmp_path / "HIT").unlink()
+    for name in ("shared", "shared.evil"):
+        sys.modules.pop(name)
+    scored("reward.custom.function._target_=shared.evil.score")
+    assert (tmp_path / "HIT").exists()

@@ -17,6 +17,7 @@ from tests.support.composed import CONF, ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
+LOG = "${hydra.runtime.output_dir}/own.log"
 FAST = (*SMALL[:11], "trainer=cpu", "steps=4", "logger=csv", "validation.every=2", "callbacks.checkpoint.every=1")
 KILLING = '''
 import os
@@ -190,6 +191,24 @@ def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_pat
         ({"launcher": {"partition": "${now:p%ntouch y%nx}"}}, "%nx}: allowed are now:"),
         ({"launcher": {"partition": "${oc.env:X,a}"}}, "{oc.env:X,a}: allowed are now:"),
         ({"launcher": {"comment": "a\nrm -r x"}}, "hydra.launcher.comment: allowed are texts of one line"),
+        *(
+            ({part: {"_target_": f"hydra_plugins.hydra_{target}", key: {}}}, f"hydra.{part}.{key}: allowed are ")
+            for part, target, key in (
+                ("launcher", "submitit_launcher.submitit_launcher.SlurmLauncher", "srun_args"),
+                ("launcher", "submitit_launcher.submitit_launcher.LocalLauncher", "setup_"),
+                ("launcher", "joblib_launcher.joblib_launcher.JoblibLauncher", "initializer"),
+                ("sweeper", "optuna_sweeper.optuna_sweeper.OptunaSweeper", "pruner"),
+            )
+        ),
+        (
+            {"job_logging": {"handlers": {"x": {"filename": LOG}}}},
+            "hydra.job_logging.handlers.x.delay: allowed is true",
+        ),
+        (
+            {"job_logging": {"handlers": {"x": {"filename": LOG, "delay": False}}}},
+            "hydra.job_logging.handlers.x.delay=False: allowed is true",
+        ),
+        ({"job_logging": {"handlers": {"x": {"filename": LOG, "delay": True}}}}, None),
         ({"sweeper": {"direction": "maximize", "sampler": {"_target_": "optuna.samplers.TPESampler"}}}, None),
         ({"launcher": {"_target_": "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"}}, None),
         ({"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"}}, None),

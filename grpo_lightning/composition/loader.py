@@ -5,13 +5,17 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from hydra._internal import hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
@@ -19,6 +23,7 @@ from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
+from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
 _LOG_CLASSES = (
@@ -82,6 +87,8 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
             raise ConfigCompositionException(_listed(wrong))
+        if linked := _link_of_sweep(composed):
+            raise ConfigCompositionException(linked)
         if composed.hydra.launcher.get("_target_") != _MEMBERS[0]:
             fresh.protect_jobs()
         remember_secrets(composed)
@@ -154,10 +161,16 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log")
         if part.endswith("_logging") and name == "mode" and text != "a":
             found.append(f"{key}={value}: allowed is a")
+        if part.endswith("_logging") and name == "delay" and value is not True:
+            found.append(f"{key}={value}: allowed is true: a file is opened once it is known not to be a link")
         if part.endswith("_logging") and ".." in key:
             found.append(f"{key}: allowed are keys without dots, which would set attributes of handlers")
         if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+    for part in ("job_logging", "hydra_logging"):
+        for name, handler in ((hydra.get(part) or {}).get("handlers") or {}).items():
+            if isinstance(handler, Mapping) and "filename" in handler and "delay" not in handler:
+                found.append(f"hydra.{part}.handlers.{name}.delay: allowed is true")
     found += _plugin_problems(hydra.get("sweeper") or {}, hydra.get("launcher") or {})
     for part in ("env_set", "env_copy"):
         for name in (hydra.get("job") or {}).get(part) or ():
@@ -195,9 +208,33 @@ def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) ->
             yield f"hydra.launcher.additional_parameters.{name}: allowed are {', '.join(_SBATCH)}"
     if launcher.get("setup"):
         yield "hydra.launcher.setup: allowed is null: its commands would be run by a shell; run them before the sweep"
+    for part, node in (("launcher", launcher), ("sweeper", sweeper)):
+        known = _keys_of(part, node.get("_target_"))
+        for name in node if known else ():
+            if name not in known:
+                yield f"hydra.{part}.{name}: allowed are {', '.join(sorted(known - {'_target_'}))}"
     for key, value in _leaves(launcher, "hydra.launcher"):
         if isinstance(value, str) and "\n" in value:
             yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
+
+
+def _link_of_sweep(composed: DictConfig) -> str | None:
+    """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
+    with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
+        problem = link_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
+        return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
+    return None
+
+
+def _keys_of(part: str, target: Any) -> set[str]:
+    """The settings that a plug-in has of its own; others it hands on, as what starts processes in other ways."""
+    found: set[str] = set()
+    Plugins.instance()  # each says what its settings are when it is found
+    for name in ConfigStore.instance().list(f"hydra/{part}"):
+        if name.endswith(".yaml"):
+            node = ConfigStore.instance().load(f"hydra/{part}/{name}").node
+            found |= {str(key) for key in node} if node.get("_target_") == target else set()
+    return found - {"defaults"}
 
 
 def _may_run(name: Any) -> bool:

@@ -30,7 +30,8 @@ Build = Callable[[str, Any], Any]
 def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Any], Build]:
     """Some parts of the settings of the run in a directory, with overrides, and what builds objects from them.
 
-    What the run's own settings trusted is not trusted here: ``trusted=[…]`` among ``overrides`` is what counts.
+    What the run's own settings trusted is not trusted here, nor are files of the user's that they name, which may have
+    come with the run: ``trusted=[…]`` among ``overrides`` is what counts.
 
     Args:
         directory: A run directory, of which ``.hydra/overrides.yaml`` is read.
@@ -60,6 +61,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
     def build(key: str, node: Any) -> Any:
         for place, target in trust.targets(node, key):
+            _check_given(str(target), place, trusted, overrides)
             trust.resolved(target, trusted, key=place)
         try:
             return instantiate(OmegaConf.create({"built": node}), _convert_="all")["built"]
@@ -67,6 +69,18 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
             raise _cause(error, key) from error
 
     return config, build
+
+
+def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuse a file of the user's that only the run's own settings name."""
+    top = target.partition(".")[0]
+    if (
+        top in ("grpo_lightning", *trusted)
+        or not trust.is_of_user(top)
+        or any(f"{top}." in word.partition("=")[2] for word in overrides)
+    ):
+        return
+    raise ConfigError([f"{key}={target} stands in the run's settings only; allowed is trusted=[{top}], if you know it"])
 
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:

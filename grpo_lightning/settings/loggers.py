@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.walk import each_target
 
 _FIXED = {"x_disable_meta": True, "console": "off"}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
@@ -25,12 +26,11 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"logger.{name}: no such logger was chosen; allowed is logger=[{', '.join([*_chosen(loggers), name])}]"
             )
-        elif str(logger["_target_"]).endswith(".WandbLogger") and (
-            found := list(_wandb_problems(f"logger.{name}", logger))
-        ):
-            yield from found
         elif (package := _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])) and find_spec(package) is None:
             yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
+    for key, node in each_target(config):  # also of one that a callback holds
+        if str(node["_target_"]).endswith(".WandbLogger"):
+            yield from _wandb_problems(key, node)
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:

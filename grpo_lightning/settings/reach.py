@@ -7,7 +7,7 @@ from typing import Any
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.walk import each_target
 
-_DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir")
+_DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
@@ -15,6 +15,8 @@ _LIBRARIES = ("lightning.", "grpo_lightning.logger.")
 _UNCHECKED = {
     "OnExceptionCheckpoint": "allowed is callbacks.checkpoint, whose last.ckpt is the last complete step, also after "
     "an error: Lightning would go on from what lies at this one's place, whoever has put it there",
+    "SpikeDetection": "allowed is callbacks.doctor: this one overwrites a file of the working directory, or what a "
+    "checkpoint names",
     **dict.fromkeys(
         ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
         "allowed is trainer=fsdp: it checks checkpoints in parts before they are read, which could run code",
