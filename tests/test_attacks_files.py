@@ -21,11 +21,15 @@ OPTIONAL = ("triton", "pynvml", "opt_einsum", "torch_npu", "tensorflow", "gmpy2"
 TINY = (*SMALL[:11], "trainer=cpu", "steps=1")
 
 MINE = """
-import json, os, subprocess, sys
+import json, multiprocessing, os, subprocess, sys
 import mine_helper  # lies beside this file
 
 def starts_a_program(completions, **columns):
-    assert mine_helper.NUMBER == 3
+    from mine_package.late import NUMBER
+    assert mine_helper.double(1.5) == NUMBER
+    if not multiprocessing.current_process().daemon:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            assert pool.map(mine_helper.double, [4]) == [8]
     told = subprocess.run([sys.executable, "other/program.py"], capture_output=True, text=True, check=True).stdout
     with open("told.txt", "a") as file:
         file.write(told)
@@ -47,10 +51,21 @@ def marked(place: Path, *names: str) -> Path:
 
 def own(place: Path) -> None:
     (place / "mine.py").write_text(MINE)
-    (place / "mine_helper.py").write_text("NUMBER = 3\n")
+    (place / "mine_helper.py").write_text("def double(value):\n    return 2 * value\n")
+    (place / "mine_package").mkdir()
+    (place / "mine_package" / "late.py").write_text("NUMBER = 3\n")
     (place / "other").mkdir()
     (place / "other" / "program.py").write_text(PROGRAM)
     (place / "other" / "beside.py").write_text("")
+
+
+def named_by_metadata(place: Path) -> None:
+    """A package, as it seems, that says which of its modules other packages are to import."""
+    (place / "evil-1.0.dist-info").mkdir()
+    (place / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    groups = ("torch.backends", "lightning.pytorch.callbacks_factory", "fsspec.specs", "tensorboard_plugins")
+    text = "".join(f"[{group}]\nx = flash_attn:f\n" for group in groups)
+    (place / "evil-1.0.dist-info" / "entry_points.txt").write_text(text)
 
 
 def told(place: Path) -> set[str]:
@@ -60,6 +75,7 @@ def told(place: Path) -> set[str]:
 @provocation("files named like what libraries import if it is there, `triton.py` or `pynvml.py`", "they are not run")
 def test_files_named_like_optional_packages_are_not_run(tmp_path):
     mark = marked(tmp_path, *OPTIONAL)
+    named_by_metadata(tmp_path)
     done = start(tmp_path, *TINY, "reward=[format,math]")
     assert done.returncode == 0, done.stderr[-2000:]
     assert not mark.exists()
@@ -78,7 +94,8 @@ def test_files_named_like_pythons_modules_are_not_run_by_workers(tmp_path):
 @pytest.mark.parametrize("timeout", ["null", "30"])
 def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_it_starts(timeout, tmp_path):
     own(tmp_path)
-    mark = marked(tmp_path, *PYTHONS)
+    named_by_metadata(tmp_path)
+    mark = marked(tmp_path, *PYTHONS, *OPTIONAL)
     words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program")
     done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -127,6 +144,21 @@ def test_workers_of_a_program_run_none_either(forked, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[:2] == ["[]", "[8]"], done.stderr[-2000:]
+    assert not mark.exists()
+
+
+def test_a_library_that_settings_may_name_is_no_file_of_the_directory(tmp_path, monkeypatch):
+    mark = marked(tmp_path, "bitsandbytes", "transformers")
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+        "from grpo_lightning import start\nfrom grpo_lightning.settings import trust\n"
+        f"start.START = Path({str(tmp_path)!r})\n"
+        "sys.path[:] = [place for place in sys.path if 'site-packages' not in place]\n"
+        "for name in ('bitsandbytes.optim.AdamW8bit', 'transformers.Adafactor'):\n"
+        "    try:\n        trust.resolved(name)\n    except ImportError:\n        print('absent')\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "absent\nabsent\n", done.stderr
     assert not mark.exists()
 
 

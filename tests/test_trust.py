@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_lightning import start
 from grpo_lightning.composition.loader import problems
-from grpo_lightning.settings import ConfigError, check, start, trust
+from grpo_lightning.settings import ConfigError, check, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation
 
@@ -164,7 +165,7 @@ def test_python_and_its_packages_are_no_files_of_the_user_wherever_one_starts(pl
 def test_below_the_prefix_of_python_ones_own_files_count(tmp_path, monkeypatch):
     """As in a container whose Python is in /usr, and whose programs are in /usr/src."""
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    trust._installed.cache_clear()
+    start._installed.cache_clear()
     place = tmp_path / "src" / "app"
     place.mkdir(parents=True)
     (place / "trust_app.py").write_text("")
@@ -174,7 +175,7 @@ def test_below_the_prefix_of_python_ones_own_files_count(tmp_path, monkeypatch):
         assert trust.may_name("trust_app.f")
     finally:
         monkeypatch.undo()
-        trust._installed.cache_clear()
+        start._installed.cache_clear()
 
 
 def test_a_trusted_package_may_be_named_but_leads_nowhere_else():

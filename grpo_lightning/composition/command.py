@@ -6,9 +6,10 @@ import signal
 import sys
 from pathlib import Path
 
+from grpo_lightning import start
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes
-from grpo_lightning.settings import start, trust
+from grpo_lightning.settings import trust
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -32,7 +33,7 @@ def main() -> None:
     from grpo_lightning.composition.job import job
 
     fresh.protect_processes()
-    Plugins.instance()  # Hydra runs what it finds on the path: before a directory that settings name is on it
+    Plugins.instance()  # Hydra runs what it finds on the path
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         job()

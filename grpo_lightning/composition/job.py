@@ -15,7 +15,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_lightning import settings
+from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
@@ -26,7 +26,7 @@ from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import printable, say, sentence
-from grpo_lightning.settings import ConfigError, start
+from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.places import link_problem
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import remember_secrets
@@ -29,7 +30,7 @@ from grpo_lightning.composition.loader import installed
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.settings import ConfigError, start, trust
+from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.suggestions import explain
 
 if TYPE_CHECKING:
@@ -197,8 +198,7 @@ def made(
     checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then
 
     trusted = trust.packages(config)[1]
-    for package in trusted:
-        start.make_importable(package)
+    start.make_importable(*trusted)
 
     def build(name: str, **more: Any) -> Any:
         for key, target in trust.targets(config[name], name):

@@ -12,6 +12,8 @@ from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning import start
+
 _SAFE_PATH, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
@@ -39,7 +41,9 @@ def safe(command: Sequence[Any]) -> list[Any]:
     if "-c" in found:
         at = found.index("-c")
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
-        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {found[at + 1]}"]
+        own = start.importable()  # where this process finds files of the user's, which are not on its path
+        enter = f"from {start.__name__} import enter; enter(*{own!r}); " if own else ""
+        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {enter}{found[at + 1]}"]
     return found
 
 

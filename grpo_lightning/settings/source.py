@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from grpo_lightning.settings import start
+from grpo_lightning import start
 
 _MAKES_NAMES = {"__getattr__", "globals", "setattr", "exec", "vars", "modules", "__dict__"}
 """A module that speaks of these may have names that no statement binds."""

@@ -6,20 +6,18 @@ those below the directory in which the program was started, and packages that ``
 to counts, not how it begins: ``torch.os.system`` is no member of torch.
 """
 
-import functools
 import importlib
 import inspect
 import json
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_lightning.settings import start
+from grpo_lightning import start
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
 
 _WORDS = "GRPO_LIGHTNING_TRUST"
@@ -187,7 +185,8 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     if not may_name(name, trusted):
         raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
     parts = name.split(".")
-    start.make_importable(parts[0])
+    if not _below(name, ("grpo_lightning", *LIBRARIES)):  # a file here is none of those, also where they are absent
+        start.make_importable(parts[0])
     found: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=2):
         if _is_method(found, part):
@@ -254,13 +253,7 @@ def _lies_below(top: str, here: Path) -> bool:
         return False
     # Built-in and frozen modules have no location: "frozen" is no path.
     places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
-    return bool(places) and all(_is_own_file(Path(place).resolve(), here) for place in places)
-
-
-def _is_own_file(path: Path, here: Path) -> bool:
-    if here not in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
-        return False
-    return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
+    return bool(places) and all(start.is_own(Path(place).resolve(), here) for place in places)
 
 
 def _is_of_project(top: str) -> bool:
@@ -271,10 +264,3 @@ def _is_of_project(top: str) -> bool:
     places = [spec.origin or ""] if spec and spec.origin else list((spec and spec.submodule_search_locations) or ())
     checkout = Path(__file__).resolve().parents[2]
     return any(checkout in Path(place).resolve().parents for place in places)
-
-
-@functools.cache
-def _installed() -> frozenset[Path]:
-    """Where Python, its library and its packages are; what lies in there is no file of the user's."""
-    named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
-    return frozenset(Path(name).resolve() for name in named if name)

@@ -226,6 +226,7 @@ def _modules(function: Any) -> list[str]:
 
 def _prepare() -> None:
     """Prepare a worker before its first row."""
+    fresh.protect_processes()  # those that a function starts by multiprocessing
     for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):

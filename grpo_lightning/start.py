@@ -1,0 +1,105 @@
+"""The directory in which the command line was started, and the user's modules that lie in it.
+
+It is not on Python's path: libraries import what may be installed, such as ``triton`` or ``pynvml``, or what a folder
+``evil.dist-info`` names, and would run any file of that name. Settings and files of the user's find modules there.
+"""
+
+import functools
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+START: Path | None = None
+"""The directory in which the command line was started; None in a program, which has its own path."""
+
+_IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
+"""How the files of functions begin that import on behalf of others."""
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules in the directory of the start for those who may have them."""
+
+    def __init__(self) -> None:
+        self.named: set[str] = set()
+        """Modules that settings name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is None and START is not None and (fullname in self.named or _asked_by_the_user(START)):
+            return PathFinder.find_spec(fullname, [str(START)])
+        return None
+
+
+_finder = _Finder()
+
+
+def place() -> Path:
+    """The directory below which Python files are the user's."""
+    return START or Path.cwd().resolve()
+
+
+def spec_of(top: str) -> ModuleSpec | None:
+    """Where a module without a package is: on Python's path or else in the directory of the start.
+
+    Nothing is imported.
+    """
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    return PathFinder.find_spec(top, [str(START)]) if found is None and START is not None else found
+
+
+def make_importable(*tops: str) -> None:
+    """Let modules be imported that settings name, also if they lie in the directory of the start, and what they import.
+
+    A module that is on Python's path is found there.
+    """
+    _finder.named.update(tops)
+    if START is not None and _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)
+
+
+def enter(directory: str, tops: Iterable[str]) -> None:
+    """Let another process of this program import the same modules; see `importable`."""
+    global START
+    START = Path(directory)
+    make_importable(*tops)
+
+
+def importable() -> tuple[str, list[str]] | None:
+    """The arguments of `enter` for a process that this one starts: what settings name, and what came with it."""
+    if START is None or _finder not in sys.meta_path:
+        return None
+    files = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
+    loaded = {name for name, file in files if "." not in name and file and is_own(Path(file).resolve(), START)}
+    return str(START), sorted(_finder.named | loaded)
+
+
+def is_own(path: Path, here: Path) -> bool:
+    """Whether a file or directory below ``here`` is the user's, and no part of Python, its library or its packages."""
+    if here not in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
+
+
+def _asked_by_the_user(here: Path) -> bool:
+    """Whether the code that is importing now stands in a file of the user's."""
+    frame = sys._getframe(2)  # of what has called find_spec
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_IMPORTING):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return file.startswith(str(here)) and is_own(Path(file).resolve(), here)
+
+
+@functools.cache
+def _installed() -> frozenset[Path]:
+    """Where Python, its library and its packages are; what lies in there is no file of the user's."""
+    named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
+    return frozenset(Path(name).resolve() for name in named if name)
