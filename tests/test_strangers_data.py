@@ -1,12 +1,15 @@
 """A directory of a stranger's data set reads no files but its own."""
 
 import json
+import subprocess
+import sys
 
 import datasets
 import pyarrow.parquet
 import pytest
 
 from grpo_lightning.data.hub import Hub
+from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
 
@@ -151,3 +154,19 @@ def test_media_are_not_opened(tmp_path, monkeypatch, caplog):
         ValueError, match=r"image not in .*; allowed: new name -> one of \['kind', 'numbers', 'prompt'\]"
     ):
         Hub(str(tmp_path / "x.parquet"), "train", columns={"prompt": "image"})
+
+
+@provocation(
+    "`data.task_config={operators: [CODE]}`, which a task evaluates, with `python -O` too", "refused by its key"
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_operators_of_a_task_are_operators(nested, tmp_path):
+    """In a process without assertions, by which the library checks them."""
+    config = {"operators": [f"+(open({str(tmp_path / 'HIT')!r}, 'w').close() or 1)+"]}
+    own = {"datasets": [{"name": "basic_arithmetic", "weight": 1.0, "config": config}]}
+    task, given = ("composite", own) if nested else ("basic_arithmetic", config)
+    code = f"from grpo_lightning.data.reasoning_gym import ReasoningGym\nReasoningGym({task!r}, {given!r}, 9, 0)[0]"
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "ValueError: data.task_config.operators: +(open(" in done.stderr
+    assert "allowed are * + - /" in done.stderr
+    assert not (tmp_path / "HIT").exists()
