@@ -7,7 +7,8 @@ python -m benchmarks.memory sizes prints the README's table of models and GPUs.
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,12 +27,17 @@ from benchmarks.process import result
 from benchmarks.setting import Setting
 from benchmarks.shapes import QWEN, qwen
 from grpo_lightning import memory
+from grpo_lightning.batch import Rollout
+from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer.size import shape_of
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
 MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)
 SMALL = replace(MODEL, hidden=64, layers=1, vocabulary=512)
-SETTINGS = {"run": MODEL, "medium": MEDIUM, "small": SMALL}
+GROUP = replace(MODEL, prompt=512, cap=3968, group=4, prompts=1, hidden=256, layers=4, vocabulary=32_768, keys=2)
+ROW = replace(GROUP, cap=15_872, group=1)
+SETTINGS = {"run": MODEL, "medium": MEDIUM, "small": SMALL, "group": GROUP, "row": ROW}
 NO_REFERENCE = ["loss.kl_coef=0"]
 LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
 CASES = {
@@ -45,6 +51,16 @@ CASES = {
     "LoRA, no reference": [*LORA, *NO_REFERENCE],
     "gradient checkpointing": ["policy.gradient_checkpointing=true"],
 }
+CHECKPOINTING = ["policy.gradient_checkpointing=true"]
+LONG: dict[str, tuple[str, list[str]]] = {
+    "16k tokens": ("group", NO_REFERENCE),
+    "16k tokens, checkpointing": ("group", [*NO_REFERENCE, *CHECKPOINTING]),
+    "one of 16k": ("row", NO_REFERENCE),
+    "one of 16k, checkpointing": ("row", [*NO_REFERENCE, *CHECKPOINTING]),
+    "16k tokens, LoRA, checkpointing": ("group", [*LORA, *NO_REFERENCE, *CHECKPOINTING]),
+    "16k tokens, bf16-mixed": ("group", [*NO_REFERENCE, "trainer.precision=bf16-mixed"]),
+}
+"""Updates on one stream: a prompt of 512 tokens and four completions of 3968, or one of 15,872; nothing is sampled."""
 
 
 def reward(completions, **_):
@@ -65,6 +81,14 @@ def measured(overrides: list[str], setting: Setting = MODEL) -> dict[str, float]
 
 def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
     """Two steps; returns the module and its settings."""
+    with _built(setting, overrides) as (module, data, config):
+        bare_trainer(precision=config["trainer"]["precision"]).fit(module, datamodule=data)
+    return module, config
+
+
+@contextmanager
+def _built(setting: Setting, overrides: list[str]) -> Iterator[tuple[Any, Any, dict]]:
+    """The module of a run, its data and its settings."""
     with tempfile.TemporaryDirectory() as directory:
         setting.write(Path(directory))
         rows = [json.dumps({"prompt": text, "answer": ""}) for text, _ in setting.texts(16)]
@@ -91,9 +115,69 @@ def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
         config = OmegaConf.to_container(cfg, resolve=True)
         data = instantiate(cfg.data, _convert_="all")
         data.load()
-        module = instantiate(cfg.module, _convert_="all")
-        bare_trainer(precision=config["trainer"]["precision"]).fit(module, datamodule=data)
+        yield instantiate(cfg.module, _convert_="all"), data, config
+
+
+def updated(overrides: list[str], setting: Setting) -> dict[str, float]:
+    """Bytes predicted and measured of two optimizer steps on rows that nobody has sampled, in one micro-batch."""
+    _update(SMALL, overrides)
+    before = _start()
+    module, config = _update(setting, overrides)
+    found = _peak() - before
+    on_cpu = not torch.cuda.is_available()
+    use = memory.use_of(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=setting.prompt)
+    parts = memory.predicted(module.policy.shape(), use)
+    parts = {name: parts[name] for name in ("weights", "optimizer", "update")}
+    return {"measured": found, **parts, "peak": sum(parts.values())}
+
+
+def _update(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
+    """Two optimizer steps; returns the module and its settings."""
+    overrides = [*overrides, f"module.microbatch_tokens={10**6}"]
+    with _built(setting, overrides) as (module, _, config):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        module.to(device)
+        rollout = _rollout(setting, device)
+        optimizer = module.optimizer([p for p in module.policy.parameters() if p.requires_grad])
+        is_half = config["trainer"]["precision"] == "bf16-mixed"
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_half, cache_enabled=False):
+            for _ in range(2):
+                accumulate(
+                    module.policy,
+                    module.loss,
+                    rollout,
+                    temperature=1.0,
+                    microbatch_tokens=module.microbatch_tokens,
+                    skip_dead=False,
+                    on_policy_step=True,
+                    ranks=ALONE,
+                    backward=lambda loss, last: loss.backward(),
+                )
+                optimizer.step()
+                optimizer.zero_grad()
     return module, config
+
+
+def _rollout(setting: Setting, device: torch.device) -> Rollout:
+    """Random tokens, every completion as long as the limit."""
+    generator = torch.Generator().manual_seed(0)
+    rows, length = setting.prompts * setting.group, setting.cap
+    least = setting.end_ids[-1] + 1
+    ids = torch.randint(least, setting.vocabulary, (rows, setting.prompt + length), generator=generator)
+    prompts = ids[:: setting.group, : setting.prompt]
+    ids[:, : setting.prompt] = prompts.repeat_interleave(setting.group, 0)  # [P, S] -> [B, S]
+    advantages = torch.linspace(-1.0, 1.5, rows).unsqueeze(-1).expand(-1, length)  # [B] -> [B, T]
+    zeros = torch.zeros(rows, length, device=device)
+    ids = ids.to(device)
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    return Rollout(
+        ids=ids,
+        attention_mask=everything,
+        mask=everything[:, setting.prompt :],
+        old_logprobs=zeros,
+        ref_logprobs=zeros,
+        advantages=advantages.to(device),
+    )
 
 
 def _start() -> int:
@@ -179,14 +263,18 @@ def sizes() -> str:
     return "\n".join([head, "|---|" + "---|" * 8, *rows])
 
 
-def run(names: Sequence[str] = (*CASES, "states"), *, setting: str = "run", times: int = 3) -> dict:
+def run(names: Sequence[str] = (*CASES, *LONG, "states"), *, setting: str = "run", times: int = 3) -> dict:
     """The cases named, and the states of GRPO and PPO as the median of some times."""
     found: dict = {}
     print(f"{'memory':26} {'predicted GiB':>13} {'measured':>9}  measured / predicted", flush=True)
     for name in names:
-        if name not in CASES:
+        if name in CASES:
+            row = apart(setting, *CASES[name])
+        elif name in LONG:
+            row = apart("update", LONG[name][0], *LONG[name][1])
+        else:
             continue
-        row = found[name] = apart(setting, *CASES[name])
+        found[name] = row
         ratio = row["measured"] / row["peak"]
         print(f"{name:26} {row['peak'] / 2**30:13.2f} {row['measured'] / 2**30:9.2f}  {ratio:.2f}", flush=True)
     if "states" not in names:
@@ -210,5 +298,7 @@ if __name__ == "__main__":
         print(sizes())
     elif sys.argv[1] == "states":
         print(json.dumps(states(sys.argv[2], SETTINGS[sys.argv[3]])))
+    elif sys.argv[1] == "update":
+        print(json.dumps(updated(sys.argv[3:], SETTINGS[sys.argv[2]])))
     else:
         print(json.dumps(measured(sys.argv[2:], SETTINGS[sys.argv[1]])))

@@ -24,6 +24,7 @@ class Setting:
     hidden: int = 256
     layers: int = 6
     kl: float = 0.0
+    keys: int | None = None  # key heads; None: as many as query heads, which are of size 64
 
     @property
     def end_ids(self) -> list[int]:
@@ -57,8 +58,8 @@ class Setting:
             intermediate_size=4 * self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=4096,
+            num_key_value_heads=self.keys or heads,
+            max_position_embeddings=max(4096, self.prompt + self.cap),
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=self.end_ids,
