@@ -232,7 +232,9 @@ def sizes() -> str:
             prompt_tokens=512,
             completion_tokens=512,
             microbatch_tokens=16_384,
+            device="cuda",
             is_half=True,
+            copy_bytes=2.0,
             checkpointing=True,
         )
         settings = [
@@ -243,7 +245,7 @@ def sizes() -> str:
             (full, {"shards": 4}),
             (full, {"shards": 8}),
             (lora, {"frozen_bytes": 2.0}),
-            (lora, {"frozen_bytes": 0.53}),
+            (lora, {"frozen_bytes": 0.53, "copy_bytes": 0.0}),
         ]
         peaks = [
             memory.predicted(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 GiB = float(2**30)
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of the logits that exist at a time, see `transformer.head`."""
+CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
+"""Bytes of the logits that exist at a time, by device, see `transformer.head`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Use:
     """The length of every completion."""
     microbatch_tokens: int
     """The most tokens in one forward pass of an update."""
+    device: str = "cpu"
+    """The kind of device: cpu or cuda."""
     is_half: bool = False
     """Whether the precision is bf16-mixed."""
     state_bytes: float = 8.0
@@ -66,8 +68,12 @@ class Use:
     """Whether the backward pass computes activations again instead of keeping them."""
     shares_prompts: bool = True
     """Whether a prompt is computed and kept once for its whole group."""
-    packs: bool = False
-    """Whether the sampler makes a packed copy of the weights (float32 on a CPU, without adapter)."""
+    offloads: bool = False
+    """Whether activations wait in the computer's memory for the backward pass."""
+    copy_bytes: float = 0.0
+    """The bytes of a number in the copy of the weights that the sampler makes; 0 where it makes none."""
+    kv_cache_bytes: float | None = None
+    """The most bytes of keys and values of completions at a time, where the others wait; None: any number."""
 
 
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
@@ -94,25 +100,54 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     elsewhere = 1 - 1 / use.shards
     embeddings = everything - shape.body
 
-    keys = 2.0 * number * shape.keys * shape.layers * tokens
-    packed = 4.0 * (shape.body + shape.vocabulary * shape.hidden) if use.packs else 0.0
+    of_token = 2.0 * number * shape.keys * shape.layers
+    completed = of_token * rows * use.completion_tokens
+    if use.kv_cache_bytes is not None:
+        completed = min(completed, max(use.kv_cache_bytes, of_token * use.completion_tokens))
+    # completions are given more room layer by layer: one layer's keys and values then exist twice
+    keys = of_token * held * use.prompt_tokens + completed * (1 + 1 / shape.layers)
+    copied = use.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
     layers = shape.layers if use.gathers else 2
     gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
-    sampling = keys + packed + gathered + 3 * 4.0 * rows * shape.vocabulary
-
-    step = tokens / use.minibatches
-    part = min(step, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
-    layer = activations(shape, is_half=use.is_half) * part
-    kept = 4.0 * shape.hidden * shape.layers * part + layer if use.checkpointing else layer * shape.layers
-    completions = part * rows * use.completion_tokens / tokens
-    head = 2 * min(CHUNK_BYTES, 4.0 * completions * shape.vocabulary)
-    head += 4.0 * shape.vocabulary * shape.hidden * (shape.trained > shape.frozen)
-    gradients = 4.0 * shape.trained / use.shards
+    sampling = keys + copied + gathered + 3 * 4.0 * rows * shape.vocabulary
+    update = _update(shape, use, tokens=tokens / use.minibatches, share=rows * use.completion_tokens / tokens)
     gathered = 4.0 * (embeddings + shape.body * 2 / shape.layers) * elsewhere
-    # the backward pass frees activations as it makes gradients; from the second pass on there are gradients before it
-    turn = max(kept + head, gradients + layer) if part == step else kept + head + gradients
-    update = turn + gathered + cast
+    update += gathered + cast
     return states | {"sampling": sampling, "update": update, "peak": sum(states.values()) + max(sampling, update)}
+
+
+def _update(shape: Shape, use: Use, *, tokens: float, share: float) -> float:
+    """The bytes of activations, logits and gradients.
+
+    Args:
+        shape: The model's sizes.
+        use: What the run does with it.
+        tokens: Of one optimizer step, each shared prompt once.
+        share: How much of them are tokens of completions.
+    """
+    number = 2.0 if use.is_half else 4.0
+    part = min(tokens, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
+    hidden = 4.0 * shape.hidden * part
+    layer = activations(shape, is_half=use.is_half) * part
+    wide = number * shape.intermediate * part
+    # Where a layer's feed-forward part goes backward, gradients of product and activation are beside all that it kept.
+    kept, others, turn = layer * shape.layers, layer * (shape.layers - 1), layer + 2 * wide
+    if use.checkpointing:
+        kept = others = 0.0 if use.offloads else hidden * shape.layers
+    elif use.offloads:
+        # These two and three of what was kept, the last of which leads to the gradient of a hidden state.
+        kept, others, turn = 0.0, 0.0, hidden + 5 * wide
+    logits = 4.0 * part * share * shape.vocabulary
+    # The model's own forward pass makes all logits, and divided by the temperature; its backward pass three more.
+    logits = 2 * min(CHUNK_BYTES[use.device], logits) if use.shares_prompts else 5 * logits
+    # The last norm keeps its input and what it normalizes; the head all its input, that of completions, its gradient.
+    head = (3 + 2 * share) * hidden + logits
+    of_head = 4.0 * shape.vocabulary * shape.hidden * (shape.trained > shape.frozen)
+    gradients = 4.0 * shape.trained / use.shards
+    if part < tokens:  # from the second pass on there are gradients before it
+        return gradients + max(kept + head + of_head, others + turn)
+    # The backward pass frees activations as it makes gradients.
+    return max(kept + head + of_head, others + turn + of_head, gradients + turn)
 
 
 def activations(shape: Shape, *, is_half: bool) -> float:
@@ -122,7 +157,8 @@ def activations(shape: Shape, *, is_half: bool) -> float:
     keys, values and output; the feed-forward layer its two inputs, the activation and the product.
     """
     number = 2.0 if is_half else 4.0
-    norms = 4.0 * 6 * shape.hidden
+    # Autocast hands each layer after a norm its own copy in 16 bits: three for attention, two for feed-forward.
+    norms = (4.0 * 4 + 2.0 * 5) * shape.hidden if is_half else 4.0 * 6 * shape.hidden
     attention = number * (2 * shape.hidden + 2 * shape.keys)
     feed_forward = number * 4 * shape.intermediate
     return norms + attention + feed_forward
@@ -181,12 +217,14 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
     own = sizes.get(policy.get("dtype", "float32"), 4.0)
     reference_bytes = {"adapter_off": 0.0, "none": 0.0}.get(kind, sizes.get(str(reference.get("dtype")), own))
     reference_bytes = quantized.get(str(reference.get("quantization")), reference_bytes)
+    budget = rollout.get("kv_cache_gib")
     return Use(
         prompts=-(-config["data"]["prompts_per_step"] // processes),
         group_size=rollout["group_size"],
         prompt_tokens=prompt_tokens,
         completion_tokens=_largest(rollout["max_new_tokens"]),
         microbatch_tokens=config["module"]["microbatch_tokens"],
+        device="cpu" if on_cpu else "cuda",
         is_half=config["trainer"]["precision"] == "bf16-mixed",
         state_bytes=2.03 if str(config["optimizer"]["_target_"]).endswith("8bit") else 8.0,
         frozen_bytes=quantized.get(str(policy.get("quantization")), own),
@@ -196,5 +234,17 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         minibatches=max(1, round(completions / (config["module"]["minibatch_size"] or completions))),
         checkpointing=bool(policy.get("gradient_checkpointing")),
         shares_prompts=bool(policy.get("share_prompts", True)),
-        packs=on_cpu and policy.get("adapter") is None and config["trainer"]["precision"] != "bf16-mixed",
+        offloads=bool(policy.get("activation_offload")),
+        copy_bytes=_copy_bytes(config, on_cpu=on_cpu),
+        kv_cache_bytes=None if budget is None else budget * GiB,
     )
+
+
+def _copy_bytes(config: Mapping[str, Any], *, on_cpu: bool) -> float:
+    """The bytes of a number in the sampler's copy of the weights, if it makes one: in the type it computes in."""
+    policy = config["policy"]
+    if not policy.get("share_prompts", True) or policy.get("quantization"):
+        return 0.0
+    if config["trainer"]["precision"] == "bf16-mixed":
+        return 2.0
+    return 4.0 if on_cpu else 0.0

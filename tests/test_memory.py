@@ -1,8 +1,10 @@
 """The prediction of memory: by hand, and beside a real run."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.memory import CASES, apart
+from benchmarks.memory import CASES, LONG, apart
 from grpo_lightning.memory import Shape, Use, activations, predicted, table, use_of
 from tests.support.composed import composed
 
@@ -25,15 +27,69 @@ def test_states_by_hand():
 def test_activations_and_cache_by_hand():
     # norms 4 * 6 * 10, attention 4 * (2 * 10 + 2 * 5), feed-forward 4 * 4 * 40
     assert activations(SHAPE, is_half=False) == 240 + 120 + 640
-    assert activations(SHAPE, is_half=True) == 240 + 60 + 320
-    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, and logits three times
-    assert predicted(SHAPE, USE)["sampling"] == 2 * 4 * 5 * 2 * (2 * 7 + 6 * 11) + 3 * 4 * 6 * 20
+    # norms 4 * 4 * 10 and 5 copies of 2 * 10
+    assert activations(SHAPE, is_half=True) == 160 + 100 + 60 + 320
+    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, one of 11 twice, and logits three times
+    assert predicted(SHAPE, USE)["sampling"] == 2 * 4 * 5 * (2 * 2 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
     apart = predicted(SHAPE, Use(**{**vars(USE), "shares_prompts": False}))["sampling"]
-    assert apart == 2 * 4 * 5 * 2 * (6 * 7 + 6 * 11) + 3 * 4 * 6 * 20
-    full, checkpointed = (
-        predicted(SHAPE, Use(**{**vars(USE), "checkpointing": flag}))["update"] for flag in (False, True)
-    )
-    assert full - checkpointed == 80 * (2 * 1000 - (1000 + 4 * 10 * 2))
+    assert apart == 2 * 4 * 5 * (2 * 6 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
+
+
+@pytest.mark.parametrize(
+    "budget, counted",
+    [
+        (10**9, 6 * 11 * 80),  # 2 * 4 * 5 * 2 = 80 bytes of a token's keys and values: more than there are
+        (2000.0, 2000),
+        (100.0, 11 * 80),  # one completion must have room
+    ],
+)
+def test_a_budget_for_keys_and_values_by_hand(budget, counted):
+    sampling = predicted(SHAPE, replace(USE, kv_cache_bytes=budget))["sampling"]
+    assert sampling == 80 * 2 * 7 + counted * 1.5 + 3 * 4 * 6 * 20
+
+
+def test_the_samplers_copy_by_hand():
+    copied = predicted(SHAPE, replace(USE, copy_bytes=2.0))["sampling"] - predicted(SHAPE, USE)["sampling"]
+    assert copied == 2 * (800 + 20 * 10)
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        # 80 tokens, 66 of them of completions; two layers keep 1000 bytes of each, and the feed-forward part of the last
+        # has 2 * 160 more when it goes backward, beside the gradient of the head, 800.
+        ({}, 80 * 2320 + 800),
+        # 16 bits: head 40 * (3 * 80 + 2 * 66) = 14_880, logits 2 * 4 * 66 * 20 = 10_560; all weights again, 2 * 1000
+        ({"is_half": True}, 160 * 640 + 14_880 + 10_560 + 800 + 2000),
+        # the inputs of two layers, 2 * 40 * 80, and one layer going backward, beside the gradient of the head
+        ({"checkpointing": True}, 6_400 + 80 * 1320 + 800),
+        # no inputs; all gradients, 4 * 1000, beside the first layer, are more than the head's beside the last
+        ({"checkpointing": True, "offloads": True}, 80 * 1320 + 4_000),
+        # five of the wide tensors, and the gradient of a hidden state
+        ({"offloads": True}, 80 * (5 * 160 + 40) + 4_000),
+        # in 16 bits 640 bytes and 2 * 80; all weights again, 2 * 1000
+        ({"is_half": True, "checkpointing": True}, 6_400 + 80 * 800 + 800 + 2 * (1000 - 400)),
+        # 4 parts of 20 tokens, the later of which find gradients there
+        ({"microbatch_tokens": 20}, 4_000 + 40_000 + 40 * (60 + 2 * 16.5) + 2 * 4 * 16.5 * 20 + 800),
+        # prompts once per completion: 108 tokens, five times their logits
+        ({"shares_prompts": False}, 216_000 + 40 * (3 * 108 + 2 * 66) + 5 * 4 * 66 * 20 + 800),
+    ],
+    ids=str,
+)
+def test_an_update_by_hand(changed, expected):
+    assert predicted(SHAPE, replace(USE, **changed))["update"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_chunks_of_logits_are_larger_on_a_gpu():
+    wide = replace(SHAPE, vocabulary=10**6)  # 66 tokens of completions have 4 * 66e6 bytes of logits
+    on_cpu, on_gpu = (predicted(wide, replace(USE, device=device))["update"] for device in ("cpu", "cuda"))
+    assert on_gpu - on_cpu == 2 * (4 * 66e6 - 64 * 2**20)
+    long = replace(USE, completion_tokens=110, device="cuda")
+    longer = replace(long, completion_tokens=111)
+    assert predicted(wide, longer)["update"] - predicted(wide, long)["update"] == 6 * (2 * 1000 + 5 * 40)
+
+
+def test_the_line_that_is_printed():
     sizes = {"weights": 1.5, "optimizer": 3.0, "reference": 0.004, "sampling": 0.25, "update": 0.5, "peak": 5.004}
     told = "memory: 5.00 GiB at most (weights 1.50, optimizer 3.00, sampling 0.25, update 0.50), predicted"
     assert table({name: size * 2**30 for name, size in sizes.items()}) == told
@@ -47,6 +103,36 @@ def test_a_number_that_varies_counts_with_its_largest_value():
         config = composed(f"rollout.max_new_tokens={number}")
         use = use_of(config, processes=1, is_sharded=False, on_cpu=True, prompt_tokens=10)
         assert use.completion_tokens == largest
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ([], {"copy_bytes": 4.0, "offloads": False, "device": "cpu", "kv_cache_bytes": None}),
+        (["policy.activation_offload=true", "trainer=gpu"], {"copy_bytes": 2.0, "offloads": True, "device": "cuda"}),
+        (["trainer=gpu", "trainer.precision=32-true"], {"copy_bytes": 0.0}),
+        (["trainer.precision=bf16-mixed"], {"copy_bytes": 2.0}),
+        (["trainer.precision=bf16-mixed", "policy.share_prompts=false"], {"copy_bytes": 0.0}),
+        (["policy.quantization=4bit", "policy.adapter={r: 4}"], {"copy_bytes": 0.0}),
+    ],
+    ids=str,
+)
+def test_what_settings_say(overrides, expected):
+    config, on_cpu = composed(*overrides), "trainer=gpu" not in overrides
+    use = use_of(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=10)
+    assert {name: getattr(use, name) for name in expected} == expected
+    config["rollout"]["kv_cache_gib"] = 1.5
+    use = use_of(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=10)
+    assert use.kv_cache_bytes == 1.5 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["16k tokens, checkpointing"])
+def test_an_update_on_one_stream_of_16k_tokens_needs_what_was_predicted(case, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    setting, overrides = LONG[case]
+    found = apart("update", setting, *overrides)
+    assert found["measured"] == pytest.approx(found["peak"], rel=0.1)
 
 
 @pytest.mark.slow

@@ -30,6 +30,21 @@ def device_problems(trainer: Mapping[str, Any]) -> Iterator[str]:
         yield f"trainer.devices={devices}: allowed here is at most {count}, the GPUs of this machine"
 
 
+def offload_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with keeping activations in the computer's memory, on the devices that settings ask for.
+
+    Args:
+        config: All settings, of a trainer in which `device_problems` finds none.
+    """
+    if not config["policy"].get("activation_offload"):
+        return
+    if config["trainer"].get("accelerator", "auto") == "cpu" or not torch.cuda.device_count():
+        yield (
+            "policy.activation_offload=true: allowed on a CPU is false, whose memory activations are in already; "
+            "policy.gradient_checkpointing=true needs less of it"
+        )
+
+
 def _named(devices: Any) -> list[int] | None:
     """The numbers of the devices where they are named one by one, else None."""
     if isinstance(devices, list | tuple):

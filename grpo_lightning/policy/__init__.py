@@ -29,20 +29,33 @@ class Policy(nn.Module, ABC):
     """Where the weights lie while they are not used; None: where they are used."""
 
     def offload(self) -> None:
-        """Keep the weights in the computer's memory, except inside `present`."""
+        """Keep the weights, which must be frozen, in the computer's memory, except inside `present`.
+
+        Raises:
+            ValueError: Some are trained.
+        """
+        if trained := [name for name, weight in self.named_parameters() if weight.requires_grad]:
+            raise ValueError(f"offload: allowed for frozen weights; {trained[0]} is trained")
         self.idle_device = torch.device("cpu")
+        self.to(self.idle_device)
+        if torch.cuda.is_available():
+            for weight in self.parameters():
+                weight.data = weight.data.pin_memory()  # a GPU reads it several times as fast
 
     @contextmanager
     def present(self, device: torch.device) -> Iterator[None]:
-        """Inside, the weights of an offloaded policy are on ``device``."""
+        """Inside, the weights of an offloaded policy are on ``device``: copies, which are dropped afterwards."""
         if self.idle_device is None:
             yield
             return
-        self.to(device)
+        kept = [(weight, weight.data) for weight in self.parameters()]
+        self.to(device, non_blocking=True)
         try:
             yield
         finally:
-            self.to(self.idle_device)
+            for weight, values in kept:
+                weight.data = values
+            self.to(self.idle_device)  # what else it holds, such as frequencies of positions, may have changed
 
     @abstractmethod
     def sample(

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import grouped
 from grpo_lightning.transformer.head import LossGradient
+from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 from grpo_lightning.transformer.strangers import check_adapter
@@ -45,6 +46,7 @@ class HFPolicy(TextPolicy):
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
         share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
             not give the same results, as a trial at its first use shows, goes without.
+        activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
 
     Raises:
         ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
@@ -59,6 +61,7 @@ class HFPolicy(TextPolicy):
         plain_text: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         share_prompts: bool = True,
+        activation_offload: bool = False,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -72,6 +75,7 @@ class HFPolicy(TextPolicy):
         disable_progress_bar()  # one more beside the run's own says nothing
         self.model = model
         self.share_prompts = share_prompts
+        self.activation_offload = activation_offload
         self._tried = self._use_flat_decoder = False
         if share_prompts and model.config._attn_implementation is not None:
             model.config._attn_implementation = grouped(model.config._attn_implementation)
@@ -135,11 +139,13 @@ class HFPolicy(TextPolicy):
         entropy: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        if path := self._shared_path(rows.ids.shape[1]):
+        path = self._shared_path(rows.ids.shape[1])
+        with Offload(self.model.parameters()) if self.activation_offload else nullcontext():
+            if path is None:
+                return logprobs.separate(self.model, rows, temperature=temperature, entropy=entropy)
             return path.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
-        return logprobs.separate(self.model, rows, temperature=temperature, entropy=entropy)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
         shares = self.share_prompts and self._reaches(rows.ids.shape[1])
@@ -217,6 +223,7 @@ def load(
     share_prompts: bool = True,
     quantization: str | None = None,
     gradient_checkpointing: bool = False,
+    activation_offload: bool = False,
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -234,6 +241,7 @@ def load(
         quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
+        activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
 
     Raises:
         ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or ``adapter``
@@ -260,4 +268,5 @@ def load(
             plain_text=plain_text,
             template_kwargs=template_kwargs,
             share_prompts=share_prompts,
+            activation_offload=activation_offload,
         )

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
-from grpo_lightning.distributed.devices import device_problems
+from grpo_lightning.distributed.devices import device_problems, offload_problems
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
@@ -25,7 +25,7 @@ def check_built(config: Mapping[str, Any]) -> None:
     problems: list[str] = []
     for key, node in each_target(config):
         problems += target_problems(node, key, trusted, read=partial(imported, trusted=trusted, key=key))
-    if problems := [*problems, *device_problems(config["trainer"])]:
+    if problems := [*problems, *device_problems(config["trainer"]), *offload_problems(config)]:
         raise ConfigError(problems)
 
 

@@ -65,6 +65,7 @@ RULES: dict[str, Rule] = {
     **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
+    "policy.activation_offload": flag(),
     "rollout.group_size": integer(2),
     "rollout.temperature": _POSITIVE,
     **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},

@@ -1,0 +1,78 @@
+"""Activations in the computer's memory between the forward pass that makes them and the backward pass that reads them.
+
+What a backward pass needs is copied off the device as soon as it is saved, and back when its turn comes; each is
+computed with the same numbers, so no result changes. Weights stay where they are: they are there in any case. With
+gradient checkpointing only the inputs of layers are saved at all, and only these are moved.
+
+A tensor is often saved several times, as the input of queries, keys and values is: it is copied once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors stay: moving one takes longer than the memory is worth."""
+
+_View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]
+"""Where a tensor begins in its storage, its sizes, strides and type, and how often the storage had been written to."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A saved tensor that is in the computer's memory."""
+
+    values: Tensor
+    """In pinned memory where the device is a GPU, so that copies run beside its computations."""
+    device: torch.device
+    """Where it came from."""
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what is saved for a backward pass is moved to the computer's memory.
+
+    The copies are queued like any other work of the device, in the order of its computations, so nobody waits for them
+    and none is overtaken.
+
+    Args:
+        weights: Of the model: what has the sizes of one of them, in any order, stays on the device, such as its copy in
+            16 bits under autocast.
+        least_bytes: Tensors with fewer bytes stay, too.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], *, least_bytes: int = LEAST_BYTES) -> None:
+        self._staying = {tuple(sorted(weight.shape)) for weight in weights}
+        self._least_bytes = least_bytes
+        self._moved: dict[int, tuple[StorageWeakRef, dict[_View, Moved]]] = {}
+        super().__init__(self.pack, self.unpack)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._moved.clear()  # from here on the graph alone holds the copies, and drops each after its turn
+
+    def pack(self, tensor: Tensor) -> Tensor | Moved:
+        """What is kept in place of a tensor that is saved."""
+        if tensor.nbytes < self._least_bytes or tuple(sorted(tensor.shape)) in self._staying:
+            return tensor
+        storage = tensor.untyped_storage()
+        reference, views = self._moved.get(storage._cdata, (None, {}))
+        if reference is None or reference.expired():
+            views = {}
+            self._moved[storage._cdata] = StorageWeakRef(storage), views
+        view = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version
+        if view not in views:
+            views[view] = Moved(_in_memory(tensor), tensor.device)
+        return views[view]
+
+    def unpack(self, kept: Tensor | Moved) -> Tensor:
+        """The tensor that was saved, on its own device again."""
+        return kept.values.to(kept.device, non_blocking=True) if isinstance(kept, Moved) else kept
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return values.copy_(tensor.detach(), non_blocking=True)

@@ -1,0 +1,175 @@
+"""What waits in the computer's memory: activations between forward and backward pass, and a reference's weights."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.policy.hf import load
+from grpo_lightning.reference import frozen_copy
+from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.built import check_built
+from grpo_lightning.transformer import offload
+from grpo_lightning.transformer.offload import Moved, Offload
+from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import composed
+
+PROMPTS = ["The meaning of life is", "12 + 34 ="]
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", chat=False)
+
+
+def opened(path, **arguments):
+    return load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False, **arguments)
+
+
+def gradients(policy, rows, *, entropy=True, is_half=False):
+    policy.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
+        logprobs, entropies = policy.logprobs_and_entropy(rows, temperature=0.8, entropy=entropy)
+        value = (logprobs * torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)).sum()
+        value = value if entropies is None else value - 0.1 * entropies.sum()
+        value.backward()
+    return {name: weight.grad.clone() for name, weight in policy.named_parameters() if weight.grad is not None}
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """Every tensor that was moved, with small ones, too."""
+    sizes = []
+    plain = offload._in_memory
+    monkeypatch.setattr(offload, "_in_memory", lambda tensor: sizes.append(tuple(tensor.shape)) or plain(tensor))
+    monkeypatch.setitem(Offload.__init__.__kwdefaults__, "least_bytes", 1)
+    return sizes
+
+
+@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_checkpointing": True}, {"adapter": LORA}], ids=str)
+def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, moves, arguments, shared, is_half):
+    policy = opened(checkpoint, share_prompts=shared, **arguments)
+    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    expected = gradients(policy, rows, is_half=is_half)
+    assert not moves
+    policy.activation_offload = True
+    found = gradients(policy, rows, is_half=is_half)
+    assert moves
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    weights = {tuple(sorted(weight.shape)) for weight in policy.parameters()}
+    assert not weights & {tuple(sorted(shape)) for shape in moves}
+
+
+def test_a_tensor_that_is_saved_several_times_is_moved_once(checkpoint, moves):
+    policy = opened(checkpoint, activation_offload=True)
+    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    gradients(policy, rows, entropy=False)
+    tokens = sum(map(len, policy.tokenize(PROMPTS))) + int(rows.mask.sum()) - 6
+    # Of width 32, as [1, N, H] to norms: the input of a norm and what it normalizes, in two layers twice and at the end;
+    # as [N, H] to linear layers: queries, keys and values have one input, gate and up another, the last its own.
+    assert moves.count((1, tokens, 32)) == 2 * 4 + 2
+    assert moves.count((tokens, 32)) == 2 * 3
+    # Of width 64: to silu as [1, N, I], the product's two factors, and as [N, I] the input of the last.
+    assert moves.count((1, tokens, 64)) == 2 * 3
+    assert moves.count((tokens, 64)) == 2
+
+
+def test_with_checkpointing_only_what_lies_between_layers_is_moved(checkpoint, moves):
+    policy = opened(checkpoint, activation_offload=True, gradient_checkpointing=True)
+    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    gradients(policy, rows, entropy=False)
+    tokens = sum(map(len, policy.tokenize(PROMPTS))) + int(rows.mask.sum()) - 6
+    assert moves.count((1, tokens, 32)) == 2 + 2  # two layers' inputs; input of the last norm, and what it normalizes
+    assert moves.count((tokens, 32)) == 0
+    assert not [shape for shape in moves if 64 in shape]
+
+
+def test_what_is_small_or_as_large_as_a_weight_stays():
+    away = Offload([torch.empty(300, 1000)], least_bytes=4 * 100_000)
+    for stays in (torch.ones(99_999), torch.ones(300, 1000), torch.ones(1000, 300), torch.ones(300, 1000).bfloat16()):
+        assert away.pack(stays) is stays
+    moved = away.pack(torch.ones(100_000))
+    assert isinstance(moved, Moved)
+    assert torch.equal(away.unpack(moved), torch.ones(100_000))
+
+
+def test_a_tensor_is_known_by_its_contents():
+    away = Offload([], least_bytes=1)
+    whole = torch.arange(12.0).view(3, 4)
+    views = [whole, whole.t(), whole[1:], whole[:, ::2], whole.view(4, 3)]
+    kept = [away.pack(view) for view in views]
+    assert all(torch.equal(away.unpack(one), view) for one, view in zip(kept, views, strict=True))
+    assert away.pack(whole.view(3, 4)) is kept[0]
+    before = whole.clone()
+    whole.add_(1.0)
+    assert torch.equal(away.unpack(away.pack(whole)), whole)
+    assert torch.equal(away.unpack(kept[0]), before)
+    for number in range(20):  # memory that is free again is taken by the next tensor
+        fresh = torch.full((1000,), float(number))
+        assert torch.equal(away.unpack(away.pack(fresh)), torch.full((1000,), float(number)))
+        del fresh
+
+
+def test_nothing_is_left_after_the_backward_pass(monkeypatch):
+    alive = []
+    plain = offload._in_memory
+    monkeypatch.setattr(offload, "_in_memory", lambda t: alive.append(weakref.ref(made := plain(t))) or made)
+    value = torch.randn(50, requires_grad=True)
+    with Offload([], least_bytes=1):
+        result = (value.exp() * value.sin()).sum()
+    assert any(one() is not None for one in alive)
+    result.backward()
+    gc.collect()
+    assert len(alive) == 3  # the value once, its exponential and its sine
+    assert not [one for one in alive if one() is not None]
+
+
+def test_on_a_cpu_it_is_refused(monkeypatch):
+    told = "policy.activation_offload=true: allowed on a CPU is false"
+    for overrides, count in ((["trainer=cpu"], 1), (["trainer=auto"], 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(ConfigError) as error:
+            check_built(composed("policy.activation_offload=true", *overrides))
+        (found,) = error.value.problems
+        assert found.startswith(told)
+        check_built(composed(*overrides))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_built(composed("policy.activation_offload=true", "trainer=auto"))
+
+
+def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkpoint, monkeypatch):
+    policy = opened(checkpoint)
+    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    reference = frozen_copy(policy, offload=True)
+    expected = reference.logprobs(rows, temperature=1.0)
+    before = [(weight, weight.data_ptr()) for weight in reference.parameters()]
+    calls = []
+
+    def move(device, **_):
+        calls.append(device)
+        if str(device) == "elsewhere":  # a device has memory of its own
+            for weight in reference.parameters():
+                weight.data = weight.data.clone()
+
+    monkeypatch.setattr(reference, "to", move)
+    with pytest.raises(RuntimeError, match="broken off"), reference.present("elsewhere"):
+        assert torch.equal(reference.logprobs(rows, temperature=1.0), expected)
+        for weight, place in before:
+            assert weight.data_ptr() != place
+            weight.data.fill_(torch.nan)  # would be seen if it came back
+        raise RuntimeError("broken off")
+    assert [weight.data_ptr() for weight in reference.parameters()] == [place for _, place in before]
+    assert calls == ["elsewhere", torch.device("cpu")]
+    assert torch.equal(reference.logprobs(rows, temperature=1.0), expected)
+
+
+def test_weights_that_are_trained_are_not_offloaded(checkpoint):
+    with pytest.raises(ValueError, match=r"allowed for frozen weights; model\.model\.embed_tokens\.weight is trained"):
+        opened(checkpoint).offload()
