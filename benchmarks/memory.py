@@ -151,11 +151,15 @@ def _update(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
                     skip_dead=False,
                     on_policy_step=True,
                     ranks=ALONE,
-                    backward=lambda loss, last: loss.backward(),
+                    backward=_backward,
                 )
                 optimizer.step()
                 optimizer.zero_grad()
     return module, config
+
+
+def _backward(loss: torch.Tensor, *, last: bool) -> None:
+    loss.backward()
 
 
 def _rollout(setting: Setting, device: torch.device) -> Rollout:

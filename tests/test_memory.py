@@ -29,7 +29,7 @@ def test_activations_and_cache_by_hand():
     assert activations(SHAPE, is_half=False) == 240 + 120 + 640
     # norms 4 * 4 * 10 and 5 copies of 2 * 10
     assert activations(SHAPE, is_half=True) == 160 + 100 + 60 + 320
-    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, one of 11 twice, and logits three times
+    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, one of them twice, logits three times
     assert predicted(SHAPE, USE)["sampling"] == 2 * 4 * 5 * (2 * 2 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
     apart = predicted(SHAPE, Use(**{**vars(USE), "shares_prompts": False}))["sampling"]
     assert apart == 2 * 4 * 5 * (2 * 6 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
@@ -56,7 +56,7 @@ def test_the_samplers_copy_by_hand():
 @pytest.mark.parametrize(
     "changed, expected",
     [
-        # 80 tokens, 66 of them of completions; two layers keep 1000 bytes of each, and the feed-forward part of the last
+        # 80 tokens, 66 of them of completions; two layers keep 1000 bytes of each; the feed-forward part of the last
         # has 2 * 160 more when it goes backward, beside the gradient of the head, 800.
         ({}, 80 * 2320 + 800),
         # 16 bits: head 40 * (3 * 80 + 2 * 66) = 14_880, logits 2 * 4 * 66 * 20 = 10_560; all weights again, 2 * 1000
