@@ -127,9 +127,11 @@ def test_nothing_is_left_after_the_backward_pass(monkeypatch):
     plain = offload._in_memory
     monkeypatch.setattr(offload, "_in_memory", lambda t: alive.append(weakref.ref(made := plain(t))) or made)
     value = torch.randn(50, requires_grad=True)
-    with Offload([], least_bytes=1):
+    away = Offload([], least_bytes=1)
+    with away:
         result = (value.exp() * value.sin()).sum()
     assert any(one() is not None for one in alive)
+    assert not away._moved  # what the graph no longer needs goes at once
     result.backward()
     gc.collect()
     assert len(alive) == 3  # the value once, its exponential and its sine

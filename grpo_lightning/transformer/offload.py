@@ -59,10 +59,8 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         if tensor.nbytes < self._least_bytes or tuple(sorted(tensor.shape)) in self._staying:
             return tensor
         storage = tensor.untyped_storage()
-        reference, views = self._moved.get(storage._cdata, (None, {}))
-        if reference is None or reference.expired():
-            views = {}
-            self._moved[storage._cdata] = StorageWeakRef(storage), views
+        # While there is a weak reference to it, the storage's address is not given to another.
+        _, views = self._moved.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
         view = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version
         if view not in views:
             views[view] = Moved(_in_memory(tensor), tensor.device)
