@@ -3,6 +3,7 @@
 Figures are bytes that one process allocates. Python, the libraries and what an allocator keeps for later come on top.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 GiB = float(2**30)
 CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.head`."""
+_FIRST_ROOM = 64
+"""Tokens that a completion has room for at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +104,18 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     embeddings = everything - shape.body
 
     of_token = 2.0 * number * shape.keys * shape.layers
-    completed = of_token * rows * use.completion_tokens
+    prompts, completion = of_token * held * use.prompt_tokens, of_token * use.completion_tokens
+    at_once = float(rows)
     if use.kv_cache_bytes is not None:
-        completed = min(completed, max(use.kv_cache_bytes, of_token * use.completion_tokens))
-    # completions are given more room layer by layer: one layer's keys and values then exist twice
-    keys = of_token * held * use.prompt_tokens + completed * (1 + 1 / shape.layers)
+        at_once = min(at_once, max(1.0, (use.kv_cache_bytes - prompts) // completion))
+    # Room is doubled layer by layer, so that a layer's keys and values then exist in the old room and the new one.
+    before = _FIRST_ROOM * 2.0 ** math.floor(math.log2(max(1.0, (use.completion_tokens - 1) / _FIRST_ROOM)))
+    doubled = min(1.0, before / use.completion_tokens) / shape.layers
+    keys = prompts + at_once * completion * (1 + doubled)
     copied = use.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
     layers = shape.layers if use.gathers else 2
     gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
-    sampling = keys + copied + gathered + 3 * 4.0 * rows * shape.vocabulary
+    sampling = keys + copied + gathered + 3 * 4.0 * at_once * shape.vocabulary
     update = _update(shape, use, tokens=tokens / use.minibatches, share=rows * use.completion_tokens / tokens)
     gathered = 4.0 * (embeddings + shape.body * 2 / shape.layers) * elsewhere
     update += gathered + cast
