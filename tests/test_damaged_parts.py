@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from grpo_lightning.checkpoint.io import check, weights
@@ -101,6 +101,27 @@ def test_no_trick_in_the_metadata_lets_code_in_a_part_run(trick, written, tmp_pa
     for config in (composed("checkpoint=last", "mode=export"), composed("checkpoint=last", "trainer=fsdp")):
         with pytest.raises(ValueError, match=r"could run code|cannot be read"):
             chosen(config, tmp_path / "run", directory_given=True)
+    assert not mark.exists()
+
+
+class Failing:
+    """Cannot be unpickled, by torch's reader; it names only what a true ``.metadata`` may name."""
+
+    def __reduce__(self):
+        return _MEM_FORMAT_ENCODING, (99,)
+
+
+@provocation(
+    "a directory of parts whose `.metadata` makes torch read `__0.metadata`, with code in it, instead",
+    "refused; nothing ran",
+)
+def test_no_other_metadata_is_read_where_the_first_one_cannot_be(written, tmp_path):
+    mark = tmp_path / "code ran"
+    changed(written, lambda described: setattr(described, "planner_data", Failing()))
+    (written / "__0.metadata").write_bytes(pickle.dumps(Code(mark)))
+    for reader in (check, weights, FullyShardedStrategy(timeout=1).load_checkpoint):
+        with pytest.raises(ValueError, match=r"parts' has a __0.metadata, which .* could run code"):
+            reader(written)
     assert not mark.exists()
 
 

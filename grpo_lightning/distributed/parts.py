@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 METADATA = ".metadata"
+_OF_ONE_PROCESS = f"__*{METADATA}"
+"""What torch reads instead, unchecked, where reading ``.metadata`` raises; this program writes none."""
 
 
 class _Fixed:
@@ -94,6 +96,8 @@ def problem(directory: Path) -> str | None:
     Args:
         directory: The checkpoint. Nothing in it is run.
     """
+    if other := next(iter(sorted(directory.glob(_OF_ONE_PROCESS))), None):
+        return f"has a {other.name}, which this program has not written and which could run code"
     try:
         described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
         places, kinds = described.storage_data, described.state_dict_metadata
