@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from grpo_lightning.distributed import fresh
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
-from tests.test_attacks import start
+from tests.test_attacks import Touch, start
 
 pytestmark = pytest.mark.slow
 PYTHONS = ("socket", "pickle", "random", "signal", "threading", "selectors", "json", "base64", "queue")
@@ -115,6 +116,29 @@ def test_files_are_not_run_by_launchers(launcher, tmp_path):
     assert states == ["finished"] * 2
     assert told(tmp_path) == {json.dumps([False, None, str(ROOT)])}
     assert not mark.exists()
+
+
+@provocation(
+    "pickles that lie where `hydra/launcher=submitit_local` expects the results of its jobs, in a folder that a "
+    "settings file names or in a sweep's directory",
+    "they are not read",
+)
+@pytest.mark.parametrize("given", [True, False], ids=["folder", "sweep"])
+def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "evil.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_local\n"
+        f"hydra: {{mode: MULTIRUN, launcher: {{{'submitit_folder: there' * given}}}, sweeper: {{params: {{seed: 0}}}}}}\n"
+    )
+    result = pickle.dumps(("success", Touch(tmp_path / "HIT")))
+    for number in range(os.getpid(), os.getpid() + 2000):  # a job is named by its process
+        place = tmp_path / "there" if given else tmp_path / "sweep" / ".submitit" / str(number)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}_0_result.pkl").write_bytes(result)
+        (place / f"{number}_0_result.pkl.save_tmp").touch()  # with which a job cannot write its own
+    done = start(tmp_path, "--config-dir", "conf", "experiment=evil", "hydra.sweep.dir=sweep", *TINY, "reward=[format]")
+    assert not (tmp_path / "HIT").exists()
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])

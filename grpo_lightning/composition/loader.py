@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from hydra._internal import hydra as hydra_internal
@@ -53,6 +54,8 @@ _TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
 _PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})|{_TIME}|oc\.env:\w+)\}}")
 _LOG_FILE = re.compile(r"\$\{hydra\.(runtime\.output_dir|sweep\.dir|run\.dir)\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
 _PLACE = re.compile(r"(file://)?[^:]*")
+_BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
+"""What of submitit's folder is the same for all jobs, before what stands for a job's number, such as %j."""
 _JOB_NAME = re.compile(r"[\w.-]+")
 _SBATCH = (
     *("account", "clusters", "comment", "constraint", "exclude"),
@@ -91,6 +94,7 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(linked)
         if composed.hydra.launcher.get("_target_") != _MEMBERS[0]:
             fresh.protect_jobs()
+            _use_new_folder(composed)
         remember_secrets(composed)
         return composed
 
@@ -224,6 +228,14 @@ def _link_of_sweep(composed: DictConfig) -> str | None:
         problem = link_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
     return None
+
+
+def _use_new_folder(composed: DictConfig) -> None:
+    """Let submitit exchange its pickles in a folder that nobody can have put others into before."""
+    folder: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False).get("submitit_folder")
+    if folder is not None and (begins := _BEFORE_NUMBERS.match(str(folder))):
+        between = "/" if begins[0] == str(folder) else ""
+        composed.hydra.launcher.submitit_folder = f"{begins[0]}{between}{token_hex(8)}/%j"
 
 
 def _keys_of(part: str, target: Any) -> set[str]:
