@@ -255,7 +255,8 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
         config, build = recalled(run, words, ["reward"])
         build("reward", config["reward"])
 
-    for words in ((), ("loss.kl_coef=0.1",), ("reward.custom.weight=2",)):
+    others = ("task_name=shared.evil", "tags=[unshared.evil]")
+    for words in ((), ("loss.kl_coef=0.1",), ("reward.custom.weight=2",), *((word,) for word in others)):
         with pytest.raises(
             ValueError, match=r"shared\.evil\.score stands in the run's settings only; allowed is trusted"
         ):

@@ -21,6 +21,9 @@ from grpo_lightning.settings.suggestions import explain, known_keys
 
 _NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted)\b")
 
+_NAMED = re.compile(r"""_target_['"]?\s*[=:]\s*['"]?(\w+)""")
+"""Finds the packages and files that an override names, in ``x._target_=mine.f`` and ``x={_target_: mine.f}``."""
+
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 
 Build = Callable[[str, Any], Any]
@@ -77,7 +80,7 @@ def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Seque
     if (
         top in ("grpo_lightning", *trusted)
         or not trust.is_of_user(top)
-        or any(f"{top}." in word.partition("=")[2] for word in overrides)
+        or any(top in _NAMED.findall(word) for word in overrides)
     ):
         return
     raise ConfigError([f"{key}={target} stands in the run's settings only; allowed is trusted=[{top}], if you know it"])
