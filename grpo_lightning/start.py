@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -27,13 +27,20 @@ class _Finder(MetaPathFinder):
     def __init__(self) -> None:
         self.named: set[str] = set()
         """Modules that settings name."""
+        self.found: set[str] = set()
+        """Modules that were found here."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if path is None and START is not None and (fullname in self.named or _asked_by_the_user(START)):
-            return PathFinder.find_spec(fullname, [str(START)])
-        return None
+        if path is not None or START is None:
+            return None
+        if fullname not in self.named and not _asked_by_the_user(START, self.named | self.found):
+            return None
+        spec = PathFinder.find_spec(fullname, [str(START)])
+        if spec is not None:
+            self.found.add(fullname)
+        return spec
 
 
 _finder = _Finder()
@@ -77,9 +84,7 @@ def importable() -> tuple[str, list[str]] | None:
     """The arguments of `enter` for a process that this one starts: what settings name, and what came with it."""
     if START is None or _finder not in sys.meta_path:
         return None
-    files = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
-    loaded = {name for name, file in files if "." not in name and file and is_own(Path(file).resolve(), START)}
-    return str(START), sorted(_finder.named | loaded)
+    return str(START), sorted(_finder.named | _finder.found)
 
 
 def is_own(path: Path, here: Path) -> bool:
@@ -89,12 +94,21 @@ def is_own(path: Path, here: Path) -> bool:
     return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
 
 
-def _asked_by_the_user(here: Path) -> bool:
-    """Whether the code that is importing now stands in a file of the user's."""
+def _asked_by_the_user(here: Path, known: Collection[str]) -> bool:
+    """Whether the code that is importing now stands in a file of the user's.
+
+    What else lies below the directory of the start may be a library that is installed from where its source is.
+
+    Args:
+        here: The directory of the start.
+        known: The user's modules so far.
+    """
     frame = sys._getframe(2)  # of what has called find_spec
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_IMPORTING):
         frame = frame.f_back
     file = frame.f_code.co_filename
+    if str(frame.f_globals.get("__name__")).partition(".")[0] not in known:
+        return False
     return file.startswith(str(here)) and is_own(Path(file).resolve(), here)
 
 

@@ -172,27 +172,29 @@ def test_workers_of_a_program_run_none_either(forked, tmp_path):
 
 
 def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
-    for place in ("start", "start/.venv/lib/site-packages", "elsewhere"):
+    for place in ("start", "start/.venv/lib/site-packages", "start/source", "elsewhere"):
         (tmp_path / place).mkdir(parents=True)
     (tmp_path / "start" / "mine.py").write_text("import mine_helper\n")
     (tmp_path / "start" / "mine_helper.py").write_text("")
     mark = marked(tmp_path / "start", "triton")
     (tmp_path / "elsewhere" / "library.py").write_text("import triton\n")
     (tmp_path / "start" / ".venv" / "lib" / "site-packages" / "installed.py").write_text("import triton\n")
+    (tmp_path / "start" / "source" / "editable.py").write_text("import triton\n")  # a library that is worked on
     code = (
         "import importlib, sys; from pathlib import Path; from grpo_lightning import start\n"
         f"start.START = Path({str(tmp_path / 'start')!r})\n"
         f"sys.path += [{str(tmp_path / 'elsewhere')!r}, {str(tmp_path / 'start/.venv/lib/site-packages')!r}]\n"
+        f"sys.path += [{str(tmp_path / 'start' / 'source')!r}]\n"
         "start.make_importable('mine')\n"
         "import mine\n"
-        "for name in ('library', 'installed', 'triton'):\n"
+        "for name in ('library', 'installed', 'editable', 'triton'):\n"
         "    try:\n        importlib.import_module(name)\n"
         "    except ModuleNotFoundError as error:\n        print(error.name)\n"
         "print(start.importable())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     found = (str(tmp_path / "start"), ["mine", "mine_helper"])
-    assert done.stdout == f"triton\ntriton\ntriton\n{found}\n", done.stderr
+    assert done.stdout == "triton\n" * 4 + f"{found}\n", done.stderr
     assert not mark.exists()
 
 
