@@ -4,8 +4,10 @@ It is not on Python's path: libraries import what may be installed, such as ``tr
 ``evil.dist-info`` names, and would run any file of that name. Settings and files of the user's find modules there.
 """
 
+import contextlib
 import functools
 import importlib.util
+import os
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Sequence
@@ -44,6 +46,16 @@ class _Finder(MetaPathFinder):
 
 
 _finder = _Finder()
+
+
+def pass_by_matplotlibrc() -> None:
+    """Let matplotlib, which libraries import, read no settings of the working directory.
+
+    Up to version 3.10 it evaluates what stands in a file ``matplotlibrc`` there, which could run code.
+    """
+    if os.path.lexists("matplotlibrc") and "matplotlib" not in sys.modules:
+        with contextlib.chdir(sys.prefix), contextlib.suppress(ImportError):
+            importlib.import_module("matplotlib")
 
 
 def place() -> Path:

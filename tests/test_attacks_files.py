@@ -92,6 +92,24 @@ def test_files_named_like_pythons_modules_are_not_run_by_workers(tmp_path):
     assert not mark.exists()
 
 
+@provocation(
+    "a file `matplotlibrc`, which versions of matplotlib up to 3.10 evaluate when a library imports them",
+    "it is not read",
+)
+@pytest.mark.parametrize("timeout", ["null", "30"], ids=["run", "worker"])
+def test_settings_of_matplotlib_in_the_directory_are_not_read(timeout, tmp_path):
+    (tmp_path / "matplotlibrc").write_text("lines.linewidth: 77\n")
+    (tmp_path / "drawing.py").write_text(
+        "def width(completions, **columns):\n    import matplotlib\n"
+        "    open('told.txt', 'w').write(str(matplotlib.rcParams['lines.linewidth']))\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    words = ("reward=[custom]", "reward.custom.function._target_=drawing.width", f"reward.custom.timeout={timeout}")
+    done = start(tmp_path, *TINY, *words, "reward.custom.max_failed=0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert told(tmp_path) == {"1.5"}
+
+
 @pytest.mark.parametrize("timeout", ["null", "30"])
 def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_it_starts(timeout, tmp_path):
     own(tmp_path)
@@ -128,7 +146,8 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "evil.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_local\n"
-        f"hydra: {{mode: MULTIRUN, launcher: {{{'submitit_folder: there' * given}}}, sweeper: {{params: {{seed: 0}}}}}}\n"
+        f"hydra: {{mode: MULTIRUN, launcher: {{{'submitit_folder: there' * given}}}, "
+        "sweeper: {params: {seed: 0}}}\n"
     )
     result = pickle.dumps(("success", Touch(tmp_path / "HIT")))
     for number in range(os.getpid(), os.getpid() + 2000):  # a job is named by its process

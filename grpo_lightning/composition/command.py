@@ -32,6 +32,7 @@ def main() -> None:
 
     from grpo_lightning.composition.job import job
 
+    start.pass_by_matplotlibrc()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -41,6 +41,7 @@ class JobFailed(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
     start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
+    start.pass_by_matplotlibrc()
     fresh.forget()
     given: Any = HydraConfig.get()
     directory = Path(given.runtime.output_dir)

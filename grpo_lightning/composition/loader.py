@@ -232,8 +232,8 @@ def _link_of_sweep(composed: DictConfig) -> str | None:
 
 def _use_new_folder(composed: DictConfig) -> None:
     """Let submitit exchange its pickles in a folder that nobody can have put others into before."""
-    folder: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False).get("submitit_folder")
-    if folder is not None and (begins := _BEFORE_NUMBERS.match(str(folder))):
+    launcher: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
+    if (folder := launcher.get("submitit_folder")) is not None and (begins := _BEFORE_NUMBERS.match(str(folder))):
         between = "/" if begins[0] == str(folder) else ""
         composed.hydra.launcher.submitit_folder = f"{begins[0]}{between}{token_hex(8)}/%j"
 

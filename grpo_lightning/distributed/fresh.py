@@ -42,8 +42,11 @@ def safe(command: Sequence[Any]) -> list[Any]:
         at = found.index("-c")
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
-        enter = f"from {start.__name__} import enter; enter(*{own!r}); " if own else ""
-        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {enter}{found[at + 1]}"]
+        enter = f"enter(*{own!r}); " if own else ""
+        if os.path.lexists("matplotlibrc"):
+            enter += "pass_by_matplotlibrc(); "
+        begin = f"from {start.__name__} import enter, pass_by_matplotlibrc; {enter}" if enter else ""
+        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {begin}{found[at + 1]}"]
     return found
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_lightning import start
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.recording import files
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     options = parser.parse_intermixed_args(arguments)
+    start.pass_by_matplotlibrc()
     logging.basicConfig(format="[%(levelname)s] %(message)s")
     try:
         text = replay(options.directory, options.overrides, steps=options.steps, form=options.format)

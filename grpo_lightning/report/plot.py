@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from grpo_lightning import start
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import ReportError
 from grpo_lightning.report.statistics import Estimate, estimate
@@ -13,6 +14,7 @@ def plot(comparison: Comparison, file: Path) -> None:
     Raises:
         ReportError: matplotlib is not installed, or the picture cannot be written.
     """
+    start.pass_by_matplotlibrc()
     try:
         import matplotlib
     except ModuleNotFoundError:
