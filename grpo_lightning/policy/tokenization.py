@@ -14,8 +14,9 @@ from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Policy
 from grpo_lightning.policy.loading import check_ids
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.decode import OnRowsFinished, Poll, decode
+from grpo_lightning.sampler.own.decode import Enough, OnRowsFinished, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.sampler.own.slots import Begun
 
 
 class TextPolicy(Policy):
@@ -130,12 +131,17 @@ class TextPolicy(Policy):
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
         ranks: Ranks = ALONE,
+        begun: Mapping[int, Begun] | None = None,
+        enough: Enough | None = None,
     ) -> Sampled:
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
         longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
         self._check_context(longest, "rollout.max_new_tokens")
-        cache = self.cache(tokens, group_size, longest=longest, begun={}, ranks=ranks)
+        begun = {row: known for row, known in (begun or {}).items() if known.ids}
+        # Completions that are over are not read: nothing is drawn behind them.
+        going_on = {row: known.ids for row, known in begun.items() if not known.over(sampling.max_new_tokens)}
+        cache = self.cache(tokens, group_size, longest=longest, begun=going_on, ranks=ranks)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         with self.evaluation():
             drawn = decode(
@@ -149,6 +155,8 @@ class TextPolicy(Policy):
                 on_finished=reporter(self.tokenizer, on_finished),
                 ranks=ranks,
                 at_once=self.at_once(tokens, sampling, longest=longest),
+                begun=begun,
+                enough=enough,
             )
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]

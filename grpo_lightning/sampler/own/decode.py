@@ -20,7 +20,7 @@ Poll = Callable[[], None]
 OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
 """(completions that just ended, their ids [n, t], mask [n, t])"""
 Enough = Callable[[Sequence[bool]], bool]
-"""(which completions [N] have ended of themselves) -> whether the others need not be gone on with."""
+"""(which completions [N] are over, by themselves or at their longest) -> whether the others may stay as they are."""
 
 COMPACT = 0.75
 """Ended completions are dropped once at most this fraction of those held is still running and none waits.
@@ -83,8 +83,10 @@ def decode(
         ranks: The processes that may have to make every forward pass together.
         at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
         look_every: Tokens between two looks; None: 1 on a CPU, else `LOOK_EVERY`.
-        begun: Completion -> what an earlier rollout has drawn of it.
-        enough: Says after each look whether the completions that have not ended may be left as they are.
+        begun: Completion -> what an earlier rollout has drawn of it. Of those that are over nothing is drawn; at least
+            one completion must not be over.
+        enough: Says after a look whether the completions that are not over may be left as they are. In lockstep they
+            go on until all processes have enough.
 
     Raises:
         FloatingPointError: The logits are not finite.
@@ -96,17 +98,18 @@ def decode(
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
     compact = 1.0 if begun and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
     replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
-    waiting = list(range(len(uniforms)))[::-1]  # the next one last
+    waiting = [row for row, over in enumerate(slots.over) if not over][::-1]  # the next one last
     at_once = min(at_once or len(waiting), len(waiting))
     slots.open([waiting.pop() for _ in range(at_once)])
+    has_enough = enough is not None and enough(slots.over)
     while True:
         over = slots.look(stops)
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
-        if enough and over and enough(slots.finished):
-            break
+        if enough and over:
+            has_enough = enough(slots.over)
         running = slots.running
-        if not ranks.anyone(bool(running or waiting)):
+        if not ranks.anyone(bool(running or waiting) and not has_enough):
             break
         if poll and ranks.lockstep:
             # If one process leaves, the others would wait in the next forward pass for ever.

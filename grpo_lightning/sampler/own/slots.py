@@ -41,6 +41,12 @@ class Begun:
     """[t] of the policies that drew them, in nats."""
     entropies: Sequence[float]
     """[t] in nats."""
+    finished: bool = False
+    """Whether it has ended of itself."""
+
+    def over(self, max_new_tokens: int) -> bool:
+        """Whether nothing more is drawn of it."""
+        return self.finished or len(self.ids) >= max_new_tokens
 
 
 class Slots:
@@ -66,7 +72,7 @@ class Slots:
         end_ids: Sequence[int],
         begun: Mapping[int, Begun],
     ) -> None:
-        self._cache, self._uniforms, self._sampling, self._begun = cache, uniforms, sampling, begun
+        self._cache, self._uniforms, self._sampling = cache, uniforms, sampling
         device = uniforms.device
         # One column more, for what completions that have ended go on to draw.
         shape = len(uniforms), sampling.max_new_tokens + 1
@@ -91,8 +97,17 @@ class Slots:
         """[b] what `_row` says, None for a completion that is known to be over."""
         self.lengths = [len(begun[row].ids) if row in begun else 0 for row in range(len(uniforms))]
         """[N] tokens of every completion, as last looked at."""
-        self.finished = [False] * len(uniforms)
+        self.finished = [row in begun and begun[row].finished for row in range(len(uniforms))]
         """[N] which completions have ended of themselves, as last looked at."""
+        self.over = [row in begun and begun[row].over(sampling.max_new_tokens) for row in range(len(uniforms))]
+        """[N] which completions have ended of themselves or have all the tokens that they may have."""
+        for row, known in begun.items():
+            for values, own in (
+                (self.ids, known.ids),
+                (self.logprobs, known.logprobs),
+                (self.entropies, known.entropies),
+            ):
+                values[row, : len(own)] = torch.tensor(own, dtype=values.dtype, device=device)
 
     @property
     def running(self) -> list[int]:
@@ -162,6 +177,7 @@ class Slots:
             self.lengths[row], self.finished[row] = counts[slot], bool(finished[slot])
             if not alive[slot]:
                 over.append(row)
+                self.over[row] = True
                 self.held[slot] = None
         return over
 
@@ -184,11 +200,6 @@ class Slots:
         device = self._row.device
         for slot, row in zip(slots, rows, strict=True):
             self.held[slot] = row
-            if (begun := self._begun.get(row)) is not None:
-                length = len(begun.ids)
-                self.ids[row, :length] = torch.tensor(begun.ids, device=device)
-                self.logprobs[row, :length] = torch.tensor(begun.logprobs, device=device)
-                self.entropies[row, :length] = torch.tensor(begun.entropies, device=device)
         places = torch.tensor(list(slots), device=device)
         self._row[places] = torch.tensor(list(rows), device=device)
         self._count[places] = torch.tensor([self.lengths[row] for row in rows], device=device)
