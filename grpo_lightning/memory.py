@@ -77,6 +77,8 @@ class Use:
     """The bytes of a number in the copy of the weights that the sampler makes; 0 where it makes none."""
     kv_cache_bytes: float | None = None
     """The most bytes of keys and values of completions at a time, where the others wait; None: any number."""
+    over_sample: float = 1.0
+    """Prompts that are sampled at a time, to those that are trained on."""
 
 
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
@@ -104,8 +106,9 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     embeddings = everything - shape.body
 
     of_token = 2.0 * number * shape.keys * shape.layers
-    prompts, completion = of_token * held * use.prompt_tokens, of_token * use.completion_tokens
-    at_once = float(rows)
+    prompts = of_token * held * use.over_sample * use.prompt_tokens
+    completion = of_token * use.completion_tokens
+    at_once = rows * use.over_sample
     if use.kv_cache_bytes is not None:
         at_once = min(at_once, max(1.0, (use.kv_cache_bytes - prompts) // completion))
     # Room is doubled layer by layer, so that a layer's keys and values then exist in the old room and the new one.
@@ -243,6 +246,7 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         offloads=bool(policy.get("activation_offload")),
         copy_bytes=_copy_bytes(config, on_cpu=on_cpu),
         kv_cache_bytes=None if budget is None else budget * GiB,
+        over_sample=rollout.get("over_sample", 1.0),
     )
 
 

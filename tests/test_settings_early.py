@@ -234,7 +234,7 @@ def _names(line: str) -> list[str]:
 def test_the_settings_at_the_top_are_known():
     assert set(composed()) <= set(TOP)
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= set(TOP)
-    assert set(DATA) - {"steps", "tries", "validate_every"} <= set(settings()["data"])
+    assert set(DATA) - {"steps", "tries", "over_sample", "validate_every"} <= set(settings()["data"])
 
 
 def test_rewards_that_are_tried_need_no_heavy_library():

@@ -10,7 +10,11 @@ from grpo_lightning.output.terminal import printable
 log = logging.getLogger(__name__)
 
 _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
-_COPIES = {"data.validate_every": "validation.every", "data.tries": "rollout.max_tries"}
+_COPIES = {
+    "data.validate_every": "validation.every",
+    "data.tries": "rollout.max_tries",
+    "data.over_sample": "rollout.over_sample",
+}
 """Settings that have another's value under another name."""
 
 

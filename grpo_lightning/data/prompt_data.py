@@ -1,6 +1,7 @@
 """Training and held-out prompts for Lightning's trainer."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class PromptData(LightningDataModule):
         validation: The held-out source, likewise; None holds out rows of the training source, see ``hold_out``.
         prompts_per_step: P, prompts of one rollout over all devices.
         tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
+        over_sample: How many times as many a rollout may have in flight, >= 1; a batch holds that many, rounded up.
         steps: Rollouts of the whole run.
         validate_every: Steps between validations; None or 0 means one stretch until the end.
         validation_size: The most held-out prompts that are used.
@@ -50,6 +52,7 @@ class PromptData(LightningDataModule):
         validation: Source | Callable[[], Source] | None,
         prompts_per_step: int,
         tries: int = 1,
+        over_sample: float = 1.0,
         steps: int,
         validate_every: int | None,
         validation_size: int,
@@ -65,7 +68,8 @@ class PromptData(LightningDataModule):
         if wrong := problems(RULES, own, prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
-        self.tries = tries
+        # Less than rounding may add to the product: 20 times 1.15 are 23.
+        self.prompts_per_batch = math.ceil(prompts_per_step * tries * over_sample - 1e-9)
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
         self.max_prompt_length, self.seed = max_prompt_length, seed
@@ -168,7 +172,7 @@ class PromptData(LightningDataModule):
         start = self._completed_steps()
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
-        return StepSampler(len(self.train), self.prompts_per_step * self.tries, self.seed, start, num_steps)
+        return StepSampler(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
 
     def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
         if self.prompts_per_step > len(train):

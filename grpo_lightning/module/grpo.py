@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Prompts, Scored
+from grpo_lightning.batch import Prompts
 from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
@@ -15,6 +15,7 @@ from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
+from grpo_lightning.rollout.unfinished import Carried, restored
 from grpo_lightning.validation import Validation
 
 
@@ -62,7 +63,7 @@ class GRPOLightningModule(StepModule):
         self.microbatch_tokens = microbatch_tokens
         self.self_check = self_check
         self.skip_dead = skip_dead
-        self.carried: Scored | None = None
+        self.carried: Carried | None = None
         # What may hold numbers that vary with the step, by the user's keys.
         own = {name: value for name, value in vars(rollout).items() if name != "reward"}
         self._varying = {"loss": loss, "reward": rollout.reward, "rollout": own}
@@ -152,4 +153,4 @@ class GRPOLightningModule(StepModule):
         super().on_load_checkpoint(checkpoint)
         state = module_state(checkpoint)
         varying.restore(self._varying, state["varying"])
-        self.carried = Scored.from_state(state["carried"]).to(self.device) if state["carried"] else None
+        self.carried = restored(state["carried"]).to(self.device) if state["carried"] else None

@@ -59,7 +59,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     """
     step = module.completed_steps
     own = varying.at(module.rollout, step)
-    collector = replace(own, group_filter=None, max_tries=1, downsample=None)
+    collector = replace(own, group_filter=None, max_tries=1, downsample=None, over_sample=1.0)
     size = min(-(-data.prompts_per_step // processes), prompts)
     batches = list(_batches(data, step, size=size, number=max(1, min(-(-prompts // size), len(data.train) // size))))
     if on_gpu := module.device.type == "cuda":
@@ -99,7 +99,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
 
 def _batches(data: PromptData, step: int, *, size: int, number: int) -> Iterator[Prompts]:
     """The run's next prompts, in its order."""
-    source, first = data.train, step * data.prompts_per_step * data.tries
+    source, first = data.train, step * data.prompts_per_batch
     for start in range(first, first + size * number, size):
         yield Prompts.collate([source[prompt_index(data.seed, i, len(source))] for i in range(start, start + size)])
 

@@ -76,7 +76,9 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
     if called is not None:
         if _has_steps(scored):
             raise ValueError("reward: a reward of this run scores steps; allowed are the recorded rewards as they were")
-        scored, _ = collector.judge.rescore(_NoTokens(), scored, context=StepContext(seed=0))
+        scored, _ = collector.judge.score_sampled(
+            _NoTokens(), scored.prompts, scored.sampled, context=StepContext(seed=0)
+        )
     rollout = collector.compared(scored, found.ref_logprobs)
     advantages = rollout.mean_advantages
     metrics = sampled_metrics(scored) | token_metrics(scored, found.ref_logprobs, has_reference=header["reference"])

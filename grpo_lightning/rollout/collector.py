@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.over_sample import OverSample
 from grpo_lightning.rollout.selection import top_entropy
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.tries import GroupFilter, Tries
+from grpo_lightning.rollout.unfinished import Carried
 
 log = logging.getLogger(__name__)
 
 Advantage = Callable[..., Tensor]
 """What it names of rewards [P, G], scores [K, P, G], weights [K] and steps [P, G, T] -> [P, G] or [P, G, T]."""
-GroupFilter = Callable[[Tensor], Tensor]
-"""Outcome rewards [P, G] -> which groups to train on, [P] (bool)."""
 Downsample = Callable[[Tensor], Tensor]
 """Rewards [P, G] -> indices [P, n] of the completions to train on."""
 
@@ -37,8 +38,8 @@ class Collected:
     advantages: Tensor
     """[B] mean over each row's tokens."""
     metrics: Mapping[str, Tensor]
-    carried: Scored | None
-    """Groups that passed the filter and were too many; for the next rollout."""
+    carried: Carried | None
+    """Groups that are not trained on yet; for the next rollout."""
     num_tokens: int
     """Sampled for it, whether or not they are trained on."""
     flops: float
@@ -77,6 +78,8 @@ class Collector:
     """Says by the outcome rewards which groups to train on; None for all."""
     max_tries: int = 1
     """How often to sample, as many prompts each time, until enough groups pass the filter."""
+    over_sample: float = 1.0
+    """Prompts in flight, in P; with more than 1 sampling stops as soon as P groups are over, see `OverSample`."""
     downsample: Downsample | None = None
     """Says by the rewards which completions of a group to train on; None for all."""
     mask_truncated: bool = False
@@ -111,44 +114,31 @@ class Collector:
         *,
         microbatch_tokens: int,
         context: StepContext,
-        carried: Scored | None = None,
+        carried: Carried | None = None,
     ) -> Collected:
         """Sample, score, compare.
 
         Args:
             policy: Samples.
             reference: Gives log-probabilities of the samples, once; None for no KL term.
-            prompts: [P * max_tries] those of each try.
+            prompts: [P * max_tries] those of each try; or [P * over_sample], rounded up.
             microbatch_tokens: Most tokens in one forward pass of the reference.
             context: The step's seed and what watches over it. All its processes return the whole rollout.
-            carried: Groups that the last rollout had left over, which come first; their old log-probabilities are
-                those of the policy that sampled them. Left out if ``group_size`` or the rewards are others by now.
+            carried: What the last rollout has left, which comes first; its old log-probabilities are those of the
+                policies that sampled it. Left out where it does not fit any more, see `Tries` and `OverSample`.
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
         """
-        fresh: list[Scored] = []
-        failed: list[dict[str, float]] = []
-        if carried and (carried.group_size != self.group_size or carried.rewards.keys() != {*self.reward, "total"}):
-            log.warning(
-                "%d groups of the last rollout have another size or other rewards: left out", len(carried.prompts)
-            )
-            carried = None
-        kept = [carried] if carried else []
-        wanted = len(prompts) // self.max_tries
-        # at least once, though the last rollout may have been of more prompts and have left enough over
-        while not fresh or (sum(len(part.prompts) for part in kept) < wanted and len(fresh) < self.max_tries):
-            scored, failures = self.judge.score(
-                policy,
-                prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
-                group_size=self.group_size,
-                sampling=self.sampling,
-                context=replace(context, seed=context.seed + len(fresh)),
-            )
-            fresh.append(scored)
-            failed.append(failures)
-            kept.append(scored.groups(self._passing(scored)))
-        chosen, left_over = self._chosen(kept, fresh, wanted)
+        source = (
+            OverSample(self.judge, self.over_sample)
+            if self.over_sample > 1
+            else Tries(self.judge, self.group_filter, self.max_tries)
+        )
+        found = source.choose(
+            policy, prompts, carried, group_size=self.group_size, sampling=self.sampling, context=context
+        )
+        chosen = found.scored
         if self.downsample is not None:
             rewards = chosen.rewards["total"].view(len(chosen.prompts), -1)
             inside = self.downsample(rewards)
@@ -157,56 +147,19 @@ class Collector:
             ref_logprobs = self._ref_logprobs(reference, chosen.sampled, microbatch_tokens, context)
         rollout = self.compared(chosen, ref_logprobs)
         advantages = rollout.mean_advantages
-        everything = Scored.concatenate(fresh)
-        metrics = sampled_metrics(everything) | token_metrics(chosen, ref_logprobs, has_reference=reference is not None)
-        metrics |= advantage_metrics(advantages)
-        metrics |= {
-            f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]
-        }
-        if self.group_filter is not None:
-            metrics |= {
-                "group/tries": torch.tensor(float(len(fresh))),
-                "group/kept": torch.tensor(sum(len(part.prompts) for part in kept) / (len(fresh) * wanted)),
-                "group/carried": torch.tensor(len(carried.prompts) / wanted if carried else 0.0),
-            }
+        metrics = sampled_metrics(found.judged)
+        metrics |= token_metrics(chosen, ref_logprobs, has_reference=reference is not None)
+        metrics |= advantage_metrics(advantages) | dict(found.metrics)
         return Collected(
             rollout=rollout,
             scored=chosen,
             advantages=advantages,
             metrics=metrics,
-            carried=left_over,
-            num_tokens=int(everything.sampled.mask.sum()),
-            flops=policy.flops(everything.sampled) + (reference.flops(chosen.sampled) if reference else 0.0),
-            is_fresh=carried is None,
+            carried=found.left_over,
+            num_tokens=found.num_tokens,
+            flops=found.flops + (reference.flops(chosen.sampled) if reference else 0.0),
+            is_fresh=found.is_fresh,
         )
-
-    def _passing(self, scored: Scored) -> list[int]:
-        """Numbers of the groups that pass the filter."""
-        if self.group_filter is None:
-            return list(range(len(scored.prompts)))
-        outcomes = scored.rewards[self.judge.outcome_name].view(len(scored.prompts), -1)
-        passed: list[int] = self.group_filter(outcomes).nonzero().flatten().tolist()
-        return passed
-
-    def _chosen(self, kept: Sequence[Scored], fresh: Sequence[Scored], wanted: int) -> tuple[Scored, Scored | None]:
-        """``wanted`` groups, and those beyond; filled up with groups that the filter refused if they are too few."""
-        parts = [part for part in kept if len(part.prompts)]
-        if (missing := wanted - sum(len(part.prompts) for part in parts)) > 0:
-            everything = Scored.concatenate(fresh)
-            passed = {number * wanted + group for number, part in enumerate(fresh) for group in self._passing(part)}
-            refused = [group for group in range(len(everything.prompts)) if group not in passed]
-            parts = [*parts, everything.groups(refused[:missing])]
-            log.warning(
-                "%d of %d groups passed rollout.group_filter after %d tries (rollout.max_tries): filled up with "
-                "others, which teach nothing",
-                wanted - missing,
-                wanted,
-                self.max_tries,
-            )
-        together = Scored.concatenate(parts)
-        if len(together.prompts) == wanted:
-            return together, None
-        return together.groups(range(wanted)), together.groups(range(wanted, len(together.prompts)))
 
     def _ref_logprobs(
         self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, context: StepContext

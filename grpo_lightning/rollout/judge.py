@@ -98,26 +98,31 @@ class Judge:
         parts = ranks.together(scored, waiting=clock("wait"))
         return _joined([(part, failed) for part, failed, _ in parts], parts[ranks.rank][2])
 
-    def rescore(self, tokens: TokenAt, scored: Scored, *, context: StepContext) -> tuple[Scored, dict[str, float]]:
-        """Score completions anew that were sampled before; every process does its portion of the prompts.
+    def score_sampled(
+        self, tokens: TokenAt, prompts: Prompts, sampled: Sampled, *, context: StepContext
+    ) -> tuple[Scored, dict[str, float]]:
+        """Score completions that were sampled before; every process does its portion of the prompts.
 
         Args:
             tokens: Finds the tokens where steps end; a policy does.
-            scored: The completions.
+            prompts: [P]
+            sampled: [B] their completions, known to all processes.
             context: What watches over it.
 
         Returns:
             As `score` does.
         """
-        ranks = context.ranks
+        ranks, group_size = context.ranks, len(sampled) // len(prompts)
 
         def judged() -> tuple[Scored, dict[str, float]]:
-            own = scored.groups(list(ranks.portion(len(scored.prompts))))
-            scoring = self._scoring(own.prompts, scored.group_size, context)
-            found, failed = self._scored(tokens, own.prompts, own.sampled, scoring, context.clock)
+            portion = ranks.portion(len(prompts))
+            own, rows = prompts[portion], range(portion.start * group_size, portion.stop * group_size)
+            scoring = self._scoring(own, group_size, context)
+            completions = sampled[torch.tensor(rows, device=sampled.mask.device)]
+            found, failed = self._scored(tokens, own, completions, scoring, context.clock)
             return found.to(_CPU) if ranks.size > 1 else found, failed
 
-        return _joined(ranks.together(judged, waiting=context.clock("wait")), scored.sampled.mask.device)
+        return _joined(ranks.together(judged, waiting=context.clock("wait")), sampled.mask.device)
 
     def _scoring(self, prompts: Prompts, group_size: int, context: StepContext) -> Scoring:
         columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}

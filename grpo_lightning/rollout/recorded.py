@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Scored
+from grpo_lightning.batch import Prompts
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import Restored, fingerprint, restored
 from grpo_lightning.rollout.collector import Collected, Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.unfinished import Carried
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Recorded(Collector):
         *,
         microbatch_tokens: int,
         context: StepContext,
-        carried: Scored | None = None,
+        carried: Carried | None = None,
     ) -> Collected:
         """The recorded rollout of the step that ``context`` names; arguments and returns as in `Collector.collect`.
 
@@ -64,7 +65,7 @@ class Recorded(Collector):
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"
             )
         if self.rescore:
-            scored, failures = self.judge.rescore(policy, scored, context=context)
+            scored, failures = self.judge.score_sampled(policy, scored.prompts, scored.sampled, context=context)
         ref_logprobs = found.ref_logprobs
         if reference is not None and not header["reference"]:
             with context.clock("score"):

@@ -39,6 +39,7 @@ OF_GRPO = (
     "completion/length_mean",
     "completion/length_max",
     "completion/truncated_fraction",
+    "completion/carried_fraction",
     "time/rollout",
     "time/reward",
     "time/score",

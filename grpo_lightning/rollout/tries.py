@@ -1,0 +1,136 @@
+"""Which groups a rollout trains on: all that it samples, or those that pass a filter, tried until there are enough."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Prompts, Sampling, Scored
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout.chosen import Chosen
+from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.unfinished import Carried
+
+log = logging.getLogger(__name__)
+
+GroupFilter = Callable[[Tensor], Tensor]
+"""Outcome rewards [P, G] -> which groups to train on, [P] (bool)."""
+
+
+@dataclass(frozen=True)
+class Tries:
+    """Samples whole groups, again and again until enough of them pass.
+
+    Args:
+        judge: Samples and scores.
+        group_filter: Says by the outcome rewards which groups to train on; None for all.
+        max_tries: How often to sample at most.
+    """
+
+    judge: Judge
+    group_filter: GroupFilter | None
+    max_tries: int
+
+    def choose(
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        carried: Carried | None,
+        *,
+        group_size: int,
+        sampling: Sampling,
+        context: StepContext,
+    ) -> Chosen:
+        """P groups: those that are carried first, then those that pass.
+
+        Args:
+            policy: Samples.
+            prompts: [P * max_tries] those of each try.
+            carried: Groups that the last rollout had left over; left out if they have another size or other rewards.
+            group_size: Completions per prompt.
+            sampling: How tokens are drawn.
+            context: The step's seed and what watches over it.
+        """
+        fresh: list[Scored] = []
+        failed: list[dict[str, float]] = []
+        before = self._fitting(carried, group_size)
+        kept = [before] if before else []
+        wanted = len(prompts) // self.max_tries
+        # at least once, though the last rollout may have been of more prompts and have left enough over
+        while not fresh or (sum(len(part.prompts) for part in kept) < wanted and len(fresh) < self.max_tries):
+            scored, failures = self.judge.score(
+                policy,
+                prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
+                group_size=group_size,
+                sampling=sampling,
+                context=replace(context, seed=context.seed + len(fresh)),
+            )
+            fresh.append(scored)
+            failed.append(failures)
+            kept.append(scored.groups(self._passing(scored)))
+        chosen, left_over = self._chosen(kept, fresh, wanted)
+        metrics = {
+            f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]
+        }
+        if self.group_filter is not None:
+            metrics |= {
+                "group/tries": torch.tensor(float(len(fresh))),
+                "group/kept": torch.tensor(sum(len(part.prompts) for part in kept) / (len(fresh) * wanted)),
+                "group/carried": torch.tensor(len(before.prompts) / wanted if before else 0.0),
+            }
+        judged = Scored.concatenate(fresh)
+        return Chosen(
+            scored=chosen,
+            judged=judged,
+            left_over=left_over,
+            metrics=metrics,
+            num_tokens=int(judged.sampled.mask.sum()),
+            flops=policy.flops(judged.sampled),
+            is_fresh=before is None,
+        )
+
+    def _fitting(self, carried: Carried | None, group_size: int) -> Scored | None:
+        """What is carried, if it was judged as it would be now."""
+        if carried is None:
+            return None
+        if (
+            not isinstance(carried, Scored)
+            or carried.group_size != group_size
+            or carried.rewards.keys() != {*self.judge.rewards, "total"}
+        ):
+            log.warning(
+                "%d groups of the last rollout have another size or other rewards: left out", len(carried.prompts)
+            )
+            return None
+        return carried
+
+    def _passing(self, scored: Scored) -> list[int]:
+        """Numbers of the groups that pass the filter."""
+        if self.group_filter is None:
+            return list(range(len(scored.prompts)))
+        outcomes = scored.rewards[self.judge.outcome_name].view(len(scored.prompts), -1)
+        passed: list[int] = self.group_filter(outcomes).nonzero().flatten().tolist()
+        return passed
+
+    def _chosen(self, kept: Sequence[Scored], fresh: Sequence[Scored], wanted: int) -> tuple[Scored, Scored | None]:
+        """``wanted`` groups, and those beyond; filled up with groups that the filter refused if they are too few."""
+        parts = [part for part in kept if len(part.prompts)]
+        if (missing := wanted - sum(len(part.prompts) for part in parts)) > 0:
+            everything = Scored.concatenate(fresh)
+            passed = {number * wanted + group for number, part in enumerate(fresh) for group in self._passing(part)}
+            refused = [group for group in range(len(everything.prompts)) if group not in passed]
+            parts = [*parts, everything.groups(refused[:missing])]
+            log.warning(
+                "%d of %d groups passed rollout.group_filter after %d tries (rollout.max_tries): filled up with "
+                "others, which teach nothing",
+                wanted - missing,
+                wanted,
+                self.max_tries,
+            )
+        together = Scored.concatenate(parts)
+        if len(together.prompts) == wanted:
+            return together, None
+        return together.groups(range(wanted)), together.groups(range(wanted, len(together.prompts)))
