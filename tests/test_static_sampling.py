@@ -1,6 +1,7 @@
 """The sampler's step as a GPU needs it: no value looked at, nothing moved, the same for any batch and any pace."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
 from grpo_lightning.sampler.own.decode import decode
@@ -155,13 +157,77 @@ def test_a_model_without_a_shared_path_is_sampled_in_blocks(policy):
 def test_sampling_ends_when_enough_have_ended(policy):
     whole = drawn(policy)
     seen = []
-    found = drawn(policy, enough=lambda finished: seen.append(sum(finished)) or sum(finished) >= 4)
+    found = drawn(policy, enough=lambda over: seen.append(sum(over)) or sum(over) >= 4)
     assert seen[-1] >= 4 > max(seen[:-1], default=0)
     for row in range(len(whole.ids)):
         length = int(found.mask[row].sum())
         assert found.ids[row, :length].tolist() == whole.ids[row, :length].tolist()
         assert not found.finished[row] or length == int(whole.mask[row].sum())
     assert int(found.finished.sum()) < int(whole.finished.sum())
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+@pytest.mark.parametrize("kind", ["plain", "stop"])
+def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once):
+    from grpo_lightning.sampler.own.slots import Begun
+
+    whole = drawn(policy, options=OPTIONS[kind])
+    lengths = whole.mask.sum(-1).tolist()
+    begun = {}
+    for row in (1, 2, 3, 6, 8):
+        known = [values[row, : lengths[row]].tolist() for values in (whole.ids, whole.logprobs, whole.entropies)]
+        begun[row] = Begun(*known, finished=bool(whole.finished[row]))
+    assert {bool(whole.finished[row]) for row in begun} == {True, False} or kind == "stop"
+    told = []
+    found = drawn(
+        policy, options=OPTIONS[kind], begun=begun, at_once=at_once, on_finished=lambda rows, *_: told.extend(rows)
+    )
+    assert torch.equal(found.ids, whole.ids)
+    assert torch.equal(found.mask, whole.mask)
+    assert torch.equal(found.finished, whole.finished)
+    for row in begun:
+        assert torch.equal(found.logprobs[row], whole.logprobs[row])
+        assert torch.equal(found.entropies[row], whole.entropies[row])
+    assert sorted(told) == [row for row in range(12) if whole.finished[row] and row not in begun]
+
+
+def test_what_was_begun_is_kept_though_its_turn_never_comes(policy):
+    from grpo_lightning.sampler.own.slots import Begun
+
+    begun = {row: Begun([30 + row, 31], [-1.5, -2.5], [0.5, 0.25]) for row in (0, 10)}
+    found = drawn(policy, begun=begun, at_once=2, enough=lambda over: True)
+    assert found.mask.sum(-1).tolist() == [3, 1, *[0] * 8, 2, 0]
+    for row in begun:
+        assert found.ids[row, :2].tolist() == [30 + row, 31]
+        assert found.logprobs[row, :2].tolist() == [-1.5, -2.5]
+        assert found.entropies[row, :2].tolist() == [0.5, 0.25]
+
+
+def test_completions_at_their_longest_count_as_over(policy):
+    seen = []
+    found = drawn(policy, options={"max_new_tokens": 3}, enough=lambda over: seen.append(list(over)) or False)
+    assert all(seen[-1])
+    assert not found.finished.all()
+
+
+@dataclass(frozen=True)
+class Peers(Ranks):
+    """One of two processes in lockstep, whose peer has enough after so many looks."""
+
+    looks: int = 0
+    own: list[bool] = field(default_factory=list)
+
+    def anyone(self, flag):
+        self.own.append(flag)
+        return flag or len(self.own) <= self.looks
+
+
+def test_in_lockstep_a_process_that_has_enough_goes_on_with_the_others(policy):
+    ranks = Peers(lockstep=True, looks=4)
+    found = drawn(policy, enough=lambda over: True, ranks=ranks, options={"stop": ()})
+    assert ranks.own == [False] * 5
+    # The first look is at one token.
+    assert int(found.mask.sum(-1).max()) == 5
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
