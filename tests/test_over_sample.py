@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.batch import Prompts, Sampled
+from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.data.prompt_data import PromptData
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.memory import use_of
@@ -19,6 +19,7 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Unfinished, restored
+from grpo_lightning.sampler.own.slots import Begun
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
 from tests.support.processes import finish, start
@@ -58,6 +59,9 @@ class Typist(Fixed):
     The log-probability of a character is minus the seed with which it was drawn, its entropy a tenth of that. A word in
     capitals never ends of itself.
     """
+
+    def flops(self, rows):
+        return float(rows.mask.sum())
 
     def sample(
         self,
@@ -150,6 +154,7 @@ def test_two_steps_by_hand():
     assert three.scored.sampled.texts == ("x", "y", "zzz", "z")
     assert three.rollout.old_logprobs.tolist() == [[-5, 0, 0], [-5, 0, 0], [-5, -5, -7], [-5, 0, 0]]
     assert three.carried.sampled.texts == ("p", "q", "r", "s")
+    assert three.flops == 3 + 1 + 1 + 1 + 1  # of all completions that were not over before: "x", "y" and the second "z"
     assert three.carried.sampled.finished == (False, False, True, True)
     assert three.carried.over(8) == [False, True]
 
@@ -168,16 +173,23 @@ def test_completions_that_are_carried_under_a_lower_limit_are_cut():
     first = collect(Typist(), ["a b", "aaaaaa bbb", "cccc dddd", "ee ffff"], max_new_tokens=8)
     assert first.carried.sampled.texts == ("aaaa", "bbb", "ee", "ffff")
     assert first.carried.sampled.finished == (False, True, True, True)
+    assert first.carried.cut(3).sampled.finished == (False, True, True, False)
+    assert first.carried.cut(4) is first.carried
     second = collect(Typist(), ["x y"] * 4, carried=first.carried, max_new_tokens=3)
     assert second.scored.sampled.texts == ("aaa", "bbb", "ee", "fff")
     assert second.scored.sampled.finished == (False, True, True, False)
     assert second.rollout.mask.shape == (4, 3)
 
 
-def test_rollouts_are_no_wider_than_their_longest_completion():
-    found = collect(Typist(), ["a b", "aaaaaaaa b", "c d", "e fff"])
-    assert found.rollout.mask.shape == (4, 1)
-    assert found.rollout.ids.shape == (4, 2)
+def test_a_rollout_of_new_groups_is_fresh_and_no_wider_than_they_are():
+    first = collect(Typist(), ["aaaa b", "c d", "eeee f", "g h"])
+    second = collect(Typist(), ["i j", "k l", "m n", "o p"], carried=first.carried)
+    assert second.scored.prompts.texts == ("i j", "k l")
+    assert second.is_fresh
+    assert second.metrics["completion/carried_fraction"] == 0
+    assert second.rollout.mask.shape == (4, 1)
+    assert second.rollout.ids.shape == (4, 2)
+    assert second.carried.sampled.texts == ("aa", "b", "ee", "f")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +297,29 @@ def test_old_tokens_keep_their_logprobs_and_new_ones_are_of_the_new_policy(tmp_p
                 assert sampled.finished[row] == bool(ids and ids[-1] in policy.end_ids)
         assert torch.equal(found.rollout.old_logprobs, found.scored.sampled.logprobs)
     assert mixed > 5
+
+
+def test_what_is_over_is_not_read_again_and_what_has_no_token_is_not_begun(tmp_path, monkeypatch):
+    policy, read = random_llama(tmp_path), []
+    sampling = Sampling(**SAMPLING | {"stop": ()}, max_new_tokens=12)
+    whole = policy.sample(PROMPTS[:1], group_size=4, sampling=sampling, seed=3)
+    length = whole.mask.sum(-1).tolist()
+    assert length[0] > 3
+    parts = Unfinished(Prompts(("p",), {}), whole).begun()
+    begun = {
+        0: Begun(*(list(values)[:3] for values in (parts[0].ids, parts[0].logprobs, parts[0].entropies))),
+        1: Begun([], [], []),
+        2: parts[2],
+    }
+    plain = policy.cache
+    monkeypatch.setattr(
+        policy, "cache", lambda *given, begun, **named: read.append(begun) or plain(*given, begun=begun, **named)
+    )
+    found = policy.sample(PROMPTS[:1], group_size=4, sampling=sampling, seed=3, begun=begun)
+    assert read == [{0: parts[0].ids[:3]}]
+    assert found.texts == whole.texts
+    assert found.finished == whole.finished
+    assert_close(found.logprobs, whole.logprobs, rtol=0, atol=1e-5)
 
 
 class Constant(nn.Module):
@@ -412,8 +447,8 @@ def test_what_does_not_go_together_is_said_before_anything_loads(overrides, mess
     assert message in found
 
 
-@pytest.mark.parametrize("prompts", [1, 2, 3, 7, 10, 20, 96])
-@pytest.mark.parametrize("ratio", [1.05, 1.1, 1.15, 1.2, 4 / 3, 1.5, 1.7, 2, 2.3, 3.0])
+@pytest.mark.parametrize("prompts", [1, 2, 3, 7, 10, 20, 25, 50, 96])
+@pytest.mark.parametrize("ratio", [1.05, 1.1, 1.15, 4 / 3, 1.5, 1.7, 2, 2.2, 3.0])
 def test_a_batch_holds_what_is_in_flight_and_the_rest_follows_from_it(prompts, ratio):
     data = PromptData(
         train=None,
@@ -428,7 +463,7 @@ def test_a_batch_holds_what_is_in_flight_and_the_rest_follows_from_it(prompts, r
         seed=0,
         verifier="",
     )
-    expected = {(20, 1.15): 23, (10, 1.1): 11, (3, 4 / 3): 4, (7, 1.5): 11, (1, 1.05): 2, (96, 1.7): 164}
+    expected = {(20, 1.15): 23, (50, 1.1): 55, (25, 2.2): 55, (3, 4 / 3): 4, (7, 1.5): 11, (1, 1.05): 2, (96, 1.7): 164}
     assert data.prompts_per_batch == expected.get((prompts, ratio), data.prompts_per_batch)
     assert prompts * ratio - 1e-6 < data.prompts_per_batch < prompts * ratio + 1
     found = collect(Typist(), ["a b"] * data.prompts_per_batch, over_sample=ratio)

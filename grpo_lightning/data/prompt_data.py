@@ -68,7 +68,7 @@ class PromptData(LightningDataModule):
         if wrong := problems(RULES, own, prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
-        # Less than rounding may add to the product: 20 times 1.15 are 23.
+        # Rounding may add to the product: 50 times 1.1 are 55, and not a little more.
         self.prompts_per_batch = math.ceil(prompts_per_step * tries * over_sample - 1e-9)
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size

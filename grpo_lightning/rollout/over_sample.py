@@ -70,7 +70,7 @@ class OverSample:
         ranks = context.ranks
         before = _fitting(carried, prompts, group_size, sampling.max_new_tokens)
         old = len(before.prompts) if before else 0
-        # N is P * ratio, rounded up: N / ratio is less than one above P.
+        # N is P * ratio, rounded up: N / ratio is P and less than one more, but for rounding.
         wanted = max(1, math.floor(len(prompts) / self.ratio + _ROUNDING))
         # Every process begins a group, though more may have been left than are now to be in flight.
         asked = prompts[range(max(len(prompts) - old, ranks.size))]

@@ -106,7 +106,7 @@ def joined(one: Prompts, other: Prompts) -> Prompts:
 
 def _narrow(sampled: Sampled, most: int | None = None) -> Sampled:
     """The same completions without columns [T] in which none has a token, or behind the ``most``-th."""
-    length = max(1, int(sampled.mask.sum(-1).max()))
+    length = int(sampled.mask.sum(-1).max())
     surplus = sampled.mask.shape[1] - min(length, most or length)
     if surplus <= 0:
         return sampled
