@@ -21,6 +21,7 @@ CASES = [
     Setting("half_dead", dead=0.5),
     Setting("full_length", mean=None),
     Setting("large_vocabulary", vocabulary=151_936, prompts=2),
+    Setting("thousand_tokens", mean=None, cap=1024, prompts=2),
 ]
 
 

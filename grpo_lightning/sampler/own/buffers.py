@@ -51,11 +51,14 @@ class Buffers:
             self._layers[layer] = with_room(key, old, tokens, capacity), with_room(value, old, tokens, capacity)
         return True
 
-    def keep(self, rows: Tensor, tokens: int, capacity: int) -> None:
-        """Drop all completions but these, of which ``tokens`` tokens are worth keeping."""
+    def keep(self, rows: Tensor, tokens: int) -> None:
+        """Drop all completions but these, in rising order, of which ``tokens`` tokens are worth keeping."""
+        # They move to the front of the room that there is: no more of it is made, none is given back until it grows.
+        count = len(rows)
         for layer, pair in self._layers.items():
-            key, value = (with_room(tensor[rows, :, :tokens], tokens, tokens, capacity) for tensor in pair)
-            self._layers[layer] = key, value
+            for tensor in pair:
+                tensor[:count, :, :tokens] = tensor[rows, :, :tokens]
+            self._layers[layer] = pair[0][:count], pair[1][:count]
 
     def prepend(
         self, prompts: Mapping[int, Pair], group_of: Tensor, lengths: Tensor, tokens: int, capacity: int

@@ -185,7 +185,7 @@ class SharedPromptCache:
         chosen = torch.tensor(slots, device=self._device)
         self._held, self._group_of = ([values[slot] for slot in slots] for values in (self._held, self._group_of))
         self._lengths, self._before = self._lengths[chosen], self._before[chosen]
-        self._own.keep(chosen, max(self._held), self._capacity())
+        self._own.keep(chosen, max(self._held))
         if self._shared:
             active = sorted(set(self._group_of))
             # Selecting copies all keys and values, so it waits until a prompt has lost its last completion.
