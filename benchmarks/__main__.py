@@ -23,7 +23,7 @@ from benchmarks.machine import described, threads
 
 CASED = ("compare", "memory")
 ALONE = ("report", "smoke")
-PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare", "memory")
+PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare", "memory", "budget")
 RESULTS = Path(__file__).parent / "results"
 
 

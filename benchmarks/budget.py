@@ -47,11 +47,12 @@ class Watched(decode.Slots):
     _before: float | None = None
 
     def look(self, stops):
-        now, places = time.perf_counter(), len(self.running)
-        if Watched._before is not None and places == ROWS:
-            Watched.full_seconds += now - Watched._before
-            Watched.full_tokens += places
+        seconds = None if Watched._before is None else time.perf_counter() - Watched._before
+        is_full, tokens = len(self.running) == ROWS, sum(self.lengths)
         over = super().look(stops)
+        if seconds is not None and is_full:
+            Watched.full_seconds += seconds
+            Watched.full_tokens += sum(self.lengths) - tokens
         Watched._before = time.perf_counter()
         return over
 

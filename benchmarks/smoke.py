@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import compare, equality, growth, head, learning, limit, memory, report, rollout
+from benchmarks import budget, compare, equality, growth, head, learning, limit, memory, report, rollout
 from benchmarks.machine import described
 from benchmarks.setting import Setting
 from benchmarks.shapes import QWEN
@@ -62,6 +62,7 @@ def run() -> None:
         "learning": partial(learning.run, seeds=[0], styles=["same"], steps=1),
         "compare": partial(compare.run, cases=[TINY], **one),
         "memory": partial(memory.run, MEMORY, setting="small", times=1),
+        "budget": partial(budget.run, setting=replace(TINY, prompts=3, group=8), times=1),
         "sizes": sizes,
         "report": partial(rendered, found),
     }
