@@ -36,16 +36,16 @@ def test_activations_and_cache_by_hand():
 
 
 @pytest.mark.parametrize(
-    "budget, counted",
+    "budget, rows",
     [
-        (10**9, 6 * 11 * 80),  # 2 * 4 * 5 * 2 = 80 bytes of a token's keys and values: more than there are
-        (2000.0, 2000),
-        (100.0, 11 * 80),  # one completion must have room
+        (10**9, 6),  # 2 * 4 * 5 * 2 = 80 bytes of a token's keys and values: more than there are
+        (1120 + 3 * 880 - 1.0, 2),  # prompts are held, too: 80 * 2 * 7 = 1120; a completion takes 11 * 80 = 880
+        (100.0, 1),  # one completion must have room
     ],
 )
-def test_a_budget_for_keys_and_values_by_hand(budget, counted):
+def test_a_budget_for_keys_and_values_by_hand(budget, rows):
     sampling = predicted(SHAPE, replace(USE, kv_cache_bytes=budget))["sampling"]
-    assert sampling == 80 * 2 * 7 + counted * 1.5 + 3 * 4 * 6 * 20
+    assert sampling == 1120 + rows * 880 * 1.5 + 3 * 4 * rows * 20
 
 
 def test_the_samplers_copy_by_hand():

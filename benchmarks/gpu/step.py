@@ -43,7 +43,8 @@ def use(setting: Setting) -> memory.Use:
         microbatch_tokens=MICROBATCH,
         is_half=True,
         checkpointing=True,
-        packs=False,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        copy_bytes=2.0,
     )
 
 
