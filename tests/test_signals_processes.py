@@ -45,8 +45,7 @@ TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
 )
 def test_two_processes_end_together(to_group, number, exit_status, status, tmp_path):
     process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None))
-    wait_for((tmp_path / "begun").exists, process)
-    time.sleep(1)  # for the other one to begin, too
+    wait_for(lambda: all((tmp_path / f"begun.{rank}").exists() for rank in (0, 1)), process)
     (os.killpg if to_group else os.kill)(process.pid, number)
     told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=30)
     assert "step 0 is saved; continue with: python train.py" in told

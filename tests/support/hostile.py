@@ -96,6 +96,7 @@ def leaves_a_mark(completions, *, directory):
 def marks_and_naps(completions, *, path, seconds):
     """A reward: a file says that it has begun; then it sleeps."""
     Path(path).write_text(str(os.getpid()))
+    Path(f"{path}.{os.environ.get('LOCAL_RANK', 0)}").touch()
     time.sleep(seconds)
     return [0.5] * len(completions)
 
