@@ -95,7 +95,7 @@ class PlainCache:
         return logits
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("its completions are held until all of them are over")
 
     def reserve(self, tokens: int) -> None:
         """Nothing: the model's cache grows by itself."""
@@ -156,7 +156,7 @@ class RecomputedCache:
         return self._next()
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("its completions are held until all of them are over")
 
     def reserve(self, tokens: int) -> None:
         """Widen the rows."""
