@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.recording import files
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
 def composed(*overrides: str) -> dict[str, Any]:
     """The same, resolved, as the package sees it."""
     config: Any = OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True)
+    config["trainer"]["precision"] = config["trainer"]["precision"] or natural_precision(config["trainer"])
     return config
 
 
