@@ -43,7 +43,7 @@ class Sampling:
     """A completion ends with the token that completes one of these, besides the model's own end tokens."""
     kv_cache_gib: float | None = None
     """GiB that keys and values may take; completions beyond wait for others to end. None: all are drawn at once. It
-    changes no completion."""
+    changes no completion, but for rounding."""
 
     @property
     def truncated(self) -> bool:
