@@ -232,6 +232,27 @@ def test_damaged_bytes_are_refused(tmp_path):
         files.folder(path)
 
 
+@provocation(
+    "`rollout.path=` a directory with a file of a few kB that unpacks to gigabytes",
+    "refused as soon as it is longer than its first line allows",
+)
+@pytest.mark.parametrize("read", [files.read, files.check_bytes, lambda path: list(files._lines(path))])
+def test_a_file_is_no_longer_than_its_first_line_says(read, tmp_path, monkeypatch):
+    path = tmp_path / files.file_name(1)
+    files.write(path, made())
+    whole = gzip.decompress(path.read_bytes()).decode("ascii").splitlines(keepends=True)
+    # 4 completions of at most 2 + 3 tokens: 100 characters for the texts of each, 8 for each token
+    monkeypatch.setattr(files, "_LONGEST_TEXTS", 100)
+    monkeypatch.setattr(files, "_LONGEST_TOKEN", 8)
+    allowed = len(whole[0]) + 4 * (100 + 8 * 5)
+    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 3) + "{}\n").encode()))
+    if read is not files.read:
+        read(path)
+    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 2) + "{}\n").encode()))
+    with pytest.raises(files.Unusable, match="is longer than a rollout can be"):
+        read(path)
+
+
 def test_a_line_longer_than_any_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / files.file_name(1)
     files.write(path, made())

@@ -31,6 +31,7 @@ from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.given import ungiven
 from grpo_lightning.settings.suggestions import explain
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None) -
     """
     # What is built is made from these values, and would be read once more.
     again = [f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)]
-    if wrong := again + trust.ungiven(config, words):
+    if wrong := again + ungiven(config, words):
         raise ConfigError(wrong)
 
 
