@@ -65,7 +65,7 @@ def test_the_adapter_of_a_reward_model_names_no_module(here):
 
 
 @provocation(
-    "a model directory with an adapter of the kind X-LoRA, which names directories of further adapters, one of them such",
+    "a model directory with an adapter of the kind X-LoRA, which names directories of further adapters, such ones",
     "refused in one sentence",
 )
 def test_an_adapter_of_adapters_is_not_loaded(here):

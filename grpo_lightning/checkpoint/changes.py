@@ -35,8 +35,8 @@ def tell(
     others = [key for key, *_ in differences(own[0], own[1], prefix="data.") if key not in _COPIES]
     if data and before and dict(before) != dict(data) and not others:
         log.warning(
-            "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or other "
-            "rows; from here on steps have other prompts than an unbroken run",
+            "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
+            "other rows; from here on steps have other prompts than an unbroken run",
             *(before["training"], before["held_out"], data["training"], data["held_out"]),
         )
 

@@ -1,4 +1,4 @@
-"""What only the user may say, on the command line or to ``compose``: a settings file, which may be a stranger's, may not.
+"""What only the user may say, on the command line or to ``compose``, and no settings file, which may be a stranger's.
 
 It is whose code is trusted, and where a run writes outside of its own directory.
 """

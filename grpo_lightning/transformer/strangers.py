@@ -122,8 +122,8 @@ def check_adapter_files(path: str, key: str) -> None:
         raise ValueError(f"{where}: allowed is a mapping")
     if content.get("adapters") is not None or str(content.get("peft_type")).upper() == "XLORA":
         raise ValueError(
-            f"{where}.adapters: names adapters in other places, whose settings could make peft import a module; allowed "
-            "are adapters of one directory, such as LoRA's"
+            f"{where}.adapters: names adapters in other places, whose settings could make peft import a module; "
+            "allowed are adapters of one directory, such as LoRA's"
         )
     written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
     check_adapter((name for name, value in content.items() if value is not None and value != written.get(name)), where)
