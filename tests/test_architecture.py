@@ -37,6 +37,7 @@ USED_BY = {
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
+    "wandb": {"logger"},
     "yaml": {"data", "report"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""

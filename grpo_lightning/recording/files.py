@@ -177,8 +177,9 @@ def _most_characters(first: Any, read: int) -> int:
     if header_problem(first):
         return _LONGEST_FILE  # nothing more of it is believed
     tokens = first["prompt_tokens"] + first["completion_tokens"]
-    rows: int = first["prompts"] * first["group_size"]
-    return min(read + rows * (_LONGEST_TEXTS + _LONGEST_TOKEN * tokens), _LONGEST_FILE)
+    rows = first["prompts"] * first["group_size"]
+    told: int = read + rows * (_LONGEST_TEXTS + _LONGEST_TOKEN * tokens)
+    return min(told, _LONGEST_FILE)
 
 
 def _parsed(text: str) -> Any:
