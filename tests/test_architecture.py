@@ -41,7 +41,18 @@ USED_BY = {
     "yaml": {"data", "report"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
-WITHOUT_TORCH = {"allowed", "clock", "composition", "memory", "output", "report", "reward", "schedule", "varying"}
+WITHOUT_TORCH = {
+    "allowed",
+    "clock",
+    "composition",
+    "memory",
+    "output",
+    "report",
+    "reward",
+    "sandbox",
+    "schedule",
+    "varying",
+}
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
 WITH_TORCH = {"clock", "composition/live.py", "reward/model.py"}
 """Of these parts, the files that do."""

@@ -1,4 +1,4 @@
-"""A reward for Python programs that pass tests. What the model wrote runs in a sandbox, the right outputs stay outside."""
+"""A reward for Python programs that pass tests: they run in a sandbox, and the right outputs stay outside."""
 
 import json
 import math
@@ -31,7 +31,7 @@ method's class an object is made."""
 
 @dataclass(frozen=True)
 class Case:
-    """One test of a program, such as ``Case(stdin="1 2\\n", expected="3", call="")``."""
+    """One test of a program, such as ``Case(stdin="7", expected="14", call="")``."""
 
     stdin: str
     """What the program reads."""
@@ -143,8 +143,8 @@ def _case(given: Any) -> Case:
     name, arguments = known.get("function"), known.get("args")
     if known.keys() != {"function", "args", "output"} or not _is_name(name) or not isinstance(arguments, list):
         raise ValueError(
-            "tests: expected {input: text, output: text} or {function: NAME or CLASS.METHOD, args: [...], output: value other "
-            f"than null}}, got {given!r:.80}"
+            "tests: expected {input: text, output: text} or {function: NAME or CLASS.METHOD, args: [...], output: "
+            f"value other than null}}, got {given!r:.80}"
         )
     return Case("", known["output"], _CALL % (name, json.dumps(arguments)))
 

@@ -51,10 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did, as `run(program, "7", limits)` gives for ``print(input())``:
-
-    ``Outcome(stdout="7\\n", stderr="", ended="exit", code=0)``
-    """
+    """What a program did: ``Outcome(stdout="7", stderr="", ended="exit", code=0)`` for one that prints 7."""
 
     stdout: str
     """What it printed, at most ``output_bytes``; bytes that are no UTF-8 become U+FFFD."""

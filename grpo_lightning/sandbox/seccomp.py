@@ -21,7 +21,14 @@ _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _THREAD = 0x00010000  # CLONE_THREAD
 _NO_THREAD = 0x7E026000  # new namespaces, CLONE_PTRACE and CLONE_VFORK
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # copies, flags and locks; no owners, signals, leases, seals
-_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how much is there, blocking, close-on-exec
+_IOCTL = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # is it a terminal, how much is there, blocking, close-on-exec
 _TRUNCATE, _ACCESS = 0o1000, 3  # of open's flags
 _UNIX, _STREAM, _TYPE = 1, 1, 0xF
 
@@ -118,7 +125,7 @@ def _by_argument(own: int) -> dict[str, list[Instruction]]:
 
 
 def _opens(argument: int) -> list[Instruction]:
-    """Files are opened to read, to write or both; Landlock before version 3 overlooks what truncates and does neither."""
+    """Files open to read, to write or both; Landlock before version 3 overlooks what does neither and truncates."""
     return [
         _argument(argument),
         (_HAS_BIT, 0, 4, _TRUNCATE),

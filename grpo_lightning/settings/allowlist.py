@@ -20,7 +20,7 @@ OWN = (
     *(f"reward.accuracy.{name}" for name in ("demonstrated", "exact", "numeric", "reasoning_gym")),
     *(f"reward.format.{name}" for name in ("format", "reasoning_steps", "tag_count")),
     *(f"reward.length.{name}" for name in ("cosine_length", "length", "repetition", "soft_overlong", "word_variety")),
-    *("reward.countdown.countdown", "reward.json_schema.json_schema", "reward.mathematics.math"),
+    *("reward.code.code", "reward.countdown.countdown", "reward.json_schema.json_schema", "reward.mathematics.math"),
     *("reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern", "reward.text.answer_text"),
     *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "rollout.Recorded", "validation.Validation"),
 )

@@ -17,6 +17,7 @@ TRIED = {
         "length.repetition",
         "format.reasoning_steps",
         "countdown.countdown",
+        "code.code",
     )
 }
 """Functions that need no heavy library and read their settings before any completion."""

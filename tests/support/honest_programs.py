@@ -114,6 +114,9 @@ PROGRAMS = [
     ("import pathlib\npathlib.Path('a').write_text('7')\nprint(pathlib.Path('a').read_text())", "", "7\n"),
     ("import signal\nsignal.alarm(0)\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)", "", "True\n"),
     ("import time\nbegan = time.time()\ntime.sleep(0.01)\nprint(time.time() > began)", "", "True\n"),
-    *[(f"n = {n}\nprint(sum(i * i for i in range(n)))", "", f"{(n - 1) * n * (2 * n - 1) // 6}\n") for n in range(1, 31)],
+    *[
+        (f"n = {n}\nprint(sum(i * i for i in range(n)))", "", f"{(n - 1) * n * (2 * n - 1) // 6}\n")
+        for n in range(1, 31)
+    ],
 ]
 """Text, stdin, stdout."""

@@ -6,14 +6,16 @@ the machine of a sandbox that failed: signals to many are signal 0, and what is 
 
 HEADER = '''
 import os, sys, time, socket, threading, ctypes, errno
-SECRET, VICTIM, PARENT, TCP, UDP, UNIX, DATAGRAM, ABSTRACT, SHARED = {targets!r}
+SECRET, VICTIM, PARENT, TCP, UDP, UNIX, DATAGRAM, ABSTRACT, SHARED, PACKAGE = {targets!r}
 def escaped(what, *more):
     print("ESCAPED", what, *more, flush=True)
 def call(number, *given):
     """A system call past everything that Python knows: x86_64's number."""
     if os.uname().machine != "x86_64": raise OSError("other numbers")
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(ctypes.c_long(number), *(ctypes.c_long(v) if isinstance(v, int) else v for v in given))
+    found = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(v) if isinstance(v, int) else v for v in given))
+    if found < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
 '''
 
 WAYS = {
@@ -40,10 +42,17 @@ ATTACKS = {
 d = os.open(os.path.dirname(SECRET), os.O_PATH)
 escaped('read', os.read(os.open(os.path.basename(SECRET), os.O_RDONLY, dir_fd=d), 99))""",
     "lists directories": "escaped('listed', os.listdir('/etc'), os.listdir('/'), os.listdir('/proc'))",
-    "lists the home": "escaped('listed', os.listdir(os.path.expanduser('~root')))",
-    "reads a disk": "escaped('read', open('/dev/sda', 'rb').read(1), open('/dev/vda', 'rb').read(1))",
-    "reads the memory": "escaped('read', open('/dev/mem', 'rb').read(1))",
-    "reads the kernel": "escaped('read', open('/proc/kcore', 'rb').read(1), open('/dev/kmsg').read(1))",
+    "lists the home": "escaped('listed', os.listdir('/root'))",
+    "reads devices": """
+for name in ('full', 'mem', 'kmsg', 'tty', 'sda', 'vda', 'loop0', 'nvme0n1', 'kvm', 'fuse'):
+    try:
+        open('/dev/' + name, 'rb'); escaped('opened', name)
+    except FileNotFoundError:
+        pass
+    except PermissionError as error:
+        refused = error
+raise refused""",
+    "reads the kernel": "escaped('read', open('/sys/kernel/notes', 'rb').read(1), open('/proc/version').read())",
     "overwrites a file": "open(SECRET, 'w').write('x'); escaped('wrote')",
     "appends to a file": "open(SECRET, 'a').write('x'); escaped('wrote')",
     "truncates a file": "os.truncate(SECRET, 0); escaped('truncated')",
@@ -71,9 +80,9 @@ escaped('read', os.read(os.open(os.path.basename(SECRET), os.O_RDONLY, dir_fd=d)
     "removes its directory": "d = os.getcwd(); os.chdir('/'); os.rmdir(d); escaped('removed')",
     "moves its directory": "d = os.getcwd(); os.chdir('/'); os.rename(d, d + '2'); escaped('renamed')",
     "changes its root": "os.chroot('/'); escaped('changed')",
-    "mounts": "assert call(165, b'none', os.path.dirname(SECRET).encode(), b'tmpfs', 0, 0) == 0; escaped('mounted')",
-    "opens by handle": "assert call(304, -100, 0, 0) >= 0; escaped('opened')",
-    "opens in another way": "assert call(437, -100, SECRET.encode(), (ctypes.c_long * 3)(), 24) >= 0; escaped('opened')",
+    "mounts": "call(165, b'none', os.path.dirname(SECRET).encode(), b'tmpfs', 0, 0); escaped('mounted')",
+    "opens by handle": "call(304, -100, 0, 0); escaped('opened')",
+    "opens in another way": "call(437, -100, SECRET.encode(), (ctypes.c_long * 3)(), 24); escaped('opened')",
     # processes
     "reads its parent's environment": "escaped('read', open(f'/proc/{os.getppid()}/environ').read())",
     "reads the trainer's environment": "escaped('read', open(f'/proc/{PARENT}/environ').read())",
@@ -87,8 +96,8 @@ escaped('read', os.read(os.open(os.path.basename(SECRET), os.O_RDONLY, dir_fd=d)
     "ends its parent": "os.kill(os.getppid(), 0); escaped('may signal')",
     "ends all": "os.kill(-1, 0); escaped('may signal')",
     "ends its group": "os.killpg(0, 0); escaped('may signal')",
-    "ends a thread": "assert call(200, VICTIM, 9) == 0; escaped('killed')",
-    "queues a signal": "assert call(129, VICTIM, 9, bytes(128)) == 0; escaped('killed')",
+    "ends a thread": "call(200, VICTIM, 9); escaped('killed')",
+    "queues a signal": "call(129, VICTIM, 9, bytes(128)); escaped('killed')",
     "ends by a handle": "import signal; f = os.pidfd_open(VICTIM); signal.pidfd_send_signal(f, 9); escaped('killed')",
     "has a signal sent": """
 import fcntl, signal
@@ -96,10 +105,10 @@ r, w = os.pipe()
 fcntl.fcntl(r, fcntl.F_SETOWN, VICTIM); fcntl.fcntl(r, 10, 9)
 fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x'); escaped('sent')""",
     "forks": "os.fork() or time.sleep(60); escaped('forked')",
-    "forks by vfork": "assert call(58) >= 0; escaped('forked')",
-    "forks by clone": "assert call(56, 17, 0, 0, 0, 0) >= 0; escaped('forked')",
-    "forks by clone with memory": "assert call(56, 0x100 | 17, 0, 0, 0, 0) >= 0; escaped('forked')",
-    "forks by clone3": "assert call(435, (ctypes.c_ulong * 8)(0, 0, 0, 0, 17), 64) >= 0; escaped('forked')",
+    "forks by vfork": "call(58); escaped('forked')",
+    "forks by clone": "call(56, 17, 0, 0, 0, 0); escaped('forked')",
+    "forks by clone with memory": "call(56, 0x100 | 17, 0, 0, 0, 0); escaped('forked')",
+    "forks by clone3": "call(435, (ctypes.c_ulong * 8)(0, 0, 0, 0, 17), 64); escaped('forked')",
     "forks by multiprocessing": "import multiprocessing as m; m.Process(target=int).start(); escaped('forked')",
     "starts a program": "import subprocess; escaped('ran', subprocess.check_output(['/bin/id']))",
     "becomes a program": "os.execv('/bin/cat', ['cat', SECRET]); escaped('ran')",
@@ -110,15 +119,15 @@ os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', './x']); escaped('ran')""",
     "runs out of memory files": "f = os.memfd_create('x'); escaped('made'); os.execve(f, ['x'], {})",
     "uses a shell": "assert os.system('touch escaped') == 0; escaped('ran')",
     "uses posix_spawn": "os.posix_spawn('/bin/id', ['id'], {}); escaped('ran')",
-    "traces": "assert call(101, 16, os.getppid(), 0, 0) == 0; escaped('traced')",
-    "lets itself be traced": "assert call(101, 0, 0, 0, 0) == 0; escaped('traced')",
-    "reads memory by a call": "assert call(310, VICTIM, 0, 0, 0, 0, 0) >= 0; escaped('read')",
-    "takes a file of another": "assert call(438, os.open('/dev/null', 0), 0, 0) >= 0; escaped('took')",
+    "traces": "call(101, 16, os.getppid(), 0, 0); escaped('traced')",
+    "lets itself be traced": "call(101, 0, 0, 0, 0); escaped('traced')",
+    "reads memory by a call": "call(310, VICTIM, 0, 0, 0, 0, 0); escaped('read')",
+    "takes a file of another": "call(438, os.open('/dev/null', 0), 0, 0); escaped('took')",
     "leaves its session": "os.setsid(); escaped('left')",
     "leaves its group": "os.setpgid(0, 0); escaped('left')",
-    "survives its parent": "assert call(157, 1, 0, 0, 0, 0) == 0; escaped('survives')",
+    "survives its parent": "call(157, 1, 0, 0, 0, 0); escaped('survives')",
     "becomes another user": "os.setuid(1); escaped('changed')",
-    "limits its victim": "assert call(302, VICTIM, 7, (ctypes.c_ulong * 2)(0, 0), 0) == 0; escaped('limited')",
+    "limits its victim": "call(302, VICTIM, 7, (ctypes.c_ulong * 2)(0, 0), 0); escaped('limited')",
     "raises its limits": """
 import resource
 for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
@@ -131,7 +140,7 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, res
     "pins its victim": "os.sched_setaffinity(VICTIM, {0}); escaped('changed')",
     # network and kernel
     "connects": "socket.create_connection(('127.0.0.1', TCP), 1).send(b'x'); escaped('connected')",
-    "connects by a call": "assert call(41, 2, 1, 0) >= 0; escaped('opened')",
+    "connects by a call": "call(41, 2, 1, 0); escaped('opened')",
     "listens": "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); escaped('bound')",
     "sends a packet": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP)); escaped('sent')",
     "sends by IPv6": "socket.socket(socket.AF_INET6, socket.SOCK_DGRAM).sendto(b'x', ('::1', UDP)); escaped('sent')",
@@ -145,22 +154,22 @@ a.sendto(b'x', DATAGRAM); escaped('sent')""",
     "opens a raw socket": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); escaped('opened')",
     "talks to the kernel": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); escaped('opened')",
     "uses a virtual machine's": "socket.socket(40, socket.SOCK_STREAM); escaped('opened')",
-    "watches files": "assert call(294, 0) >= 0; escaped('watches')",
-    "keeps keys": "assert call(248, b'user', b'x', b'y', 1, -3) >= 0; escaped('kept')",
-    "loads a filter": "assert call(321, 0, bytes(128), 128) >= 0; escaped('loaded')",
-    "measures": "assert call(298, bytes(128), 0, -1, -1, 0) >= 0; escaped('measures')",
-    "uses a ring": "assert call(425, 8, bytes(256)) >= 0; escaped('has a ring')",
-    "handles faults": "assert call(323, 0) >= 0; escaped('handles')",
-    "shares memory": "assert call(29, SHARED, 4096, 0o1666) >= 0; escaped('shares')",
-    "queues messages": "assert call(68, SHARED, 0o1666) >= 0; escaped('queues')",
+    "watches files": "call(294, 0); escaped('watches')",
+    "keeps keys": "call(248, b'user', b'x', b'y', 1, -3); escaped('kept')",
+    "loads a filter": "call(321, 0, bytes(128), 128); escaped('loaded')",
+    "measures": "call(298, bytes(128), 0, -1, -1, 0); escaped('measures')",
+    "uses a ring": "call(425, 8, bytes(256)); escaped('has a ring')",
+    "handles faults": "call(323, 0); escaped('handles')",
+    "shares memory": "call(29, SHARED, 4096, 0o1666); escaped('shares')",
+    "queues messages": "call(68, SHARED, 0o1666); escaped('queues')",
     "has a named semaphore": "import _multiprocessing as m; m.SemLock(1, 1, 1, '/escaped', False); escaped('made')",
-    "enters a namespace": "assert call(272, 0x10000000) == 0; escaped('entered')",
+    "enters a namespace": "call(272, 0x10000000); escaped('entered')",
     "sets the clock": "time.clock_settime(time.CLOCK_REALTIME, time.time()); escaped('set')",
     "names the machine": "socket.sethostname(socket.gethostname()); escaped('named')",
     "types into the terminal": "import fcntl; fcntl.ioctl(0, 0x5412, b'x'); escaped('typed')",
-    "uses the old interface": "assert call(0x40000000 + 57) >= 0; escaped('forked')",
-    "takes off the filter": "assert call(317, 1, 0, bytes(16)) == 0; escaped('filtered')",
-    "adds rules": "assert call(444, None, 0, 1) >= 0; escaped('knows')",
+    "uses the old interface": "call(0x40000000 + 57); escaped('forked')",
+    "takes off the filter": "call(317, 1, 0, bytes(16)); escaped('filtered')",
+    "adds rules": "call(444, None, 0, 1); escaped('knows')",
     # what it can find in its own process
     "reads the environment": "assert not os.environ, escaped(os.environ)",
     "reads its own environment": "escaped('read', open('/proc/self/environ').read())",
@@ -176,14 +185,12 @@ frame, found = sys._getframe(), []
 while frame:
     found.append(repr(frame.f_locals)); frame = frame.f_back
 found += [repr(o)[:200] for o in gc.get_objects() if isinstance(o, (dict, list, tuple))]
-if any('EXP' + 'ECTED' in one for one in found): escaped('found')""",
+wanted = bytes(map(ord, reversed('DETCEPXE'))).decode()
+if any(wanted in one for one in found): escaped('found')""",
     "finds other packages": """
 import torch, numpy
 escaped('imported')""",
-    "reads other packages": """
-import sysconfig
-place = sysconfig.get_path('purelib')
-escaped('read', [open(os.path.join(place, name, '__init__.py')).read(9) for name in os.listdir(place)])""",
+    "reads other packages": "escaped('read', open(PACKAGE).read(9))",
 }
 """What an attack does -> its text."""
 
@@ -208,7 +215,9 @@ while True:
     try: x.append(bytearray(2**20))
     except MemoryError: pass""",
     "maps memory": "import mmap; x = [mmap.mmap(-1, 2**30) for _ in range(10)]; escaped('has memory')",
-    "unpacks a bomb": "import zlib; z = zlib.compress(bytes(2**28)); x = [zlib.decompress(z) for _ in range(40)]; escaped('has memory')",
+    "unpacks a bomb": """
+import zlib
+z = zlib.compress(bytes(2**27)); x = [zlib.decompress(z) for _ in range(80)]; escaped("has memory")""",
     "grows a text": "x = 'x'\nwhile True: x += x",
     "prints for ever": "while True: print('x' * 10**5)",
     "prints errors for ever": "while True: print('x' * 10**5, file=sys.stderr)",
@@ -241,7 +250,10 @@ while True:
     except OSError: continue
     escaped('forked'); break""",
     "nests deeply": "sys.setrecursionlimit(10**8)\ndef f(n): return f(n + 1) + 1\nf(0)",
-    "nests in C": "x = []\nfor _ in range(10**6): x = [x]\nrepr(x); import copy; sys.setrecursionlimit(10**8); copy.deepcopy(x)",
+    "nests in C": """
+x = []
+for _ in range(10**6): x = [x]
+import copy; sys.setrecursionlimit(10**8); copy.deepcopy(x)""",
     "compiles deeply": "eval('(' * 10**5 + ')' * 10**5)",
     "crashes": "ctypes.string_at(0)",
     "aborts": "os.abort()",
@@ -254,10 +266,22 @@ while True:
     "has a result that fails": "class X(Exception):\n    def __str__(self): raise self\nraise X",
     "breaks the garbage": "class X:\n    def __del__(self):\n        while True: pass\nx = X()\ndel x",
     "names its process": "call(157, 15, b'a) R 1 (b')\nwhile True: pass",
-    "is not text": "\\x00",
+    "is not text": "\x00",
     "is no Python": "def (",
 }
 """What a program takes or breaks -> its text."""
+
+
+OTHERWISE = {
+    "removes its directory": "Operation not permitted",
+    "sends from a pair": "Transport endpoint is already connected",
+    "looks up a name": "Temporary failure in name resolution",
+    "finds other packages": "No module named 'torch'",
+}
+"""How attacks fail that the kernel does not refuse by themselves."""
+SILENT = ("raises its limits", "uses the old interface", "reads the environment", "finds open files", "uses a shell")
+SILENT = (*SILENT, "finds the expected output")
+"""Attacks that end without an exception, or are killed."""
 
 
 def escapes(targets):
