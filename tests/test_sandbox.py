@@ -236,9 +236,9 @@ def test_attacks_fail_because_they_are_refused(world):
 
 @pytest.mark.slow
 @provocation(
-    f"{len(ATTACKS) * len(WAYS) + len(GREEDY)} programs in the sandbox: files, links and devices, memory and environment "
-    "of other processes, signals, new processes and programs, sockets of all kinds, raw system calls, endless loops, "
-    "10 GB, threads, files and output without end",
+    f"{len(ATTACKS) * len(WAYS) + len(GREEDY)} programs in the sandbox: files, links and devices, memory and "
+    "environment of other processes, signals, new processes and programs, sockets of all kinds, system calls, endless "
+    "loops, 10 GB, threads, files and output without end",
     "none reads, writes, sends, signals or starts anything outside; each is ended in time; the next program runs",
 )
 def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
@@ -328,6 +328,35 @@ def test_what_a_program_in_it_could_is_named(monkeypatch):
     monkeypatch.setattr(client, "_ATTEMPTS", "import OUTSIDE".replace("OUTSIDE", "os\nprint('fork', sep=', ')#"))
     with pytest.raises(Unavailable, match="does not hold on this machine; a program in it could, or ended with: fork"):
         check()
+
+
+NOBODY = 65534
+PYTHON = "/usr/bin/python3"  # one that every user may run
+
+
+def can_be_nobody():
+    version = "import sys; sys.exit(sys.version_info < (3, 11))"
+    return os.getuid() == 0 and Path(PYTHON).exists() and subprocess.run([PYTHON, "-c", version]).returncode == 0
+
+
+@pytest.mark.skipif("not can_be_nobody()", reason="takes root, and a Python that others may run")
+def test_the_sandbox_holds_for_any_user():
+    script = (
+        "from grpo_lightning.sandbox.client import check, run\n"
+        "from grpo_lightning.sandbox.limits import Limits\n"
+        "check()\n"
+        "print(run('import os; print(os.getuid())', '', Limits(seconds=9.0, cpu_seconds=9, memory_mb=99)).stdout)"
+    )
+    done = subprocess.run(
+        [PYTHON, "-B", "-c", script],
+        cwd=ROOT,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{NOBODY}\n\n", "")
 
 
 BROKEN = """

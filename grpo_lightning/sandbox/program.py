@@ -144,9 +144,13 @@ def _fresh(text: bytes) -> Callable[[], None]:
     os.environ.clear()
     stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     stdout, stderr = (io.BufferedWriter(io.FileIO(number, "w", closefd=False)) for number in (1, 2))
-    sys.stdin = sys.__stdin__ = stdin
-    sys.stdout = sys.__stdout__ = out = io.TextIOWrapper(stdout, "utf-8")
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(stderr, "utf-8", "backslashreplace", line_buffering=True)
+    out, err = (
+        io.TextIOWrapper(stdout, "utf-8"),
+        io.TextIOWrapper(stderr, "utf-8", "backslashreplace", line_buffering=True),
+    )
+    for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", err)):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     random.seed(0)
     lines = text.decode(errors="replace").splitlines(keepends=True)
     linecache.cache[NAME] = (len(text), None, lines, NAME)  # for tracebacks and `inspect`

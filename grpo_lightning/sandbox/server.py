@@ -116,8 +116,19 @@ def _ran(
 ) -> dict[str, Any] | None:
     """Run one program; returns how it ended, or None if the caller is gone."""
     said, saying = os.pipe()
-    names = ("cpu_seconds", "memory_mb", "file_bytes")
-    given = program.Given(*files, saying, rules, directory, **{name: limits[name] for name in names})
+    text, stdin, stdout, stderr = files
+    given = program.Given(
+        text=text,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        said=saying,
+        rules=rules,
+        directory=directory,
+        cpu_seconds=limits["cpu_seconds"],
+        memory_mb=limits["memory_mb"],
+        file_bytes=limits["file_bytes"],
+    )
     parent, own = os.getpid(), os.fork()
     if own == 0:
         program.become(given, parent)
@@ -188,7 +199,7 @@ def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
             if found > limits["files"]:
                 return True
     # A file system may give a file more than its bytes.
-    return taken > limits["file_bytes"] + found * 2**16
+    return bool(taken > limits["file_bytes"] + found * 2**16)
 
 
 def _empty(directory: str) -> None:
