@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from grpo_lightning.sandbox.client import check, run
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 from tests.support.composed import ROOT
 from tests.support.honest_programs import PROGRAMS
-from tests.support.hostile_programs import ATTACKS, GREEDY, OTHERWISE, SILENT, WAYS, escapes, greedy
+from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
 from tests.support.provocations import provocation
 from tests.support.sandboxed import in_a_worker
 
@@ -227,7 +228,7 @@ def test_attacks_fail_because_they_are_refused(world):
     programs = escapes(world.targets)
     refused = ("Permission denied", "Operation not permitted", "Function not implemented")
     for name in ATTACKS.keys() - set(SILENT):
-        error = (run(programs[f"{name}, plain"], "", SMALL).stderr.splitlines() or [""])[-1]
+        error = (run(programs[f"{name}, plain"], "x\n", SMALL).stderr.splitlines() or [""])[-1]
         assert OTHERWISE[name] in error if name in OTHERWISE else any(word in error for word in refused), (name, error)
     for name in SILENT:
         outcome = run(programs[f"{name}, plain"], "", SMALL)
@@ -236,14 +237,14 @@ def test_attacks_fail_because_they_are_refused(world):
 
 @pytest.mark.slow
 @provocation(
-    f"{len(ATTACKS) * len(WAYS) + len(GREEDY)} programs in the sandbox: files, links and devices, memory and "
+    "more than 500 programs in the sandbox: files, links and devices, memory and "
     "environment of other processes, signals, new processes and programs, sockets of all kinds, system calls, endless "
     "loops, 10 GB, threads, files and output without end",
     "none reads, writes, sends, signals or starts anything outside; each is ended in time; the next program runs",
 )
 def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
     programs = escapes(world.targets) | greedy(world.targets)
-    assert len(programs) > 200
+    assert len(programs) > 500
     client.close()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the sandbox has its directory
     began = time.monotonic()
@@ -278,6 +279,47 @@ def test_programs_run_in_workers_of_rewards():
     found = pool.submit(in_a_worker, rows, seconds=60.0).result()
     pool.configure(None)
     assert [one["stdout"] for one in found] == ["7\n", "8\n", "9\n", "10\n", "11\n", "12\n"]
+
+
+def test_computing_is_limited_by_itself():
+    outcome = run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
+    assert (outcome.ended, outcome.code) == ("time", -signal.SIGXCPU)
+    caught = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    outcome = run(caught, "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
+    assert (outcome.ended, outcome.code) == ("time", -signal.SIGKILL)
+
+
+def test_the_server_hears_no_signals_of_the_trainer():
+    run("", "", LIMITS)
+    server = client._server._process.pid
+    assert os.getsid(server) == server != os.getsid(0)  # so that a terminal's are not sent to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(server, number)
+    assert run("print(1)", "", LIMITS).stdout == "1\n"
+    assert client._server._process.pid == server
+
+
+def test_a_program_ends_with_its_server(monkeypatch):
+    run("", "", LIMITS)
+    server, found = client._server._process, []
+
+    def kill():
+        while not below(server.pid):
+            time.sleep(0.01)
+        found.extend(below(server.pid))
+        time.sleep(0.3)  # so that the program has begun
+        server.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # for the second server
+    with pytest.raises(Unavailable, match="cannot start: /bin/false ended with status 1"):
+        run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=60, memory_mb=256))
+    killer.join()
+    late = time.monotonic() + 10
+    while Path(f"/proc/{found[0]}").exists() and time.monotonic() < late:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{found[0]}").exists()
 
 
 def test_a_server_that_was_killed_is_started_again():

@@ -173,6 +173,8 @@ a.sendto(b'x', DATAGRAM); escaped('sent')""",
     # what it can find in its own process
     "reads the environment": "assert not os.environ, escaped(os.environ)",
     "reads its own environment": "escaped('read', open('/proc/self/environ').read())",
+    "changes its input": "os.write(0, b'x'); escaped('wrote')",
+    "shortens its input": "os.ftruncate(0, 0); escaped('shortened')",
     "finds open files": """
 for number in range(3, 2000):
     try:
