@@ -342,6 +342,11 @@ def test_a_program_ends_with_the_trainer(tmp_path):
     while not below(server):
         time.sleep(0.01)
     program = int(below(server)[0])
+    rights = Path(f"/proc/{program}/status")
+    while "Seccomp:\t2" not in (text := rights.read_text()):  # the last right to be given up
+        time.sleep(0.01)
+    assert "CapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n" in text
+    assert "NoNewPrivs:\t1\n" in text
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
