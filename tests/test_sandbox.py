@@ -16,7 +16,7 @@ import pebble
 import pytest
 
 from grpo_lightning.reward.engine import pool
-from grpo_lightning.sandbox import client, kernel, landlock, seccomp, syscalls
+from grpo_lightning.sandbox import client, landlock, seccomp, syscalls
 from grpo_lightning.sandbox.client import check, run
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 from tests.support.composed import ROOT
@@ -536,6 +536,29 @@ def test_limits_are_checked():
         Limits(seconds=1, cpu_seconds=1, memory_mb=8)
 
 
-def test_a_kernel_that_knows_landlock_tells_its_version():
-    assert landlock.version() >= 1
-    assert issubclass(kernel.Missing, Exception)
+ALONE = """
+import os, socket, sys
+from grpo_lightning.sandbox import kernel, landlock
+rules = landlock.rules(["/"], sys.argv[1])
+kernel.forbid_new_privileges()
+landlock.restrict(rules)
+def attempt(function, *given):
+    try:
+        function(*given)
+    except PermissionError:
+        return "refused"
+    except ConnectionRefusedError:
+        return "done"
+    return "done"
+print(attempt(open, sys.argv[1] + "/a", "w"), attempt(open, sys.argv[1] + "/../b", "w"), attempt(os.listdir, "/"))
+print(attempt(socket.socket().connect, ("127.0.0.1", 9)), attempt(os.kill, os.getppid(), 0))
+"""
+
+
+@pytest.mark.skipif("landlock.version() < 6", reason="a kernel whose Landlock knows neither TCP nor signals")
+def test_landlock_refuses_by_itself_what_the_filter_refuses_too(tmp_path):
+    (tmp_path / "own").mkdir()
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "own")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done refused done\nrefused refused\n", "")
+    assert [path.name for path in tmp_path.rglob("*")] == ["own", "a"]

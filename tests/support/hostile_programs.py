@@ -195,7 +195,8 @@ escaped('imported')""",
     "reads packages beside Python": """
 place = os.path.dirname(os.__file__) + '/site-packages'
 if not os.path.isdir(place): raise PermissionError('Permission denied: there are none')
-escaped('read', open(next(os.path.join(at, name) for at, _, names in os.walk(place) for name in names), 'rb').read(1))""",
+name = next(os.path.join(at, name) for at, _, names in os.walk(place) for name in names)
+escaped('read', open(name, 'rb').read(1))""",
     "reads other packages": "escaped('read', open(PACKAGE).read(9))",
 }
 """What an attack does -> its text."""
