@@ -100,11 +100,6 @@ def cautions(config: Mapping[str, Any]) -> list[str]:
             f"rollout.group_size={min(sizes)}: the mean of so few completions is a noisy baseline, and most groups are "
             f"all right or all wrong; {SMALL_GROUP} or more compare better, 8 to 16 are usual"
         )
-    shaped = {key: lookup(config, f"rollout.{key}") for key in ("top_p", "top_k", "min_p")}
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    if any(value is not KeyError and value != neutral[key] for key, value in shaped.items()):
-        listed = ", ".join(f"{key}={value}" for key, value in shaped.items())
-        warnings.append(f"rollout.{listed} sample another distribution than the one that is trained")
     return warnings
 
 

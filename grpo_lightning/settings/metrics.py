@@ -40,6 +40,8 @@ OF_GRPO = (
     "completion/length_max",
     "completion/truncated_fraction",
     "completion/carried_fraction",
+    "completion/set_size_mean",
+    "completion/set_full_fraction",
     "time/rollout",
     "time/reward",
     "time/score",
