@@ -425,6 +425,28 @@ def test_carried_completions_keep_their_sets(policy):
     assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-5)
 
 
+def test_groups_left_over_by_a_filter_keep_their_sets(policy):
+    passing = iter([[True, False], [True, True], [False, True]])
+    settings = {"group_filter": lambda outcomes: torch.tensor(next(passing)), "max_tries": 2}
+    four = Prompts((*PROMPTS, "I am"), {})
+
+    def collect(asked, carried, seed):
+        context = StepContext(seed=seed)
+        made = collector(**settings)
+        return made.collect(policy, None, asked, microbatch_tokens=99, context=context, carried=carried)
+
+    first = collect(four, None, 1)
+    assert first.carried.prompts.texts == ("I am",)
+    again = restored(torch.load(saved(first.carried.state()), weights_only=True))
+    assert torch.equal(again.sampled.kept.ids, first.carried.sampled.kept.ids)
+    second = collect(Prompts(four.texts[:4], {}), again, 2)
+    assert second.scored.prompts.texts == ("I am", PROMPTS[1])
+    assert len(again.sampled.kept.ids) < len(second.rollout.kept.ids)
+    for found in (first, second):
+        rows = found.rollout
+        assert_close(policy.logprobs(rows, temperature=0.6), rows.old_logprobs, rtol=0, atol=1e-5)
+
+
 def saved(state):
     import io
 
@@ -510,9 +532,8 @@ CARRIED = {
 }
 
 
-@pytest.mark.parametrize("name", CARRIED)
-def test_a_run_that_is_broken_off_goes_on_with_the_carried_sets(tmp_path, name):
-    run = (*RUN, *CARRIED[name])
+def test_a_run_that_is_broken_off_goes_on_with_the_carried_sets(tmp_path):
+    run = (*RUN, *CARRIED["over-sampled"])
     whole = small_run(tmp_path / "whole", *run)
     broken = small_run(tmp_path / "broken", *run, "steps=2")
     assert len(broken.carried.sampled.kept.ids) > 0
