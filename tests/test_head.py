@@ -9,7 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
 
-from grpo_lightning.rows import Kept
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.transformer.head import Head, token_logprobs
 
 SIZE, WIDTH, VOCABULARY = 7, 6, 11

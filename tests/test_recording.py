@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
-from grpo_lightning.rows import Kept
 from tests.support.composed import HEADER
 from tests.support.provocations import provocation
 

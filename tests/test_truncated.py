@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
@@ -33,7 +34,6 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Unfinished, restored
-from grpo_lightning.rows import Kept
 from grpo_lightning.run import Run
 from grpo_lightning.sampler.own import draw
 from grpo_lightning.sampler.own.slots import Begun

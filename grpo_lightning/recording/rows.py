@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.rows import Kept
 
 Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
 """By process: the rows of each micro-batch [b], and their log-probabilities under the policy that is trained [b, T]."""

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.loss import k3
 from grpo_lightning.rollout.selection import replace_nan
-from grpo_lightning.rows import Kept
 from grpo_lightning.sampler.own.draw import MOST
 
 _ROUNDING = 1e-6  # of float32 sums over up to some thousand completions

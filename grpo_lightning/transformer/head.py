@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.rows import OUTSIDE, Kept
+from grpo_lightning.batch.rows import OUTSIDE, Kept
 from grpo_lightning.transformer.products import add_product, linear
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
@@ -191,7 +191,8 @@ class _Logprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if early else None
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
-            logits = head.logits(hidden[part], weight, bias, temperature, kept and kept[start // size])
+            sets = None if kept is None else kept[start // size]
+            logits = head.logits(hidden[part], weight, bias, temperature, sets)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = logits.logsumexp(-1, keepdim=True)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
@@ -219,7 +220,7 @@ class _Logprobs(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
             for start in range(0, len(ids), ctx.size):
                 part = slice(start, start + ctx.size)
-                sets = ctx.kept and ctx.kept[start // ctx.size]
+                sets = None if ctx.kept is None else ctx.kept[start // ctx.size]
                 logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
                 log_total = logits.logsumexp(-1, keepdim=True)
                 also = (entropies[part], dentropies[part]) if ctx.entropy else None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.rows import Kept
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.replay import Replay
 from grpo_lightning.sampler.own.slots import Begun, Slots, StopTest

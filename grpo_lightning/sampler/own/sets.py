@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_lightning.rows import Kept
+from grpo_lightning.batch.rows import Kept
 
 
 class Sets:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.rows import Kept
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.draw import NotFinite, draw
 from grpo_lightning.sampler.own.sets import Sets

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.rows import Kept, Rows
+from grpo_lightning.batch.rows import Kept, Rows
 
 Message = dict[str, str]
 """A chat message: a dict with the keys "role" and "content"."""

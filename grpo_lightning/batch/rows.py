@@ -186,5 +186,7 @@ class Rows:
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Kept)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Kept)
+        }
         return replace(self, **moved)
