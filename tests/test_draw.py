@@ -29,6 +29,7 @@ def truncated(logits, *, top_k=0, top_p=1.0, min_p=0.0):
         ({"top_p": 1e-9}, [True, False, False, False]),
         ({"min_p": 0.3}, [True, True, False, False]),  # .15 < .3 x .5 <= .25... : .5, .3 stay, .14 goes
         ({"top_k": 3, "top_p": 0.9}, [True, True, True, False]),  # of .5 .3 .14 renormalized: .532 .319 .149
+        ({"top_k": 3, "top_p": 0.84}, [True, True, False, False]),  # before the third .851, of all four .8
         ({"top_k": 99}, [True] * 4),
         ({}, [True] * 4),
     ],
