@@ -288,7 +288,8 @@ class Run:
                     torch.cuda.empty_cache()
 
     def _made_all_steps(self) -> bool:
-        made, steps = self.module.completed_steps, self.config["steps"]
+        made: int = self.module.completed_steps
+        steps: int = self.config["steps"]
         if made < steps and is_first():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps
