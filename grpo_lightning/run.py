@@ -40,6 +40,7 @@ from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward import check_columns
+from grpo_lightning.reward.engine import event_loop
 from grpo_lightning.settings.built import check_built
 
 log = logging.getLogger(__name__)
@@ -283,6 +284,7 @@ class Run:
                     raise lost from error
                 raise
             finally:
+                event_loop.close()  # calls of rewards that nobody waits for any more
                 summarize(status, problem)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()

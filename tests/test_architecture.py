@@ -18,6 +18,7 @@ USED_BY = {
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},
+    "httpx2": {"reward"},
     "hydra": {"composition"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"reward"},

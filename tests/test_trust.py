@@ -298,6 +298,13 @@ def test_binary_values_are_refused():
             ["policy.trust_remote_code=true"],
             ["a.0.trust_remote_code"],
         ),
+        (  # a copy of what is given, and what looks like one
+            {name: {"model": {"trust_remote_code": True, "path": name[:3]}} for name in ("reward", "other")}
+            | {"rollout": {"reward": {"model": {"trust_remote_code": True, "path": "rew"}}}}
+            | {"module": {"reward": {"model": {"trust_remote_code": True, "path": "else"}}}},
+            ["reward.model.trust_remote_code=true"],
+            ["other.model.trust_remote_code", "module.reward.model.trust_remote_code"],
+        ),
     ],
 )
 def test_only_the_users_words_give_trust(config, words, found):

@@ -147,7 +147,7 @@ def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[
             if key not in ("_target_", "function")
         }
         if is_known and name in found.header["rewards"]:
-            made[name] = Weighted(_recalled(found.scored, name), **own | {"timeout": None})
+            made[name] = Weighted(_recalled(found.scored, name), **own | {"timeout": None, "retries": 0})
         else:
             called.append(name)
             made[name] = Weighted(build(f"reward.{name}.function", node["function"]), **own)

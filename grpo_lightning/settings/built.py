@@ -10,6 +10,7 @@ from grpo_lightning.output.terminal import printable
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.rewards import key_problems
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.targets import target_problems
 from grpo_lightning.settings.walk import each_target
@@ -30,8 +31,8 @@ def check_built(config: Mapping[str, Any]) -> None:
     problems: list[str] = []
     for key, node in each_target(config):
         problems += target_problems(node, key, trusted, read=partial(imported, trusted=trusted, key=key))
-    problems += [*device_problems(config["trainer"]), *offload_problems(config), *_sandbox_problems(config)]
-    if problems:
+    problems += [*device_problems(config["trainer"]), *offload_problems(config), *key_problems(config)]
+    if problems := [*problems, *_sandbox_problems(config)]:
         raise ConfigError(problems)
 
 

@@ -1,6 +1,6 @@
 """What only the user may say, on the command line or to ``compose``, and no settings file, which may be a stranger's.
 
-It is whose code is trusted, and where a run writes outside of its own directory.
+It is whose code is trusted, where a key is sent, and where a run writes outside of its own directory.
 """
 
 import json
@@ -17,7 +17,7 @@ from grpo_lightning.settings.walk import each_target
 _WORDS = "GRPO_LIGHTNING_GIVEN"
 _DIRECTORIES = ("directory", "events_directory")
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
-_NAMES = ("trusted", "trust_remote_code", *_DIRECTORIES, _TRACKING, _ARTIFACTS)
+_NAMES = ("trusted", "trust_remote_code", "base_url", *_DIRECTORIES, _TRACKING, _ARTIFACTS)
 _STORE = re.compile(r"https?://.*|file:.*|sqlite:///.*|[^:]*", re.DOTALL)
 """Where MLflow may log without being told so by the user: other stores are opened by code that their address names."""
 
@@ -42,18 +42,39 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> li
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
     for key, value in _nodes(config, "trust_remote_code"):
-        if value not in (False, None) and not _is_given(key, given):
+        if value not in (False, None) and not _is_given(config, key, given):
             found.append(key)
+    # Whoever writes a file could otherwise have the user's key sent to a server of his own.
+    for key, variable in _nodes(config, "api_key_env"):
+        address = f"{key.rpartition('.')[0]}.base_url"
+        if variable is not None and not _is_given(config, address, given):
+            found.append(address)
     for key, value in _outside(config):
-        if not _is_given(key, given):
+        if not _is_given(config, key, given):
             found.append(printable(f"{key}={value}"))
     return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
 
 
-def _is_given(key: str, given: Mapping[str, str]) -> bool:
-    name = key.rpartition(".")[2]
-    above = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
-    return key in given or any(name in given.get(one, "") for one in above)
+def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
+    """Whether an override sets a dotted key, a mapping above it with its name in it, or what all there is a copy of."""
+    parts = key.split(".")
+    for begin in range(len(parts) - 1):
+        original = parts[begin:]
+        above = [".".join(original[:count]) for count in range(1, len(original))]
+        is_set = ".".join(original) in given or any(parts[-1] in given.get(name, "") for name in above)
+        if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
+            return True
+    return key in given
+
+
+def _at(node: Any, path: Sequence[str]) -> Any:
+    """What stands at a path; None where there is nothing."""
+    for part in path:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
