@@ -1,6 +1,7 @@
 """An OpenAI-compatible server in a thread, as good and as bad as a test wants it; and coroutines as rewards."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -119,7 +120,15 @@ async def lengths(completions, prompts, **columns):
     return [len(text) / 10 + len(prompt) / 1000 for text, prompt in zip(completions, prompts, strict=True)]
 
 
-async def marks_and_waits(completion, path, seconds):
+async def marks_and_waits(completions, path, seconds):
     Path(path).write_text("begun")
     await asyncio.sleep(seconds)
-    return 0.0
+    return [0.0]
+
+
+async def swallows(completions, path, seconds):
+    """Begins once more whatever cancels it."""
+    Path(path).write_text("begun")
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(seconds)
