@@ -343,7 +343,7 @@ def test_another_reward_that_raises_cancels_the_calls():
     def raises(completions):
         raise OSError("no")
 
-    scoring = Scoring({"raises": Weighted(raises, 1.0)} | of(waits), ["?"], {})
+    scoring = Scoring({"raises": Weighted(raises, 1.0)} | of(waits, timeout=60.0), ["?"], {})
     scoring.begin(0, "x", [1])
     time.sleep(0.1)
     with pytest.raises(RewardError, match="reward 'raises' raised OSError"):
