@@ -18,7 +18,7 @@ from grpo_lightning.reward.engine import coroutines, event_loop
 from grpo_lightning.reward.judge import ChatJudge
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.request import message
-from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings import ConfigError, check, given
 from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
@@ -373,16 +373,16 @@ def test_a_key_in_the_settings_is_refused_and_not_shown(key):
 def test_where_a_key_goes_only_the_command_line_says():
     config = {"reward": composed(*OVERRIDES)["reward"]}
     told = ["reward.judge.function.base_url stands in a file; allowed is to give it on the command line, or to compose"]
-    assert trust.ungiven(config, []) == told
-    assert trust.ungiven(config, ["reward.judge.function.model=m", "reward.other.function.base_url=x"]) == told
-    assert trust.ungiven(config, [*OVERRIDES]) == []
-    assert trust.ungiven(config, ["reward.judge.function={base_url: x}"]) == []
+    assert given.ungiven(config, []) == told
+    assert given.ungiven(config, ["reward.judge.function.model=m", "reward.other.function.base_url=x"]) == told
+    assert given.ungiven(config, [*OVERRIDES]) == []
+    assert given.ungiven(config, ["reward.judge.function={base_url: x}"]) == []
     copied = config | {"rollout": {"reward": config["reward"]}}
-    assert trust.ungiven(copied, [*OVERRIDES]) == []
+    assert given.ungiven(copied, [*OVERRIDES]) == []
     own = {"judge": {"function": config["reward"]["judge"]["function"] | {"base_url": "https://elsewhere/v1"}}}
-    assert trust.ungiven(copied | {"rollout": {"reward": own}}, [*OVERRIDES]) == [f"rollout.{told[0]}"]
+    assert given.ungiven(copied | {"rollout": {"reward": own}}, [*OVERRIDES]) == [f"rollout.{told[0]}"]
     config["reward"]["judge"]["function"]["api_key_env"] = None
-    assert trust.ungiven(config, []) == []
+    assert given.ungiven(config, []) == []
 
 
 # --- settings

@@ -99,7 +99,8 @@ def test_a_continued_run_asks_nothing_twice(tmp_path):
 
 
 @provocation(
-    "`kill -9` to one of two processes with a judge, then `checkpoint=last`", "bitwise the unbroken run's weights"
+    "`kill -9` to one of two processes with a judge, then `checkpoint=last`",
+    "what was answered is not asked again; the weights of an unbroken run of one process, but for rounding",
 )
 def test_two_processes_that_are_killed_continue_exactly(tmp_path):
     small = [word for word in SMALL if not word.startswith(("reward", "trainer"))]
