@@ -137,6 +137,7 @@ class GRPOLightningModule(StepModule):
                 microbatch_tokens=self.microbatch_tokens,
                 skip_dead=self.skip_dead,
                 on_policy_step=single,
+                is_first=collected.is_fresh and not updates,
                 ranks=self.loop.ranks,
                 backward=self.loop.backward,
             )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 OWN = (
-    *("advantage", "loss", "schedule", "rollout.selection"),
+    *("advantage", "correction", "loss", "schedule", "rollout.selection"),
     *(f"varying.{name}" for name in ("Linear", "Cosine", "Piecewise", "Proportional", "Stepwise", "Adaptive")),
     *("callbacks.checkpoint.RunCheckpoint", "callbacks.export.Export", "callbacks.hparams.HParams"),
     *("callbacks.charts.Charts", "callbacks.doctor.Doctor", "callbacks.rollouts.RecordRollouts"),
