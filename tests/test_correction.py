@@ -19,7 +19,7 @@ from grpo_lightning.batch import Rollout
 from grpo_lightning.correction.statistics import corrections, mismatch
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3, token_mean
-from grpo_lightning.module.update import accumulate
+from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.settings import ConfigError, cautions, check
 from grpo_lightning.transformer import head
 from tests.support.composed import build, composed
@@ -36,7 +36,7 @@ BY_HAND = {
     "sequence_truncation, 1.2": (partial(correction.sequence_truncation, cap=1.2), [[1.2] * 3, [0.5, 0.5, 0.0]]),
     "sequence_mask, .6 to 3": (partial(correction.sequence_mask, low=0.6, high=3.0), [[1.5] * 3, [0.0] * 3]),
     "sequence_mask, 0 to 1.4": (partial(correction.sequence_mask, low=0.0, high=1.4), [[0.0] * 3, [0.5, 0.5, 0.0]]),
-    "geometric_mask, .8 to 1.2": (partial(correction.geometric_mask, low=0.8, high=1.2), [[1.0] * 3, [0.0] * 3]),
+    "geometric_mask, .75 to 1.2": (partial(correction.geometric_mask, low=0.75, high=1.2), [[1.0] * 3, [0.0] * 3]),
     "geometric_mask, .7 to 1.1": (partial(correction.geometric_mask, low=0.7, high=1.1), [[0.0] * 3, [1.0, 1.0, 0.0]]),
 }
 CHOICES = ["token_truncation", "token_mask", "sequence_truncation", "sequence_mask", "geometric_mask"]
@@ -127,6 +127,13 @@ def test_statistics_by_hand():
         "policy/mismatch_mean": 2.0,
         "policy/mismatch_max": 4.0,
     }
+
+
+def test_metrics_that_only_the_first_of_several_updates_has():
+    first = {"correction/max": torch.tensor(2.0), "policy/mismatch_mean": torch.tensor(0.5)}
+    metrics = [first, {"correction/max": torch.tensor(3.0)}, {"correction/max": torch.tensor(1.0)}]
+    updates = [Update(metrics=one, ratio=torch.ones(0), flops=0.0) for one in metrics]
+    assert mean_metrics(updates) == {"correction/max": 3.0, "policy/mismatch_mean": 0.5}
 
 
 def test_a_tiny_mismatch_has_a_divergence_that_rounding_does_not_swallow():
