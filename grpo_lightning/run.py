@@ -249,8 +249,7 @@ class Run:
 
         def summarize(status: str, problem: str | None = None) -> None:
             stands = "module" in vars(self)
-            # nothing is lost before the module stands
-            if is_first() and (stands or not (self.directory / "summary.json").exists()):
+            if is_first() and (stands or not (self.directory / "summary.json").exists()):  # keeps an older one
                 self._summary = {
                     "metrics": dict(sorted(self.metrics.items())),
                     "values": self.module.values.summary() if stands else {},
@@ -290,8 +289,7 @@ class Run:
                     torch.cuda.empty_cache()
 
     def _made_all_steps(self) -> bool:
-        made: int = self.module.completed_steps
-        steps: int = self.config["steps"]
+        made, steps = int(self.module.completed_steps), int(self.config["steps"])
         if made < steps and is_first():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps
