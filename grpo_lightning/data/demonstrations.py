@@ -52,10 +52,10 @@ def _demonstration(row: Row, where: str, column: str) -> Row:
         "prompt's column that the assistant ends"
     )
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
-        completion = checked_prompt(completion, place)
-        if fault := turns_fault(completion):
+        messages: Any = checked_prompt(completion, place)
+        if fault := turns_fault(messages):
             raise ValueError(f"{place}: {fault}; {allowed}")
-        completion = completion if len(completion) > 1 else completion[0]["content"]
+        completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:
         raise ValueError(f"{place}: {completion!r:.80}; {allowed}")
     return prompt, {**others, "completion": completion}
