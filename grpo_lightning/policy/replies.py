@@ -173,10 +173,7 @@ class Replies:
         """What stands behind the model's words: the end of its turn, the reply, and the beginning of its next turn."""
         if not self._templated:
             return f"\n\n{text}"
-        mark = _MARK
-        while mark in text:
-            mark += "q"
-        return self._rendered(mark, (role, text)).partition(mark)[2]
+        return self._rendered(_MARK, (role, text)).partition(_MARK)[2]  # of several marks the first is not the reply's
 
     def _rendered(self, *turns: str | tuple[str, str]) -> str:
         """A conversation: a question, what the model says (texts), and the replies (role and text)."""
