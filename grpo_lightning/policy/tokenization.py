@@ -178,6 +178,7 @@ class TextPolicy(Policy):
             entropy=drawn.entropies,
             texts=decoded(self.tokenizer, drawn.ids, drawn.mask),
             finished=tuple(drawn.finished.tolist()),
+            kept=drawn.kept,
         )
 
     def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:

@@ -31,8 +31,8 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
     """
     # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
     start, length = rows.ids.shape[1] - rows.mask.shape[1], rows.mask.shape[1]
-    kept = max(1, int(packing.ends(rows.mask).max()))  # completion tokens of the longest row
-    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + kept
+    used = max(1, int(packing.ends(rows.mask).max()))  # completion tokens of the longest row
+    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
     attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
     # One logit more than there are tokens: each is predicted at the place before it.
     logits = model(
@@ -40,12 +40,18 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
         attention_mask=attention_mask.long(),
         position_ids=positions(attention_mask),
         use_cache=False,
-        logits_to_keep=kept + 1,
-    ).logits  # [B, kept + 1, V]
-    chosen = rows.ids[:, last - kept : last]  # [B, kept]
-    logprobs, entropies = token_logprobs(logits[:, -kept - 1 : -1], chosen, temperature, entropy_gradient=entropy)
-    padding, masked = (0, length - kept), ~rows.mask[:, :kept]
-    padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, kept] -> [B, T]
+        logits_to_keep=used + 1,
+    ).logits  # [B, used + 1, V]
+    chosen = rows.ids[:, last - used : last]  # [B, used]
+    logprobs, entropies = token_logprobs(
+        logits[:, -used - 1 : -1],
+        chosen,
+        temperature,
+        entropy_gradient=entropy,
+        kept=None if rows.kept is None else rows.kept.narrow(used).flat,
+    )
+    padding, masked = (0, length - used), ~rows.mask[:, :used]
+    padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, used] -> [B, T]
     return padded, torch.nn.functional.pad(entropies.masked_fill(masked, 0.0), padding) if entropy else None
 
 
@@ -102,6 +108,7 @@ def shared(
         temperature=temperature,
         entropy=entropy,
         loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
+        kept=None if rows.kept is None else rows.kept.of(numbers),
     )
     outside = ~rows.mask
 
