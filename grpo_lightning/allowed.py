@@ -1,7 +1,7 @@
 """What a value may be, said once: beside the part that takes it, for its own check and for that of the settings."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +11,8 @@ from grpo_lightning.output.terminal import printable
 
 MODULES_OF_PEFT = ("megatron_config", "megatron_core")
 """Arguments of peft's ``LoraConfig`` with which it imports a module of any name."""
+REPLY_ROLES = ("user", "tool")
+"""Who may reply to a model."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,14 @@ def local_or_hub(path: str, key: str) -> str:
     raise ValueError(
         f"{key}={path!r}: no such file or directory{hint}; allowed is one that exists, or NAME or ORG/NAME of the hub"
     )
+
+
+def turns_fault(messages: Sequence[Mapping[str, str]]) -> str | None:
+    """Why chat messages are not turns of a model, each but the last with one reply; None where they are."""
+    for number, message in enumerate(messages):
+        allowed = REPLY_ROLES if number % 2 else ("assistant",)
+        if message["role"] not in allowed:
+            return f"message {number + 1} is the {message['role']}'s and should be the {' or '.join(allowed)}'s"
+        if not number % 2 and not message["content"]:
+            return f"message {number + 1} is empty"
+    return None if len(messages) % 2 else "it does not end with a message of the assistant"

@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from grpo_lightning.allowed import turns_fault
 from grpo_lightning.data import PromptData, Row, Source
-from grpo_lightning.data.jsonl import JsonLines
+from grpo_lightning.data.jsonl import JsonLines, checked_prompt
 
 
 class OwnDemonstrations:
     """Prompts with the completions to imitate, of JSON lines or parquet files.
 
-    A row has a prompt and a completion, each as text or chat messages, and any further columns; or one column with a
-    whole conversation, whose last message is the assistant's and becomes the completion.
+    A row has a prompt and a completion, each as text or chat messages, and any further columns. Of several turns the
+    completion is a list of messages: the assistant's, each but the last followed by one of the user or a tool. Or one
+    column has a whole conversation, of which everything from the assistant's first message on is the completion.
 
     Args:
         path: One file or several, as in `JsonLines`.
@@ -42,15 +44,20 @@ def _demonstration(row: Row, where: str, column: str) -> Row:
     others = {name: value for name, value in columns.items() if name != column}
     completion = columns.get(column)
     if completion is None and isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[-1], dict):
-        *prompt, completion = prompt
-        completion = [completion]
-    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
-        completion = completion[0].get("content") if completion[0].get("role") == "assistant" else completion
-    if not isinstance(completion, str) or not completion:
-        raise ValueError(
-            f"{where}, column {column!r}: {completion!r:.80}; allowed: text, one message of the assistant, or a "
-            "conversation in the prompt's column that the assistant ends"
-        )
+        first = next((n for n, message in enumerate(prompt) if n and message["role"] == "assistant"), len(prompt) - 1)
+        prompt, completion = prompt[:first], prompt[first:]
+    place = f"{where}, column {column!r}"
+    allowed = (
+        "allowed: text, one message of the assistant, or several in turn with replies; or a conversation in the "
+        "prompt's column that the assistant ends"
+    )
+    if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
+        messages: Any = checked_prompt(completion, place)
+        if fault := turns_fault(messages):
+            raise ValueError(f"{place}: {fault}; {allowed}")
+        completion = messages if len(messages) > 1 else messages[0]["content"]
+    elif not isinstance(completion, str) or not completion:
+        raise ValueError(f"{place}: {completion!r:.80}; {allowed}")
     return prompt, {**others, "completion": completion}
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
+from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.own.decode import Enough, Poll
 from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.head import LossGradient
-from grpo_lightning.transformer.packing import padded_microbatches, same_prompts
+from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
 
 OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
@@ -142,12 +142,10 @@ class Policy(nn.Module, ABC):
         """
         if ranks.size == 1:
             return self.microbatches(rows, tokens), 0
-        lengths = rows.mask.sum(-1)
-        prompts = rows.attention_mask.sum(-1) - lengths
+        sizes, prompts = lengths(rows)
         groups = same_prompts(rows)
-        sizes = lengths.tolist()
         for group in groups:
-            sizes[group[0]] += int(prompts[group[0]])
+            sizes[group[0]] += prompts[group[0]]
         device = rows.mask.device
         of_rank = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.divide(groups, sizes)]
         batches = [
@@ -175,8 +173,12 @@ class Policy(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
-        """Given completions as rows, each ended by the end-of-sequence token; ``logprobs`` are zero."""
+    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str | list[Message]]) -> Sampled:
+        """Given completions as rows, each ended by the end-of-sequence token; ``logprobs`` are zero.
+
+        A completion of several turns is a list of messages, the assistant's in turn with replies, which are not in
+        ``mask``.
+        """
 
     @abstractmethod
     def token_at(self, ids: Sequence[int], end: int) -> int:

@@ -17,6 +17,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
+from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.sampler.own.budget import rows_within
@@ -47,6 +48,7 @@ class HFPolicy(TextPolicy):
         share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
             not give the same results, as a trial at its first use shows, goes without.
         activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
+        reply_role: Who replies to the model where nothing else is said: user or tool; null: the user.
 
     Raises:
         ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
@@ -62,6 +64,7 @@ class HFPolicy(TextPolicy):
         template_kwargs: Mapping[str, Any] | None = None,
         share_prompts: bool = True,
         activation_offload: bool = False,
+        reply_role: str | None = None,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -71,6 +74,7 @@ class HFPolicy(TextPolicy):
             system_prompt=system_prompt,
             plain_text=plain_text,
             template_kwargs=template_kwargs,
+            reply_role=reply_role,
         )
         disable_progress_bar()  # one more beside the run's own says nothing
         self.model = model
@@ -224,6 +228,7 @@ def load(
     quantization: str | None = None,
     gradient_checkpointing: bool = False,
     activation_offload: bool = False,
+    reply_role: str | None = None,
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -242,11 +247,25 @@ def load(
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
         activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
+        reply_role: As in ``HFPolicy``; unless it is null, the chat template must show such replies, which is looked at
+            before weights are read.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or ``adapter``
-            names a module that peft would import.
+        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, ``adapter`` names a
+            module that peft would import, or the chat template cannot show replies.
     """
+
+    def check_replies(tokenizer: Any) -> None:
+        if reply_role is not None:
+            templated = is_templated(tokenizer, plain_text=plain_text)
+            Replies(
+                tokenizer,
+                templated=templated,
+                template_kwargs=template_kwargs,
+                system_prompt=system_prompt,
+                end_ids=(),  # not known without the model
+            ).check(reply_role)
+
     disable_progress_bar()
     check_adapter(adapter or (), "policy.adapter")
     model, tokenizer = pretrained(
@@ -255,6 +274,7 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         quantization=quantization,
+        check_tokenizer=check_replies,
     )
     if adapter is not None:
         model = with_adapter(model, adapter, is_quantized=quantization is not None)
@@ -269,4 +289,5 @@ def load(
             template_kwargs=template_kwargs,
             share_prompts=share_prompts,
             activation_offload=activation_offload,
+            reply_role=reply_role,
         )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
@@ -22,9 +22,17 @@ _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def pretrained(
-    path: str, *, dtype: str, attn_implementation: str, trust_remote_code: bool, quantization: str | None
+    path: str,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    quantization: str | None,
+    check_tokenizer: Callable[[Any], None],
 ) -> tuple[Any, Any]:
     """A causal language model without dropout, and its tokenizer; arguments as in ``hf.load``.
+
+    ``check_tokenizer`` is called before any weights are read.
 
     Raises:
         ValueError: There is no such model, its files lack weights or hold some of another shape, or ``quantization`` is
@@ -51,6 +59,9 @@ def pretrained(
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    with named(path):
+        check_tokenizer(tokenizer)
+    with only_data("policy.path", path, "a model"):
         check_adapter_files(where, "policy.path")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,

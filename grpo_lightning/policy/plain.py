@@ -13,6 +13,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
+from grpo_lightning.transformer.packing import lengths
 
 
 class PlainPolicy(TextPolicy):
@@ -29,6 +30,7 @@ class PlainPolicy(TextPolicy):
         system_prompt: As in ``HFPolicy``, like the other two, where the tokenizer is of transformers.
         plain_text: As in ``HFPolicy``.
         template_kwargs: As in ``HFPolicy``.
+        reply_role: As in ``HFPolicy``.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class PlainPolicy(TextPolicy):
         system_prompt: str | None = None,
         plain_text: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reply_role: str | None = None,
     ) -> None:
         words = tokenizer if hasattr(tokenizer, "batch_decode") else Words(tokenizer)
         super().__init__(
@@ -50,6 +53,7 @@ class PlainPolicy(TextPolicy):
             system_prompt=system_prompt,
             plain_text=plain_text,
             template_kwargs=template_kwargs,
+            reply_role=reply_role,
         )
         self.model = model
 
@@ -85,7 +89,7 @@ class PlainPolicy(TextPolicy):
         places = torch.arange(width, device=rows.ids.device) + padding  # [B, S + T]
         is_real = places < width
         ids = rows.ids.gather(-1, places.clamp(max=width - 1)).masked_fill(~is_real, self.pad_id)
-        used = int(rows.attention_mask.sum(-1).max())
+        used = max(map(sum, zip(*lengths(rows), strict=True)))
         logits = self._logits(ids[:, :used])  # [B, used, V]
         # Completion token t is at place S - padding + t, and predicted from the place before it.
         predictors = width - length - padding + torch.arange(length, device=ids.device) - 1  # [B, T]

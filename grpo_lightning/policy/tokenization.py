@@ -12,7 +12,9 @@ from torch import Tensor
 from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Policy
+from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids
+from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Enough, OnRowsFinished, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
@@ -30,6 +32,7 @@ class TextPolicy(Policy):
         system_prompt: Put before every prompt that has no system message of its own; null for none.
         plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+        reply_role: Who replies to the model where nothing else is said: user or tool; None: the user.
     """
 
     def __init__(
@@ -42,17 +45,26 @@ class TextPolicy(Policy):
         system_prompt: str | None,
         plain_text: bool,
         template_kwargs: Mapping[str, Any] | None,
+        reply_role: str | None = None,
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
-        self.templated = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
+        self.templated = is_templated(tokenizer, plain_text=plain_text)
         self.template_kwargs = dict(template_kwargs or {})
         self.end_ids = list(end_ids)
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
         self.pad_id = next(number for number in padding if number is not None)
         self._embeddings = embeddings
         self._context = context
+        self.reply_role = reply_role or "user"
+        self.replies = Replies(
+            tokenizer,
+            templated=self.templated,
+            template_kwargs=self.template_kwargs,
+            system_prompt=system_prompt,
+            end_ids=self.end_ids,
+        )
 
     @property
     def context(self) -> int | None:
@@ -169,26 +181,30 @@ class TextPolicy(Policy):
             kept=drawn.kept,
         )
 
-    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:
-        if self.tokenizer.eos_token_id is None:
+    def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:
+        """The tokens that follow what the model has said, when an environment or a tool replies to it.
+
+        Args:
+            text: The reply. Special tokens that it names are taken out.
+            after: The last token of what the model has said.
+            role: Who replies, user or tool; None: ``reply_role``.
+
+        Raises:
+            ValueError: The chat template does not show replies as they are, or the model cannot read one.
+        """
+        ids = self.replies.ids(text, role=role or self.reply_role, after=after)
+        check_ids([text], [ids], self._embeddings)
+        return ids
+
+    def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[Demonstration]) -> Sampled:
+        if (end := self.tokenizer.eos_token_id) is None:
             raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
         ids, attention_mask = self._pad_left(self.tokenize(prompts))
-        encoded = self.tokenizer(list(completions), add_special_tokens=False)["input_ids"]
-        check_ids(completions, encoded, self._embeddings)
-        answers = [[*tokens, self.tokenizer.eos_token_id] for tokens in encoded]
-        length = max(map(len, answers))
-        self._check_context(ids.shape[1] + length, "the demonstrations")
-        padded = torch.tensor([row + [self.pad_id] * (length - len(row)) for row in answers], device=ids.device)
-        mask = torch.tensor([[t < len(row) for t in range(length)] for row in answers], device=ids.device)
-        return Sampled(
-            ids=torch.cat([ids, padded], 1),
-            attention_mask=torch.cat([attention_mask, mask], 1),
-            mask=mask,
-            logprobs=torch.zeros(mask.shape, device=ids.device),
-            entropy=torch.zeros(mask.shape, device=ids.device),
-            texts=tuple(completions),
-            finished=(True,) * len(answers),
-        )
+        rows = [
+            demonstrated(self.tokenizer, self.replies, one, end=end, embeddings=self._embeddings) for one in completions
+        ]
+        self._check_context(ids.shape[1] + max(len(row.ids) for row in rows), "the demonstrations")
+        return padded(ids, attention_mask, rows, pad_id=self.pad_id)
 
     def token_at(self, ids: Sequence[int], end: int) -> int:
         # The text of a longer prefix is never shorter, so the first prefix that reaches ``end`` can be searched.

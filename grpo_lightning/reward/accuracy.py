@@ -107,7 +107,7 @@ def reasoning_gym(
 
 def demonstrated(
     completions: Sequence[str],
-    completion: Sequence[str],
+    completion: Sequence[str | Sequence[Mapping[str, str]]],
     answer: Sequence[Any] | None = None,
     task: Sequence[str] | None = None,
     metadata: Sequence[Mapping[str, Any]] | None = None,
@@ -116,7 +116,7 @@ def demonstrated(
 
     Args:
         completions: [B]
-        completion: [B] the demonstrations.
+        completion: [B] the demonstrations, texts or the messages of several turns.
         answer: [B] the right answers, where the data have them; else the demonstrations' own answer texts are.
         task: [B] names of reasoning_gym's tasks, where the demonstrations are of these.
         metadata: [B] their entries' metadata.
@@ -126,7 +126,8 @@ def demonstrated(
     """
     if task is not None and metadata is not None:
         return reasoning_gym(completions, answer or [None] * len(completions), task, metadata)
-    right = answer if answer is not None else [answer_text(text) for text in completion]
+    lasts = [one if isinstance(one, str) else one[-1]["content"] for one in completion]
+    right = answer if answer is not None else [answer_text(text) for text in lasts]
     return exact(completions, right)
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.allowed import Rule, choice, flag, integer, model_path, number
+from grpo_lightning.allowed import REPLY_ROLES, Rule, choice, flag, integer, model_path, number
 from grpo_lightning.data.rules import RULES as DATA
 from grpo_lightning.reward.engine.weighted import RULES as REWARD
 
@@ -66,6 +66,7 @@ RULES: dict[str, Rule] = {
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
     "policy.activation_offload": flag(),
+    "policy.reply_role": Rule(lambda v: v in REPLY_ROLES, "one of user, tool", null=True),
     "rollout.group_size": integer(2),
     "rollout.temperature": _POSITIVE,
     **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},

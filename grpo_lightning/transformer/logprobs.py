@@ -1,7 +1,7 @@
 """Log-probabilities of completions: every prompt computed once for its whole group, or once per completion.
 
 Shapes: B rows of S prompt and T completion tokens, W of these S + T columns that are not padding in every row; N tokens
-in a stream, C of which are completion tokens to be predicted; H the size of a hidden state, V of the vocabulary.
+in a stream, C completion tokens in the mask, to be predicted; H the size of a hidden state, V of the vocabulary.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Rollout, Sampled
+from grpo_lightning.transformer import packing
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.head import Head, LossGradient, token_logprobs
-from grpo_lightning.transformer.packing import same_prompts
 from grpo_lightning.transformer.selected import selected
 
 
@@ -29,11 +29,10 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
     Returns:
         Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
     """
-    # Columns that are padding in every row cost time and change nothing.
-    width, length = rows.ids.shape[1], rows.mask.shape[1]
-    real = rows.attention_mask.any(0).nonzero()
-    first, last = int(real[0]), int(real[-1]) + 1
-    used = last - (width - length)  # completion tokens of the longest row
+    # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
+    start, length = rows.ids.shape[1] - rows.mask.shape[1], rows.mask.shape[1]
+    used = max(1, int(packing.ends(rows.mask).max()))  # completion tokens of the longest row
+    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
     attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
     # One logit more than there are tokens: each is predicted at the place before it.
     logits = model(
@@ -72,12 +71,11 @@ def shared(
     """
     length = rows.mask.shape[1]
     start = rows.ids.shape[1] - length
-    # Up to the last token in the mask: those before it that are masked are read all the same.
-    ends = (rows.mask * torch.arange(1, length + 1, device=rows.mask.device)).amax(-1).tolist()  # [B, T] -> [B]
     # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
-    ids, real = rows.ids.cpu(), rows.attention_mask.cpu()
+    ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
+    ends = packing.ends(mask).tolist()
     groups, order, tokens = [], [], []
-    for members in same_prompts(rows):
+    for members in packing.same_prompts(rows):
         members = [row for row in members if ends[row]]
         if not members:
             continue
@@ -99,9 +97,13 @@ def shared(
     stream = Stream(tuple(groups), device)
     hidden = forward(decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]  # [1, N, H] -> [N, H]
     # The number [C] of each in a flattened [B, T].
-    numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order]).to(device)
+    numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order])
+    predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
+    if not asked.all():  # replies are read, not predicted
+        numbers, predictors = numbers[asked], predictors[asked]
+    numbers = numbers.to(device)
     logprobs, entropies = head(
-        selected(hidden, torch.cat(stream.predictors)),  # [N, H] -> [C, H]
+        selected(hidden, predictors),  # [N, H] -> [C, H]
         rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
         temperature=temperature,
         entropy=entropy,

@@ -18,6 +18,23 @@ def same_prompts(rows: Sampled | Rollout) -> list[list[int]]:
     return list(groups.values())
 
 
+def ends(mask: Tensor) -> Tensor:
+    """How many tokens [B] of every completion are read: those up to its last one in the mask [B, T].
+
+    What lies before it and is not in the mask, such as a reply, is read all the same.
+    """
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * places).amax(-1)  # [B, T] -> [B]
+
+
+def lengths(rows: Sampled | Rollout) -> tuple[list[int], list[int]]:
+    """How many tokens of every completion are read, and how many every prompt has, without padding."""
+    completions: list[int] = ends(rows.mask).tolist()
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    prompts: list[int] = rows.attention_mask[:, :start].sum(-1).tolist()
+    return completions, prompts
+
+
 def packed_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
     """Micro-batches without padding, for a model that computes a prompt once for all rows that share it.
 
@@ -30,7 +47,7 @@ def packed_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
     Returns:
         Disjoint index tensors that together cover all B rows.
     """
-    completion, prompt = _lengths(rows)
+    completion, prompt = lengths(rows)
     batches: list[list[int]] = []
     used = 0
     groups = sorted(same_prompts(rows), key=lambda group: -prompt[group[0]] - sum(completion[row] for row in group))
@@ -57,7 +74,7 @@ def padded_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
     Rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the largest one
     comes first. Arguments and returns are those of `packed_microbatches`; padding counts as tokens.
     """
-    completion, prompt = _lengths(rows)
+    completion, prompt = lengths(rows)
     batches: list[list[int]] = []
     order = sorted(range(len(rows)), key=lambda row: (prompt[row] + completion[row], row), reverse=True)
     widest_prompt = widest_completion = 0
@@ -70,10 +87,3 @@ def padded_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
             batches.append([row])
             widest_prompt, widest_completion = prompt[row], completion[row]
     return [torch.tensor(batch, device=rows.mask.device) for batch in batches]
-
-
-def _lengths(rows: Sampled | Rollout) -> tuple[list[int], list[int]]:
-    """The number of tokens in every completion and in every prompt, without padding."""
-    completions: list[int] = rows.mask.sum(-1).tolist()
-    prompts: list[int] = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
-    return completions, prompts

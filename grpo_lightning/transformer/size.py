@@ -11,15 +11,15 @@ from torch import nn
 
 from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.memory import Shape
-from grpo_lightning.transformer.packing import same_prompts
+from grpo_lightning.transformer.packing import lengths, same_prompts
 
 
 def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> float:
     """The least floating-point operations that log-probabilities of completions take, every prompt computed once.
 
-    2 W (S + sum T) + 2 V H sum T for the matrices, with W weights in those of the decoder, prompts of S tokens and
-    completions of T, and 4 H per layer for every pair of a token and one that it attends to. Of a mixture of experts
-    all experts are counted.
+    2 W (S + sum T) + 2 V H sum M for the matrices, with W weights in those of the decoder, prompts of S tokens and
+    completions of T, of which M are in the mask, and 4 H per layer for every pair of a token and one that it attends
+    to. Of a mixture of experts all experts are counted.
 
     Args:
         decoder: The model without its head; its hidden size is H.
@@ -28,17 +28,16 @@ def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> flo
     """
     config = decoder.config.get_text_config()
     matrices = matrix_weights(decoder)
-    lengths = rows.mask.sum(-1).tolist()
-    widths = (rows.attention_mask.sum(-1) - rows.mask.sum(-1)).tolist()
+    completions, widths = lengths(rows)
     tokens = prompts = pairs = 0.0
     for group in same_prompts(rows):
         width = widths[group[0]]
         prompts += width
         pairs += width * width / 2
         for row in group:
-            tokens += lengths[row]
-            pairs += lengths[row] * (width + lengths[row] / 2)
-    head = 2.0 * vocabulary * config.hidden_size * tokens
+            tokens += completions[row]
+            pairs += completions[row] * (width + completions[row] / 2)
+    head = 2.0 * vocabulary * config.hidden_size * float(rows.mask.sum())
     attention = 4.0 * config.hidden_size * config.num_hidden_layers * pairs
     return float(2.0 * matrices * (prompts + tokens) + head + attention)
 

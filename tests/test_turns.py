@@ -1,0 +1,279 @@
+"""Demonstrations of several turns: what the model is taught, and what it only reads."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Sampled
+from grpo_lightning.data.demonstrations import OwnDemonstrations
+from grpo_lightning.distributed.ranks import Ranks
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.shared_prompt import SharedPath
+from grpo_lightning.reward.accuracy import demonstrated
+from grpo_lightning.run import Run
+from grpo_lightning.transformer import logprobs
+from grpo_lightning.transformer.packing import ends, lengths, packed_microbatches, padded_microbatches
+from tests.support.checkpoints import tokenizer, write_checkpoint
+from tests.support.composed import build, composed
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def turns(*texts, role="user"):
+    """The model's turns and the replies to them, in turn."""
+    return [said(role if number % 2 else "assistant", text) for number, text in enumerate(texts)]
+
+
+TALKS = [turns("50", "lower", "25", "higher", "30 it is"), "46", turns("12 * 7?", "84", "84", role="tool")]
+PROMPTS = ["Guess a number", "12 + 34 =", "Twelve times seven"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> HFPolicy:
+    path = write_checkpoint(tmp_path_factory.mktemp("turns") / "qwen2", "qwen2", chat=True)
+    return load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+
+
+def test_rows_by_hand(policy):
+    rows = policy.demonstrate(PROMPTS, TALKS)
+    decode, length = policy.tokenizer.decode, rows.mask.shape[1]
+    completions, real = rows.ids[:, -length:], rows.attention_mask[:, -length:]
+    talk = "<|im_end|>\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert [decode(ids[keep]) for ids, keep in zip(completions, real, strict=True)] == [
+        "50" + talk.format("user", "lower") + "25" + talk.format("user", "higher") + "30 it is<|im_end|>",
+        "46<|im_end|>",
+        "12 * 7?" + talk.format("tool", "84") + "84<|im_end|>",
+    ]
+    # the model says its turns and their ends; the rest it reads
+    assert [decode(ids[keep]) for ids, keep in zip(completions, rows.mask, strict=True)] == [
+        "50<|im_end|>25<|im_end|>30 it is<|im_end|>",
+        "46<|im_end|>",
+        "12 * 7?<|im_end|>84<|im_end|>",
+    ]
+    assert rows.texts == ("30 it is", "46", "84")
+    assert not (rows.mask & ~real).any()
+    # as sampling would have made them: each turn is tokenized by itself, and a reply goes behind it
+    end, encode = policy.tokenizer.eos_token_id, policy.tokenizer.encode
+    reply = policy.reply_ids("84", after=end, role="tool")
+    assert completions[2][real[2]].tolist() == [*encode("12 * 7?"), end, *reply, *encode("84"), end]
+
+
+def test_turns_end_as_the_template_ends_them(tmp_path):
+    """Where the end of sequence is another token, as of Gemma and Phi-3."""
+    path = write_checkpoint(tmp_path / "llama", "llama", chat=True)
+    policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    policy.tokenizer.eos_token = "<|endoftext|>"
+    rows = policy.demonstrate(["a"], [turns("b", "c", "d")])
+    text = policy.tokenizer.decode(rows.ids[0, -rows.mask.shape[1] :])
+    assert text == "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
+    assert policy.tokenizer.decode(policy.demonstrate(["a"], ["b"]).ids[0]).endswith("assistant\nb<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    "talk, message",
+    [
+        (turns("a", "b"), "it does not end with a message of the assistant"),
+        (turns("a", "b", "c", role="system"), "message 2 is the system's and should be the user or tool's"),
+        ([said("user", "a")], "message 1 is the user's and should be the assistant's"),
+        (turns("a", "b", ""), "message 3 is empty"),
+    ],
+)
+def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
+    with pytest.raises(ValueError, match=f"column 'completion': {message}"):
+        policy.demonstrate(["p"], [talk])
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps({"prompt": "p", "completion": "c"}) + "\n" + json.dumps({"prompt": "p", "completion": talk})
+    )
+    with pytest.raises(ValueError, match=f"row 2, column 'completion'(: {message}|, message 3: )"):
+        OwnDemonstrations(str(file), "prompt", "completion")
+
+
+def test_files_hold_turns_as_completions_and_as_whole_conversations(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": "p", "completion": TALKS[0]}))
+    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == ("p", {"completion": TALKS[0]})
+    prompt = [said("system", "s"), said("user", "u")]
+    file.write_text(json.dumps({"messages": prompt + TALKS[2]}))
+    assert OwnDemonstrations(str(file), "messages", "completion")[0] == (prompt, {"completion": TALKS[2]})
+    # what is not to be taught of a conversation stands in the prompt
+    file.write_text(json.dumps({"prompt": prompt + turns("a", "b"), "completion": "c"}))
+    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == (prompt + turns("a", "b"), {"completion": "c"})
+
+
+def test_right_is_the_last_turn_of_the_demonstration():
+    assert demonstrated(["<answer>84</answer>", "12 * 7?"], [turns("12 * 7?", "84", "84")] * 2) == [1.0, 0.0]
+
+
+class Own(nn.Module):
+    """A model of one's own: each token knows the mean of those before it."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary)
+
+    def forward(self, ids):
+        counts = torch.arange(1, ids.shape[1] + 1)[:, None]
+        return self.head(self.embedding(ids).cumsum(1) / counts)
+
+
+def paths(path) -> list:
+    settings = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+    words = tokenizer(chat=True)
+    return [
+        load(str(path), **settings),
+        load(str(path), **settings, share_prompts=False),
+        PlainPolicy(Own(len(words)), words),
+    ]
+
+
+def gradient(policy, rows: Sampled, tokens: int, *, microbatch_tokens: int) -> torch.Tensor:
+    """Of the mean negative log-likelihood, as `SFTLightningModule` has it."""
+    policy.zero_grad()
+    for index in policy.microbatches(rows, microbatch_tokens):
+        (-policy.logprobs(rows[index], temperature=1.0).sum() / tokens).backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("number", range(3), ids=["shared", "plain", "own"])
+def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_path, number):
+    policy = paths(write_checkpoint(tmp_path / "model", "llama", chat=True))[number]
+    prompts, talks = [PROMPTS[0], *PROMPTS], [turns("7", "lower", "3"), *TALKS]  # two have the same prompt
+    rows = policy.demonstrate(prompts, talks)
+    start, tokens = rows.ids.shape[1] - rows.mask.shape[1], int(rows.mask.sum())
+    before, after = [], []
+    for ids, real, mask in zip(rows.ids, rows.attention_mask, rows.mask, strict=True):
+        model = torch.cat([torch.zeros(start, dtype=torch.bool), mask])
+        known = torch.cat([model[1:] & ~model[:-1], torch.tensor([False])]).nonzero().flatten() + 1  # a turn begins
+        for begin in known.tolist():
+            until = begin + int((~torch.cat([model[begin:], torch.tensor([False])])).nonzero()[0])
+            before.append(ids[:begin][real[:begin]].tolist())
+            after.append(ids[begin:until].tolist())
+    assert len(before) == 2 + 3 + 1 + 2
+    assert sum(map(len, after)) == tokens
+    single = policy.demonstrate(before, ["x"] * len(before))
+    length, width = max(map(len, after)), single.ids.shape[1] - single.mask.shape[1]
+    mask = torch.tensor([[t < len(turn) for t in range(length)] for turn in after])
+    single = Sampled(
+        torch.cat([single.ids[:, :width], torch.tensor([t + [0] * (length - len(t)) for t in after])], 1),
+        torch.cat([single.attention_mask[:, :width], mask], 1),
+        mask,
+        torch.zeros(mask.shape),
+        torch.zeros(mask.shape),
+        ("",) * len(mask),
+        (True,) * len(mask),
+    )
+    expected = gradient(policy, single, tokens, microbatch_tokens=10_000)
+    assert expected.abs().max() > 1e-2
+    for microbatch_tokens in (10_000, 60, 1):
+        found = gradient(policy, rows, tokens, microbatch_tokens=microbatch_tokens)
+        assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())))
+    summed = policy.logprobs(single, temperature=1.0).sum()
+    assert_close(policy.logprobs(rows, temperature=1.0).sum(), summed, rtol=1e-6, atol=0)
+
+
+def test_replies_are_read_and_not_predicted(policy):
+    rows, path, asked = policy.demonstrate(PROMPTS, TALKS), SharedPath.of(policy.model), []
+
+    def head(hidden, ids, **settings):
+        asked.append((len(hidden), ids.tolist()))
+        return path.head(hidden, ids, **settings)
+
+    found = logprobs.shared(path.decoder, head, rows, temperature=1.0, entropy=True, loss_gradient=None)
+    assert asked == [(int(rows.mask.sum()), rows.ids[:, -rows.mask.shape[1] :][rows.mask].tolist())]
+    expected = logprobs.separate(policy.model, rows, temperature=1.0, entropy=True)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert (one[~rows.mask] == 0).all()
+
+
+def holes() -> Sampled:
+    """Two prompts of 2 and 1 tokens; of 5 completion tokens are read 4, 0, and 5, and said 2, 0, and 1."""
+    mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
+    attention = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]).bool()
+    ids = torch.tensor([[5, 6, 1, 2, 3, 4, 0], [5, 6, 9, 9, 0, 0, 0], [0, 7, 1, 1, 1, 1, 1]])
+    return Sampled(ids, attention, mask, torch.zeros(3, 5), torch.zeros(3, 5), ("",) * 3, (True,) * 3)
+
+
+def test_lengths_are_what_is_read():
+    rows = holes()
+    assert ends(rows.mask).tolist() == [4, 0, 5]
+    assert lengths(rows) == ([4, 0, 5], [2, 2, 1])
+    # a shared prompt: 2 + 4 + 0 and 1 + 5 tokens; padded: 2 x 6 is two rows
+    assert [part.tolist() for part in packed_microbatches(rows, 12)] == [[0, 1, 2]]
+    assert [part.tolist() for part in packed_microbatches(rows, 11)] == [[0, 1], [2]]
+    assert [part.tolist() for part in padded_microbatches(rows, 14)] == [[2, 0], [1]]  # 2 x (2 + 5)
+    assert [part.tolist() for part in padded_microbatches(rows, 13)] == [[2], [0, 1]]  # 2 x (2 + 4) once
+
+
+def test_processes_share_by_what_is_read(policy):
+    """Two rows of 3 tokens said, of which one reads 30 more: it goes to a process of its own."""
+    mask = torch.zeros(4, 33, dtype=torch.bool)
+    mask[:, :3] = True
+    mask[0, 32] = True
+    real = torch.zeros(4, 33, dtype=torch.bool)
+    real[:, :3] = True
+    real[0] = True
+    prompts = torch.tensor([[1], [2], [3], [4]])
+    zeros = torch.zeros(4, 33)
+    rows = Sampled(
+        torch.cat([prompts, torch.ones(4, 33).long()], 1),
+        torch.cat([torch.ones(4, 1).bool(), real], 1),
+        mask,
+        zeros,
+        zeros,
+        ("",) * 4,
+        (True,) * 4,
+    )
+    parts = [policy.own_microbatches(rows, 1000, Ranks(rank, 2))[0] for rank in range(2)]
+    assert sorted(sorted(torch.cat(part).tolist()) for part in parts) == [[0], [1, 2, 3]]
+
+
+def test_operations_by_hand(policy):
+    rows, config = holes(), policy.model.config
+    matrices = sum(
+        module.weight.numel() for module in policy.model.get_decoder().modules() if isinstance(module, nn.Linear)
+    )
+    # read: prompts of 2 (shared) and 1, completions of 4, 0 and 5; predicted: 2 + 0 + 1
+    # pairs: 2 x 2 / 2 + 1 x 1 / 2 in prompts, 4 x (2 + 2) and 5 x (1 + 2.5) in completions
+    pairs = 2 + 0.5 + 16 + 17.5
+    expected = 2 * matrices * (3 + 9) + 2 * config.vocab_size * config.hidden_size * 3
+    assert policy.flops(rows) == expected + 4 * config.hidden_size * config.num_hidden_layers * pairs
+
+
+def test_the_supervised_stage_takes_turns(tmp_path):
+    file = tmp_path / "turns.jsonl"
+    talks = [
+        turns("50", "lower", "25", "lower", "12"),
+        turns("7", "higher", "9"),
+        "46",
+        turns("1", "2", "3", role="tool"),
+    ]
+    rows = [{"prompt": f"guess {number}", "completion": talk} for number, talk in enumerate(talks * 2)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    losses = {}
+    for tokens in (8192, 30):
+        overrides = [
+            *("module=sft", "data=demonstrations", f"data.path={file}", f"data.validation_path={file}"),
+            *("policy=scratch", "policy.hidden_size=16", "policy.intermediate_size=32", "policy.num_layers=1"),
+            *("policy.num_heads=2", "data.prompts_per_step=4", f"module.microbatch_tokens={tokens}"),
+            *(
+                "optimizer.lr=1e-2",
+                "steps=20",
+                "validation.every=20",
+                "trainer=cpu",
+                f"run_dir={tmp_path / str(tokens)}",
+            ),
+        ]
+        run = Run(composed(*overrides), build(*overrides), overrides=overrides, directory_given=True)
+        run.execute()
+        losses[tokens] = float(run.module.metrics["loss/total"])
+    assert losses[8192] == pytest.approx(losses[30], rel=1e-4)
+    assert losses[8192] < 3  # of ln 103 = 4.6 at first
