@@ -342,6 +342,7 @@ def test_micro_batches_change_no_gradient(policy):
             microbatch_tokens=tokens,
             skip_dead=False,
             on_policy_step=False,
+            is_first=False,
             ranks=ALONE,
             backward=lambda value, last: value.backward(),
         )
