@@ -24,6 +24,9 @@ from tests.support.composed import composed
 from tests.support.running import small_run
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
 
+NAMES = {*dict(tiny().model.named_parameters()), "lm_head.weight"}
+"""Of the shipped policy, whose head is tied to its embedding."""
+
 
 @pytest.fixture
 def vllm(monkeypatch):
@@ -81,10 +84,9 @@ def test_an_engine_draws_from_the_distribution_that_is_trained(vllm):
 
 def test_an_adapter_is_merged_and_named_as_the_model_names_its_weights(vllm):
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
-    disturb(policy, scale=0.2)
+    disturb(policy, scale=0.1)
     assert gap(policy, sample(vllm, policy)) < 1e-4
-    plain = dict(tiny().weights())
-    assert dict(policy.weights()).keys() == plain.keys() == dict(tiny().model.named_parameters()).keys()
+    assert dict(policy.weights()).keys() == dict(tiny().weights()).keys() == NAMES
     merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
     for name, weight in policy.weights():
         assert torch.allclose(weight, merged[name], atol=1e-6), name
@@ -101,7 +103,7 @@ def test_copies_that_peft_trains_beside_an_adapter_are_taken():
     disturb(policy)
     merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
     found = dict(policy.weights())
-    assert found.keys() == dict(tiny().model.named_parameters()).keys()
+    assert found.keys() == NAMES
     for name, weight in found.items():
         assert torch.allclose(weight, merged[name], atol=1e-6), name
 
@@ -184,7 +186,7 @@ def test_stop_strings_polls_and_early_ends(vllm):
         found = policy.sample(
             PROMPTS,
             group_size=4,
-            sampling=sampling(stop=("a",), temperature=1.3),
+            sampling=sampling(stop=(" ",), temperature=1.3),
             seed=3,
             poll=lambda: polls.append(1),
             on_finished=lambda row, text, ids: told.update({row: (text, ids)}),
@@ -196,8 +198,8 @@ def test_stop_strings_polls_and_early_ends(vllm):
         assert found.texts[row] == text
         assert len(ids) == int(found.mask[row].sum())
     for part, whole in zip(found.texts, own.texts):
-        assert part == (whole[: whole.index("a") + 1] if "a" in whole else whole)
-    assert any("a" in text for text in found.texts)
+        assert part == (whole[: whole.index(" ") + 1] if " " in whole else whole)
+    assert any(" " in text for text in found.texts)
 
 
 def test_who_leaves_a_rollout_leaves_no_request(vllm):

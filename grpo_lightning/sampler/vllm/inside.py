@@ -132,7 +132,7 @@ class VLLM:
                 "rollout.max_new_tokens or data.max_prompt_length, or raise sampler.max_model_len"
             )
         rows = [Row(number, ids, seed) for number, (ids, seed) in enumerate(asked.rows)]
-        with plain_arithmetic(self._device):
+        with undisturbed(), plain_arithmetic(self._device):
             if self.tensor_parallel_size == 1:
                 return drawn(self._llm.llm_engine, rows, asked, version=self._label)
             # All of a group draw the same, and keep what each was asked for.

@@ -1,6 +1,7 @@
 """A server of vLLM's beside the run: completions over HTTP, weights as files that both see.
 
-How it is started, from a directory that `VLLMServer` can write the model's first weights to, says docs/engines.md. A key is read from the environment, as `KEY`, and is never written anywhere.
+How the server is started says docs/engines.md. A key is read from the environment, as `KEY`, and is never written
+anywhere.
 """
 
 import shutil
@@ -129,7 +130,7 @@ class VLLMServer:
         for name, weight in policy.weights():
             if is_first:
                 wanted = getattr(torch, self.dtype) if self.dtype else dtype
-                kept[name] = weight.to("cpu", wanted).contiguous()
+                kept[name] = weight.to("cpu", wanted, copy=True).contiguous()  # files hold no tied weights
         if is_first:
             save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
 
