@@ -22,7 +22,7 @@ from grpo_lightning.settings import ConfigError, check
 from tests.support import stand_in
 from tests.support.composed import composed
 from tests.support.running import small_run
-from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, disturb, engine, gap, random_policy, ready, sample, sampling, tiny
 
 NAMES = {*dict(tiny().model.named_parameters()), "lm_head.weight"}
 """Of the shipped policy, whose head is tied to its embedding."""
@@ -166,6 +166,12 @@ def test_what_is_told_to_the_engine(vllm):
     assert told["kv_cache_memory_bytes"] == int(0.1 * 2**30)
     assert told["block_size"] == 32
     assert told["enable_sleep_mode"] is False
+
+
+def test_heads_that_the_kernels_do_not_know_are_told(vllm):
+    policy = random_policy("llama", head_dim=24)
+    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 8, 32"):
+        sample(vllm, policy)
 
 
 def test_an_engine_is_no_part_of_a_policy(vllm, tmp_path):

@@ -99,9 +99,10 @@ class Engine:
 def install(monkeypatch):
     """Let ``import vllm`` find the stand-in."""
     module, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    for one in (module, parameters):
+    attention = ModuleType("vllm.v1.attention.backends.cpu_attn")
+    for one in (module, parameters, attention):
         one.__spec__ = ModuleSpec(one.__name__, None)
+        monkeypatch.setitem(sys.modules, one.__name__, one)
     module.LLM, module.SamplingParams = LLM, SamplingParams
     parameters.RequestOutputKind = RequestOutputKind
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    attention.CPUAttentionBackend = SimpleNamespace(get_supported_head_sizes=lambda: [8, 32])

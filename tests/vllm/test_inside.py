@@ -189,6 +189,11 @@ def test_embeddings_may_be_tied_or_not(kind, tied):
     assert gap(policy, sample(sampler, policy)) < 1e-3
 
 
+def test_heads_that_the_kernels_do_not_know_are_told():
+    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 32, 64, 80"):
+        sample(engine(), random_policy("llama", head_dim=24))
+
+
 def test_an_adapter_is_merged():
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     sampler = engine()

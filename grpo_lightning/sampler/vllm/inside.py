@@ -18,7 +18,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
-from grpo_lightning.sampler.vllm.surroundings import complaints, launched, plain_arithmetic, undisturbed
+from grpo_lightning.sampler.vllm.surroundings import check_heads, complaints, launched, plain_arithmetic, undisturbed
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
@@ -165,6 +165,8 @@ class VLLM:
             self._dtype = policy.describe(Path(folder))  # outside of what follows, where nothing is rounded
             if self.dtype is not None:
                 self._dtype = getattr(torch, self.dtype)
+            if not on_gpu:
+                check_heads(folder)
             with plain_arithmetic(self._device):
                 from vllm import LLM
 

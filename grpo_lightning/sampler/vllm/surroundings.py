@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from grpo_lightning.distributed.ranks import Ranks
 
@@ -29,6 +30,26 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def check_heads(folder: str) -> None:
+    """Refuse a model of which vLLM's kernels for CPUs cannot compute the attention: they do not say so themselves.
+
+    Args:
+        folder: With the model's configuration.
+
+    Raises:
+        ValueError: Its heads have another size.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in (allowed := CPUAttentionBackend.get_supported_head_sizes()):
+        raise ValueError(
+            f"sampler=vllm: the model's attention heads have {size} numbers each; allowed on a CPU are "
+            f"{', '.join(map(str, allowed))}"
+        )
 
 
 @contextmanager
