@@ -165,6 +165,8 @@ def test_what_is_told_to_the_engine(vllm):
     assert told["dtype"] == "float32"
     assert told["kv_cache_memory_bytes"] == int(0.1 * 2**30)
     assert told["block_size"] == 32
+    assert told["enable_chunked_prefill"] is False  # on a CPU
+    assert told["max_num_batched_tokens"] == 4096
     assert told["enable_sleep_mode"] is False
 
 

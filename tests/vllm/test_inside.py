@@ -166,6 +166,12 @@ def test_end_tokens_belong_to_completions(vllm, policy):
         assert len(ids) == 24 or finished
 
 
+def test_more_prompts_than_fit_into_one_pass(vllm, policy):
+    prompts = [f"{number} {SHARED}" for number in range(20)]
+    assert sum(map(len, policy.tokenize(prompts))) > 4096
+    assert gap(policy, sample(vllm, policy, prompts, max_new_tokens=4)) < 1e-3
+
+
 def test_a_validation_may_come_first(policy):
     sampler = engine()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=False):

@@ -18,7 +18,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
-from grpo_lightning.sampler.vllm.surroundings import check_heads, complaints, launched, plain_arithmetic, undisturbed
+from grpo_lightning.sampler.vllm.surroundings import check_heads, complaints, for_cpu, launched, plain_arithmetic, undisturbed
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
@@ -165,8 +165,10 @@ class VLLM:
             self._dtype = policy.describe(Path(folder))  # outside of what follows, where nothing is rounded
             if self.dtype is not None:
                 self._dtype = getattr(torch, self.dtype)
+            more = dict(self.engine)
             if not on_gpu:
                 check_heads(folder)
+                more |= for_cpu(folder, self.max_model_len)
             with plain_arithmetic(self._device):
                 from vllm import LLM
 
@@ -186,7 +188,7 @@ class VLLM:
                     gpu_memory_utilization=self.gpu_memory_utilization,
                     kv_cache_memory_bytes=None if cache is None else int(cache * GIB),
                     enable_sleep_mode=on_gpu and self.sleep,
-                    **self.engine,
+                    **more,
                 )
 
     def _hand_over(self, policy: WeightSource, version: int) -> None:

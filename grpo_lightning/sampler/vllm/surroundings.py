@@ -4,8 +4,10 @@ import logging
 import os
 import random
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 LOGGING = "VLLM_LOGGING_LEVEL"
+TOKENS_AT_ONCE = 4096
+"""Of prompts in one forward pass on a CPU, at least."""
 
 
 @contextmanager
@@ -30,6 +34,19 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def for_cpu(folder: str, max_model_len: int | None) -> dict[str, Any]:
+    """Arguments with which an engine on a CPU takes every prompt at once.
+
+    Of a part of a prompt it would undo the random numbers, which a CPU's generators do not allow.
+
+    Args:
+        folder: With the model's configuration.
+        max_model_len: Tokens that a request may have; None: the model's context.
+    """
+    longest = max_model_len or AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(TOKENS_AT_ONCE, longest)}
 
 
 def check_heads(folder: str) -> None:
@@ -54,9 +71,13 @@ def check_heads(folder: str) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, a library may seed every random generator and set threads as it likes: afterwards all is as before."""
+    """Inside, a library may seed every random generator and set threads as it likes: afterwards all is as before.
+
+    What it says of its own dependencies' future is not said.
+    """
     own, numbers, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
         finally:
