@@ -36,7 +36,9 @@ USED_BY = {
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
+    "safetensors": {"sampler"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
+    "vllm": {"sampler"},
     "yaml": {"data", "report"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""

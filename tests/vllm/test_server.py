@@ -5,10 +5,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.sampler.vllm.http import Connection
 from grpo_lightning.sampler.vllm.server import KEY, VLLMServer
 from tests.vllm.support import PROMPTS, SHARED, disturb, gap, sample, tiny
@@ -17,11 +17,15 @@ from tests.vllm.support import PROMPTS, SHARED, disturb, gap, sample, tiny
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     place = tmp_path_factory.mktemp("served")
-    tiny().export(place / "start")
+    start = place / "start"
+    policy = tiny()
+    # The shipped policy's head is tied, of which vLLM on a CPU would keep the first copy: the files have it by itself.
+    VLLMServer(url="http://127.0.0.1", directory=str(place))._write(policy, start, ALONE)
+    policy.tokenizer.save_pretrained(start)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(place / "start"), "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start), "--port", str(port)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(10**8), "--block-size", "32", "--dtype", "float32"]
     command += ["--enable-prefix-caching", "--host", "127.0.0.1"]

@@ -18,7 +18,14 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
-from grpo_lightning.sampler.vllm.surroundings import check_heads, complaints, for_cpu, launched, plain_arithmetic, undisturbed
+from grpo_lightning.sampler.vllm.surroundings import (
+    check_heads,
+    complaints,
+    for_cpu,
+    launched,
+    plain_arithmetic,
+    undisturbed,
+)
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
