@@ -40,7 +40,7 @@ def url(tmp_path_factory):
     os.environ[KEY] = "of-this-test"
     try:
         asked = Connection(f"http://127.0.0.1:{port}", timeout=5, key_name=KEY)
-        for _ in range(180):
+        for _ in range(500):
             try:
                 asked.get("/v1/models")
                 break
@@ -51,7 +51,10 @@ def url(tmp_path_factory):
     finally:
         del os.environ[KEY]
         running.terminate()
-        running.wait(30)
+        try:
+            running.wait(60)
+        finally:
+            running.kill()
 
 
 def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
