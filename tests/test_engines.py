@@ -207,7 +207,9 @@ def test_stop_strings_polls_and_early_ends(vllm):
         assert len(ids) == int(found.mask[row].sum())
     for part, whole in zip(found.texts, own.texts):
         assert part == (whole[: whole.index(" ") + 1] if " " in whole else whole)
-    assert any(" " in text for text in found.texts)
+    stopped = [finished for text, finished in zip(found.texts, found.finished) if " " in text]
+    assert stopped
+    assert all(stopped)
 
 
 def test_who_leaves_a_rollout_leaves_no_request(vllm):
