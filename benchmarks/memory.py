@@ -150,6 +150,7 @@ def _update(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
                     microbatch_tokens=module.microbatch_tokens,
                     skip_dead=False,
                     on_policy_step=True,
+                    is_first=True,
                     ranks=ALONE,
                     backward=_backward,
                 )

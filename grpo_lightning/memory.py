@@ -13,6 +13,10 @@ CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.head`."""
 _FIRST_ROOM = 64
 """Tokens that a completion has room for at first."""
+LARGEST_SET = 1024
+"""The most tokens that truncated sampling draws from, see `sampler.own.draw`."""
+_DRAWS = {"cpu": 2, "cuda": 17}
+"""How many tokens of a completion are drawn at most between two looks at them, see `sampler.own.decode`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class Use:
     """The most bytes of keys and values of completions at a time, where the others wait; None: any number."""
     over_sample: float = 1.0
     """Prompts that are sampled at a time, to those that are trained on."""
+    set_tokens: int = 0
+    """The most tokens that a token is drawn from where sampling is truncated; 0 where it is not."""
 
 
 def predicted(shape: Shape, use: Use) -> dict[str, float]:
@@ -118,7 +124,9 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     copied = use.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
     layers = shape.layers if use.gathers else 2
     gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
-    sampling = keys + copied + gathered + 3 * 4.0 * at_once * shape.vocabulary
+    # Sets wait in a buffer between two looks, and are sorted as numbers of 64 bits.
+    sets = (4.0 * _DRAWS[use.device] + 48) * at_once * min(use.set_tokens, shape.vocabulary)
+    sampling = keys + copied + gathered + 3 * 4.0 * at_once * shape.vocabulary + sets
     update = _update(shape, use, tokens=tokens / use.minibatches, share=rows * use.completion_tokens / tokens)
     gathered = 4.0 * (embeddings + shape.body * 2 / shape.layers) * elsewhere
     update += gathered + cast
@@ -148,7 +156,9 @@ def _update(shape: Shape, use: Use, *, tokens: float, share: float) -> float:
         kept, others, turn = 0.0, 0.0, hidden + 5 * wide
     logits = 4.0 * part * share * shape.vocabulary
     # The model's own forward pass makes all logits, and divided by the temperature; its backward pass three more.
-    logits = 2 * min(CHUNK_BYTES[use.device], logits) if use.shares_prompts else 5 * logits
+    # What is outside of a set is masked, in a copy.
+    every = 5.0 if not use.set_tokens else 6.25
+    logits = 2 * min(CHUNK_BYTES[use.device], logits) if use.shares_prompts else every * logits
     # The last norm keeps its input and what it normalizes; the head all its input, that of completions, its gradient.
     head = (3 + 2 * share) * hidden + logits
     of_head = 4.0 * shape.vocabulary * shape.hidden * (shape.trained > shape.frozen)
@@ -247,7 +257,15 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         copy_bytes=_copy_bytes(config, on_cpu=on_cpu),
         kv_cache_bytes=None if budget is None else budget * GiB,
         over_sample=rollout.get("over_sample", 1.0),
+        set_tokens=_set_tokens(rollout),
     )
+
+
+def _set_tokens(rollout: Mapping[str, Any]) -> int:
+    """The most tokens of a set with these settings of a rollout; 0 where none is made."""
+    if all(rollout.get(key, neutral) == neutral for key, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0))):
+        return 0
+    return min(_largest(rollout.get("top_k", 0)) or LARGEST_SET, LARGEST_SET)
 
 
 def _copy_bytes(config: Mapping[str, Any], *, on_cpu: bool) -> float:

@@ -40,6 +40,7 @@ from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward import check_columns
+from grpo_lightning.reward.engine import event_loop
 from grpo_lightning.settings.built import check_built
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Run:
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        with lock.held(self.directory, first=is_first()), self._recorded("fit") as checkpoint:
+        with lock.all_held(self.config, self.directory, first=is_first()), self._recorded("fit") as checkpoint:
             if is_first():
                 for caution in settings.cautions(self.config):
                     log.warning("%s", caution)
@@ -147,7 +148,7 @@ class Run:
                 own_policy.check_weights(checkpoint, module)
                 recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
                 resume.same_optimizer(recorded["config"], module.settings)
-            changes.tell(recorded, module.settings, version=__version__)
+            changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
             if is_first():
                 own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
                 tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
@@ -272,7 +273,7 @@ class Run:
         with signals.listening(give_up) as listener:
             try:
                 yield checkpoint
-                status = "finished"
+                status = "finished" if mode != "fit" or self._made_all_steps() else "stopped"
             except BaseException as error:
                 lost = lost_contact(error)
                 if asked := listener.asked(error, is_consequence=lost is not None):
@@ -283,9 +284,17 @@ class Run:
                     raise lost from error
                 raise
             finally:
+                event_loop.close()  # calls of rewards that nobody waits for any more
                 summarize(status, problem)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
+
+    def _made_all_steps(self) -> bool:
+        made: int = self.module.completed_steps
+        steps: int = self.config["steps"]
+        if made < steps and is_first():
+            log.warning("a callback has ended the run after %d of %d steps", made, steps)
+        return made >= steps
 
     def _told(self, asked: Preempted, mode: str) -> Preempted:
         """``asked``, which also says what is saved, and how to go on."""

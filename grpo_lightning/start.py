@@ -12,15 +12,24 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 START: Path | None = None
 """The directory in which the command line was started; None in a program, which has its own path."""
 
 _IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
 """How the files of functions begin that import on behalf of others."""
+
+
+class _Source(SourceFileLoader):
+    """Runs a file as it stands: the bytecode beside it may be a stranger's, and Python would not always compare."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 class _Finder(MetaPathFinder):
@@ -42,10 +51,28 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, [str(START)])
         if spec is not None:
             self.found.add(fullname)
+        return _from_source(spec, START) or spec
+
+
+class _SourceFinder(MetaPathFinder):
+    """Finds the parts of the user's packages, and modules of the user that are on Python's path anyway, as source."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        known = _finder.named | _finder.found
+        if START is None or (
+            fullname.partition(".")[0] not in known and (path or not _asked_by_the_user(START, known))
+        ):
+            return None
+        spec = _from_source(PathFinder.find_spec(fullname, path), START)
+        if spec is not None and path is None:
+            _finder.found.add(fullname)
         return spec
 
 
 _finder = _Finder()
+_source_finder = _SourceFinder()
 
 
 def pass_by_matplotlibrc() -> None:
@@ -83,6 +110,7 @@ def make_importable(*tops: str) -> None:
     _finder.named.update(tops)
     if START is not None and _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
+        sys.meta_path.insert(0, _source_finder)
 
 
 def enter(directory: str, tops: Iterable[str]) -> None:
@@ -104,6 +132,14 @@ def is_own(path: Path, here: Path) -> bool:
     if here not in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
         return False
     return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
+
+
+def _from_source(spec: ModuleSpec | None, here: Path) -> ModuleSpec | None:
+    """The same, to be run from its source; None if it is no source file of the user's."""
+    if spec is None or type(spec.loader) is not SourceFileLoader or not is_own(Path(spec.loader.path).resolve(), here):
+        return None
+    spec.loader, spec.cached = _Source(spec.name, spec.loader.path), None
+    return spec
 
 
 def _asked_by_the_user(here: Path, known: Collection[str]) -> bool:

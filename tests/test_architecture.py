@@ -18,6 +18,7 @@ USED_BY = {
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},
+    "httpx2": {"reward"},
     "hydra": {"composition"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"reward"},
@@ -39,10 +40,22 @@ USED_BY = {
     "safetensors": {"sampler"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
     "vllm": {"sampler"},
+    "wandb": {"logger"},
     "yaml": {"data", "report"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
-WITHOUT_TORCH = {"allowed", "clock", "composition", "memory", "output", "report", "reward", "schedule", "varying"}
+WITHOUT_TORCH = {
+    "allowed",
+    "clock",
+    "composition",
+    "memory",
+    "output",
+    "report",
+    "reward",
+    "sandbox",
+    "schedule",
+    "varying",
+}
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
 WITH_TORCH = {"clock", "composition/live.py", "reward/model.py"}
 """Of these parts, the files that do."""

@@ -17,6 +17,7 @@ from tests.support.running import SMALL
 
 pytestmark = pytest.mark.slow
 REFUSED = "refused by its key, nothing ran, exit 1"
+MINE = "import os\nfrom joblib import load\nfrom sympy import S, sympify\n"
 
 
 def start(place: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -68,13 +69,16 @@ class Touch:
             ("+hydra.job.env_set.NCCL_NET_PLUGIN=./x.so",),
             ("trusted=[os]", "loss.kl._target_=os.system"),
             ("reward.format.function._target_=mine.os.system", "+reward.format.function.command=touch HIT"),
+            ("reward.format.function._target_=mine.sympify", '+reward.format.function.a=\'open("HIT","w")\''),
+            ("reward.format.function._target_=mine.S", '+reward.format.function.a=\'open("HIT","w")\''),
+            ("reward.format.function._target_=mine.load", "+reward.format.function.filename=x.npy"),
         )
     ],
 )
 def test_settings_run_no_code(words, tmp_path):
     with (tmp_path / "x.npy").open("wb") as file:
         pickle.dump(Touch(tmp_path / "HIT"), file)
-    (tmp_path / "mine.py").write_text("import os\n")
+    (tmp_path / "mine.py").write_text(MINE if "=mine." in words[0] else "import os\n")
     done = start(tmp_path, *SMALL[:11], "reward=[format]", *words)
     assert done.returncode == 1
     assert "allowed" in done.stderr or "from directories" in done.stderr
@@ -282,3 +286,17 @@ def test_other_logs_are_written_through_no_link(tmp_path):
     assert done.returncode == 1
     assert "own.log in it is a link to" in done.stderr
     assert mine.read_text() == "mine"
+
+
+@provocation(
+    "a sweep of which a job cannot be composed, with a secret among its settings", "the secret stands in no file"
+)
+def test_a_sweep_that_does_not_begin_has_written_no_secret(tmp_path):
+    words = ("-m", "seed=0,1", "+wandb.auth=k-logger1", "reward=[format],[formt]", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = start(tmp_path, *words)
+    assert done.returncode == 1
+    assert "formt" in done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "multirun.yaml" in [path.name for path in written]
+    assert [path for path in written if "k-logger1" in path.read_text(encoding="utf-8")] == []
+    assert "k-logger1" not in done.stdout + done.stderr

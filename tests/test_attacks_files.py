@@ -1,6 +1,8 @@
 """Files of the working directory that nobody names, called like modules: none is run, by no process of a run."""
 
+import importlib.util
 import json
+import marshal
 import os
 import pickle
 import subprocess
@@ -108,6 +110,33 @@ def test_settings_of_matplotlib_in_the_directory_are_not_read(timeout, tmp_path)
     done = start(tmp_path, *TINY, *words, "reward.custom.max_failed=0")
     assert done.returncode == 0, done.stderr[-2000:]
     assert told(tmp_path) == {"1.5"}
+
+
+def plant(place: Path, name: str, mark: Path) -> None:
+    """Bytecode for a file, of which Python would not ask whether it fits."""
+    file = place / f"{name}.py"
+    code = compile(f"open({str(mark)!r}, 'a').write({name!r})\n" + file.read_text(), str(file), "exec")
+    kept = Path(importlib.util.cache_from_source(str(file)))
+    kept.parent.mkdir(exist_ok=True)
+    header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)  # "unchecked", PEP 552
+    kept.write_bytes(header + marshal.dumps(code))
+
+
+@provocation(
+    "bytecode in `__pycache__` beside the user's own reward, what it imports, and a package of the user's", "is not run"
+)
+@pytest.mark.parametrize("timeout", ["null", "30"], ids=["run", "worker"])
+@pytest.mark.parametrize("on_path", [False, True], ids=["start", "path"])
+def test_bytecode_beside_the_users_files_is_not_run(on_path, timeout, tmp_path):
+    own(tmp_path)
+    (tmp_path / "mine_package" / "__init__.py").write_text("")
+    for place, name in ((".", "mine"), (".", "mine_helper"), ("mine_package", "__init__"), ("mine_package", "late")):
+        plant(tmp_path / place, name, tmp_path / "HIT")
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program")
+    more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
+    done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0", **more)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not (tmp_path / "HIT").exists(), (tmp_path / "HIT").read_text()
 
 
 @pytest.mark.parametrize("timeout", ["null", "30"])

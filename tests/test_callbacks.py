@@ -1,6 +1,7 @@
 """What callbacks write, read back from real files."""
 
 import html
+import json
 import math
 import os
 import re
@@ -17,8 +18,11 @@ from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.report.comparison import compare
+from grpo_lightning.report.records import read_run
 from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
@@ -259,3 +263,23 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
     assert [line.split()[1] for line in lines] == ["0/4", "1/4", "2/4", "3/4", "4/4"]
     assert "pass@1" in lines[0]
     assert "reward" in lines[-1]
+
+
+@provocation(
+    "a callback that ends a run before its last step, such as Lightning's `EarlyStopping`",
+    "status stopped, which a line says; the last step is saved and continues; a sweep leaves the job alone",
+)
+def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 1, mode: max}"
+    given = ("steps=6", "validation.every=1", "optimizer.lr=1e-12", f"+callbacks.stop={stop}")
+    small_run(tmp_path / "run", *given)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    made = summary["steps"]
+    assert (summary["status"], made) == ("stopped", 1)
+    assert f"a callback has ended the run after {made} of 6 steps" in caplog.text
+    record = read_run(tmp_path / "run")
+    assert is_done(record, 6)
+    assert list(compare([record]).others) == []
+    small_run(tmp_path / "run", "steps=6", "validation.every=1", "checkpoint=last")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 6)

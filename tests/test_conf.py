@@ -21,6 +21,7 @@ NEEDS = {
     ("reward", "keyword"): ["reward.keyword.function.words=[because]"],
     ("reward", "pattern"): ["reward.pattern.function.expression=because"],
     ("reward", "json_schema"): ["reward.json_schema.function.schema={type:object}"],
+    ("reward", "judge"): ["reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=some"],
     ("reward", "model"): ["reward.model.function.path=some/model"],
     ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
     ("sampler", "vllm"): ["mode=export"],  # of the others it says that vLLM is missing

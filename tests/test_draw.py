@@ -6,8 +6,17 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.own import draw as module
-from grpo_lightning.sampler.own.draw import draw, inverse_cdf, truncate, uniforms
+from grpo_lightning.sampler.own.draw import draw, inverse_cdf, likeliest, uniforms
 from grpo_lightning.transformer.head import token_logprobs
+
+
+def truncated(logits, *, top_k=0, top_p=1.0, min_p=0.0):
+    """The logits [b, V], -inf where a token cannot be drawn."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    ids, values, inside = likeliest(shifted, shifted.exp().sum(-1), top_k=top_k, top_p=top_p, min_p=min_p)
+    assert torch.equal(values, shifted.gather(-1, ids))
+    assert (ids.diff() > 0).all()
+    return logits.masked_fill(~torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside), -torch.inf)
 
 
 @pytest.mark.parametrize(
@@ -20,16 +29,16 @@ from grpo_lightning.transformer.head import token_logprobs
         ({"top_p": 1e-9}, [True, False, False, False]),
         ({"min_p": 0.3}, [True, True, False, False]),  # .15 < .3 x .5 <= .25... : .5, .3 stay, .14 goes
         ({"top_k": 3, "top_p": 0.9}, [True, True, True, False]),  # of .5 .3 .14 renormalized: .532 .319 .149
+        ({"top_k": 3, "top_p": 0.84}, [True, True, False, False]),  # before the third .851, of all four .8
         ({"top_k": 99}, [True] * 4),
         ({}, [True] * 4),
     ],
 )
 def test_truncation_by_hand(options, kept):
     logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
-    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
     shuffle = torch.tensor([2, 0, 3, 1])
-    assert truncate(logits, **options).isfinite().tolist() == [kept]
-    assert truncate(logits[:, shuffle], **options).isfinite().tolist() == [[kept[i] for i in shuffle]]
+    assert truncated(logits, **options).isfinite().tolist() == [kept]
+    assert truncated(logits[:, shuffle], **options).isfinite().tolist() == [[kept[i] for i in shuffle]]
 
 
 @pytest.mark.parametrize(
@@ -44,35 +53,60 @@ def test_truncation_by_hand(options, kept):
     ],
     ids=["plain", "temperature", "top_p", "top_k", "min_p", "all"],
 )
-@pytest.mark.parametrize("prefix", [1, 1024, None])
-def test_drawn_frequencies_fit_the_distribution_and_its_logprobs_ignore_truncation(sampling, prefix, in_blocks):
+def test_drawn_frequencies_logprobs_and_entropy_are_those_of_the_distribution(sampling, in_blocks):
     torch.manual_seed(0)
     logits = torch.randn(1, 8) * 2
     rows = 20_000
-    tokens, logprobs, entropy, _ = draw(logits.expand(rows, 8), sampling, torch.rand(rows), prefix=prefix)
+    tokens, logprobs, entropy, _, sets = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
     scaled = logits / sampling.temperature
-    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).softmax(-1)[0]
+    scaled = truncated(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+    kept = scaled.softmax(-1)[0]
     counts = tokens.bincount(minlength=8)
     assert counts[kept == 0].sum() == 0
     live = kept > 0
     chi_square = ((counts[live] - rows * kept[live]).square() / (rows * kept[live])).sum()
     assert chi_square < 29.9  # 0.9999 quantile at 7 degrees of freedom
+    if sampling.truncated:
+        assert sets.dtype == torch.int32
+        assert sets[0][sets[0] >= 0].tolist() == live.nonzero().flatten().tolist()
+        assert (sets == sets[0]).all()
+    else:
+        assert sets is None
     assert_close(logprobs, scaled.log_softmax(-1)[0][tokens])
     assert_close(entropy, torch.distributions.Categorical(logits=scaled).entropy().expand(rows))
 
 
-def test_a_large_nucleus_is_found_although_only_the_likeliest_are_sorted(monkeypatch):
+def test_of_a_large_set_the_likeliest_stay(monkeypatch):
     torch.manual_seed(0)
-    logits = torch.randn(5, 300) * torch.tensor([0.0, 0.1, 1.0, 3.0, 20.0])[:, None]  # 0: all equally likely
+    logits = torch.randn(5, 300) * torch.tensor([0.01, 0.1, 1.0, 3.0, 20.0])[:, None]
     descending, order = logits.double().softmax(-1).sort(descending=True, stable=True)
-    kept = descending.cumsum(-1) - descending < 0.9 - 1e-9
-    kept = torch.zeros_like(kept).scatter(-1, order, kept)
-    assert int(kept[0].sum()) == 270
-    assert kept.sum(-1).unique().numel() == 5
-    expected = logits.masked_fill(~kept, -torch.inf)
-    for prefix in (1, 4, 64, 299, 1024):
-        monkeypatch.setattr(module, "PREFIX", prefix)
-        assert torch.equal(truncate(logits, top_k=0, top_p=0.9, min_p=0.0), expected)
+    rank = torch.arange(300)
+    for most in (1, 4, 64, 299, 1024):
+        monkeypatch.setattr(module, "MOST", most)
+        kept = (descending.cumsum(-1) - descending < 0.9 - 1e-9) & (rank < most)
+        assert most < 299 or kept.sum(-1).unique().numel() == 5
+        expected = logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -torch.inf)
+        assert torch.equal(truncated(logits, top_p=0.9), expected)
+        assert torch.equal(truncated(logits, top_k=300, top_p=0.9), expected)
+        # e^-1 of the likeliest
+        kept = (descending >= descending[:, :1] / 2.718281828459045) & (rank < most)
+        expected = logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -torch.inf)
+        assert torch.equal(truncated(logits, min_p=0.36787944), expected)
+
+
+def test_of_equally_likely_tokens_the_first_stay():
+    logits = torch.tensor(
+        [[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]
+    )  # probabilities .1018 and .2764: 2 * .2764 + 2 * .1018 = .756
+    for top_p, kept in ((0.7, [0, 1, 2, 3]), (0.6, [0, 1, 3]), (0.2, [1])):
+        assert truncated(logits, top_p=top_p)[0].isfinite().nonzero().flatten().tolist() == kept
+    equal = torch.zeros(1, 300)
+    assert truncated(equal, top_p=0.9)[0].isfinite().tolist() == [True] * 270 + [False] * 30
+
+
+def test_what_the_model_rules_out_is_in_no_set():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -2.0]])
+    assert truncated(logits.clamp(min=-1e4), top_k=3)[0].isfinite().tolist() == [False, True, False, True]
 
 
 @pytest.fixture(params=[None, 2, 3, 4, 8], ids=lambda size: "at once" if size is None else f"blocks of {size}")
@@ -125,7 +159,7 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(monkeypatch):
 
 def test_a_greedy_draw_takes_the_likeliest():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, -1.0]])
-    tokens, logprobs, entropy, _ = draw(
+    tokens, logprobs, entropy, *_ = draw(
         logits, Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.99, 0.99])
     )
     assert tokens.tolist() == [1, 0]
@@ -135,7 +169,7 @@ def test_a_greedy_draw_takes_the_likeliest():
 
 def test_tokens_that_the_model_rules_out():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
-    tokens, logprobs, entropy, _ = draw(
+    tokens, logprobs, entropy, *_ = draw(
         logits, Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.0])
     )
     assert tokens.tolist() == [1]
@@ -155,9 +189,12 @@ def test_autocast_changes_no_draw(temperature, ruled_out):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = draw(logits.clone(), sampling, uniform)
     for one, other in zip(found, expected):
-        assert torch.equal(one, other)
-    tokens, logprobs, entropy, _ = found
-    exact = torch.distributions.Categorical(logits=logits.double() / (temperature or 1.0))
+        assert one is other is None or torch.equal(one, other)
+    tokens, logprobs, entropy, *_ = found
+    exact = logits.double() / (temperature or 1.0)
+    if temperature:
+        exact = truncated(exact, top_p=0.9, top_k=50, min_p=0.01)
+    exact = torch.distributions.Categorical(logits=exact.clamp(min=-1e9))
     assert_close(logprobs.double(), exact.log_prob(tokens), rtol=0, atol=1e-5)
     assert_close(entropy.double(), exact.entropy(), rtol=0, atol=1e-5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from grpo_lightning import advantage, loss
+from grpo_lightning import advantage, correction, loss
 from grpo_lightning.batch import Rollout
 from grpo_lightning.rollout import selection
 from tests.support import formulas
@@ -101,6 +101,57 @@ def test_weights(batch):
     close(loss.token_mean(given), formulas.token_mean(mask))
     close(loss.constant(given, length=7), formulas.constant(mask, length=7))
     close(loss.completion_sum(given), formulas.completion_sum(mask))
+
+
+CORRECTIONS = {
+    "token_truncation": {"cap": 1.3},
+    "token_mask": {"low": 0.7, "high": 1.6},
+    "sequence_truncation": {"cap": 1.4},
+    "sequence_mask": {"low": 0.4, "high": 2.2},
+    "geometric_mask": {"low": 0.8, "high": 1.2},
+}
+
+
+@pytest.mark.parametrize("is_only_update", [True, False])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_loss_under_another_sampler(name, is_only_update, batch):
+    sampler, mask = batch["old_logprobs"], batch["mask"]
+    factor = getattr(formulas, name)(batch["logprobs"] - sampler, mask, **CORRECTIONS[name])
+    close(
+        getattr(correction, name)(*map(torch.tensor, (batch["logprobs"] - sampler, mask)), **CORRECTIONS[name]), factor
+    )
+    assert len(np.unique(factor[mask])) > 1
+    whole = loss.PolicyLoss(
+        surrogate=partial(loss.clipped, epsilon_low=0.2, epsilon_high=0.2),
+        kl=loss.k3,
+        weights=loss.token_mean,
+        kl_coef=0.3,
+        entropy_coef=0.1,
+        correction=partial(getattr(correction, name), **CORRECTIONS[name]),
+    )
+    advantages, entropy = per_token(batch)[1], np.random.default_rng(3).uniform(0.1, 1.0, mask.shape)
+    old = batch["logprobs"] if is_only_update else sampler
+    rows = Rollout(
+        ids=torch.zeros(ROWS, TOKENS + 1, dtype=torch.long),
+        attention_mask=torch.ones(ROWS, TOKENS + 1, dtype=torch.bool),
+        **{name: torch.tensor(value) for name, value in zip(RATED, (mask, old, batch["ref_logprobs"], advantages))},
+    )
+    given, bonus = (torch.tensor(values, requires_grad=True) for values in (batch["logprobs"], entropy))
+    of_tokens = whole.correct(given.detach() - torch.tensor(sampler), rows.mask, on_policy=is_only_update)
+    value, _ = whole(given, bonus, rows, whole.weights(rows.mask) * of_tokens)
+    value.backward()
+    held = factor if is_only_update else (factor > 0).astype(float)  # the ratio to the sampler is in the surrogate
+
+    def reference(x, h=entropy):
+        settings = {"epsilon": 0.2, "kl_coef": 0.3, "bonus": 0.1}
+        return formulas.corrected_loss(x, h, old, batch["ref_logprobs"], advantages, mask, held, **settings)
+
+    close(value.item(), reference(batch["logprobs"]))
+    close(given.grad, formulas.finite_difference(reference, batch["logprobs"]))
+    close(bonus.grad, formulas.finite_difference(lambda h: reference(batch["logprobs"], h), entropy))
+
+
+RATED = ("mask", "old_logprobs", "ref_logprobs", "advantages")
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3_weighted"])

@@ -9,6 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
 
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.transformer.head import Head, token_logprobs
 
 SIZE, WIDTH, VOCABULARY = 7, 6, 11
@@ -22,11 +23,11 @@ def made(*, bias=False, scale=1.0, softcap=None, dtype=torch.float32):
     return Head(weight, bias, scale, softcap), hidden, torch.randint(VOCABULARY, (SIZE,))
 
 
-def plain(head, hidden, ids, temperature):
+def plain(head, hidden, ids, temperature, kept=None):
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return token_logprobs(logits, ids, temperature, entropy_gradient=True)
+    return token_logprobs(logits, ids, temperature, entropy_gradient=True, kept=kept)
 
 
 def leaves(head, hidden):
@@ -84,6 +85,46 @@ def test_a_gradient_named_beforehand_changes_no_result(bias, scale, softcap, tem
         torch.autograd.grad(expected, leaves(head, hidden), slopes),
     ):
         assert_close(one, other, rtol=1e-4, atol=2e-6)
+
+
+SETS = [[0, 3, 10], [], [7], [1, 2, 3, 4, 5, 6], list(range(11)), [2, 9], []]
+"""What each of the seven tokens was drawn from; nothing stands for the whole vocabulary."""
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["known beforehand", "with entropy"])
+@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 10_000])
+@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+def test_outside_of_a_set_there_is_neither_probability_nor_gradient(bias, scale, softcap, temperature, chunk, early):
+    head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
+    ids = torch.tensor([one[len(one) // 2] if one else int(drawn) for one, drawn in zip(SETS, ids)])
+    kept = Kept(torch.tensor([len(one) for one in SETS]).int(), torch.tensor([t for one in SETS for t in one]).int())
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * scale
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    slopes = torch.randn(SIZE), torch.zeros(SIZE) if early else torch.randn(SIZE)
+    found = head(
+        *(hidden, ids),
+        **{"temperature": temperature, "entropy": not early, "kept": kept, "chunk": chunk},
+        loss_gradient=lambda _, part: slopes[0][part],
+    )
+    expected = plain(head, hidden, ids, temperature, kept)
+    for token, one in enumerate(SETS):
+        own = logits[token, one] if one else logits[token]
+        by_hand = own.log_softmax(-1)
+        assert_close(expected[0][token], by_hand[one.index(int(ids[token])) if one else ids[token]])
+        assert_close(expected[1][token], -(by_hand.exp() * by_hand).sum())
+    pairs = [(one, slope) for one, slope in zip(found, slopes) if one is not None]
+    for one, other in zip(found, expected):
+        assert one is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(
+        torch.autograd.grad([one for one, _ in pairs], leaves(head, hidden), [slope for _, slope in pairs]),
+        torch.autograd.grad(expected, leaves(head, hidden), slopes),
+    ):
+        assert_close(one, other, rtol=1e-4, atol=2e-6)
+    only = torch.autograd.grad(plain(head, hidden, ids, temperature, kept)[0][2], head.weight)[0]
+    assert only.count_nonzero() == 0  # of a single token nothing can be learned
+    (weight,) = torch.autograd.grad(plain(head, hidden, ids, temperature, kept)[0][0], head.weight)
+    assert weight.any(-1).nonzero().flatten().tolist() == [0, 3, 10]
 
 
 def test_with_the_right_gradient_the_logits_are_made_once(monkeypatch):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +61,25 @@ def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other,
         small_run(tmp_path, *overrides)
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json", NAME}
+
+
+@provocation(
+    "two runs at once with the same `callbacks.checkpoint.directory` or `callbacks.rollouts.directory`",
+    "the second is refused, before it has saved anything",
+)
+@pytest.mark.parametrize("name", ["checkpoint", "rollouts"])
+def test_a_second_run_with_the_same_place_for_its_files_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.2)
+    shared = tmp_path / "shared"
+    both = (f"callbacks.checkpoint.directory={shared}", f"callbacks.rollouts.directory={shared}")
+    small_run(tmp_path / "first", *both)
+    shutil.rmtree(shared)
+    other = holder(shared)
+    with pytest.raises(Locked, match=rf"callbacks.{name}.directory={shared}: process {other.pid} on .* is training in"):
+        small_run(tmp_path / "second", *both[name == "rollouts" :][:1])
+    other.kill()
+    other.wait()
+    assert {path.name for path in shared.iterdir()} == {NAME}
 
 
 @provocation("the run in the directory was killed (`kill -9`)", "its lock ends with it, and the next run starts")

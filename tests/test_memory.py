@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.memory import CASES, LONG, apart
-from grpo_lightning.memory import Shape, Use, activations, predicted, table, use_of
+from grpo_lightning.memory import LARGEST_SET, Shape, Use, activations, predicted, table, use_of
+from grpo_lightning.sampler.own import decode, draw
 from tests.support.composed import composed
 
 SHAPE = Shape(trained=1000, frozen=0, body=800, hidden=10, layers=2, intermediate=40, vocabulary=20, keys=5)
@@ -51,6 +52,38 @@ def test_a_budget_for_keys_and_values_by_hand(budget, rows):
 def test_the_samplers_copy_by_hand():
     copied = predicted(SHAPE, replace(USE, copy_bytes=2.0))["sampling"] - predicted(SHAPE, USE)["sampling"]
     assert copied == 2 * (800 + 20 * 10)
+
+
+def test_sets_of_truncated_sampling_by_hand():
+    assert LARGEST_SET == draw.MOST
+    # 6 completions: 8 numbers of 4 bytes for each of 2 tokens, or 17 on a GPU, and 48 bytes of each to sort them
+    for device, draws in (("cpu", 2), ("cuda", decode.LOOK_EVERY + 1)):
+        whole = replace(USE, device=device)
+        more = predicted(SHAPE, replace(whole, set_tokens=8))["sampling"] - predicted(SHAPE, whole)["sampling"]
+        assert more == 6 * 8 * (4 * draws + 48)
+    # no set is larger than the vocabulary
+    large, larger = (predicted(SHAPE, replace(USE, set_tokens=size))["sampling"] for size in (20, 1024))
+    assert large == larger
+    # where all logits exist, they are copied and masked: 108 tokens, 66 of completions
+    plain = replace(USE, shares_prompts=False)
+    more = predicted(SHAPE, replace(plain, set_tokens=8))["update"] - predicted(SHAPE, plain)["update"]
+    assert more == pytest.approx(1.25 * 4 * 66 * 20, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "setting, size",
+    [
+        ("rollout.top_p=1.0", 0),
+        ("rollout.top_p=0.9", 1024),
+        ("rollout.min_p=0.1", 1024),
+        ("rollout.top_k=50", 50),
+        ("rollout.top_k=5000", 1024),
+        ("rollout.top_p={_target_: grpo_lightning.varying.Linear, start: 0.9, end: 1.0, steps: 30}", 1024),
+    ],
+)
+def test_how_large_sets_may_be(setting, size):
+    use = use_of(composed(setting), processes=1, is_sharded=False, on_cpu=True, prompt_tokens=10)
+    assert use.set_tokens == size
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
     padded = {
         name: pad(value, (left if name in ("ids", "attention_mask") else 0, right))
         for name, value in vars(rows).items()
+        if isinstance(value, torch.Tensor)
     }
     rows = Rollout(**padded)[torch.arange(8) if order is None else torch.tensor(order)]
     weights = loss.weights(rows.mask)

@@ -18,6 +18,14 @@ RUNS = {
     "grpo": ["algorithm=grpo", "module.ppo_epochs=2", "module.minibatch_size=12"],
     "dapo": ["algorithm=dapo", "rollout.max_tries=2", "rollout.max_new_tokens=24"],
     "dr_grpo": ["algorithm=dr_grpo", "rollout.temperature=2.2"],  # lengths differ: one process samples on alone
+    "corrected": [
+        *("rollout._target_=tests.support.mismatch.Disturbed", "trusted=[tests]", "module.self_check=false"),
+        *("correction=sequence_mask", "correction.low=0.6", "correction.high=1.5"),
+    ],
+    "corrected by the token": [
+        *("rollout._target_=tests.support.mismatch.Disturbed", "trusted=[tests]", "module.self_check=false"),
+        *("correction=token_truncation", "correction.cap=1.1"),
+    ],
     "moved": ["callbacks=reference_refresh", "callbacks.reference.every=2", "callbacks.reference.alpha=0.5"],
 }
 SMALL = [

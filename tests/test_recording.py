@@ -4,11 +4,13 @@ import gzip
 import json
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
 from tests.support.composed import HEADER
@@ -106,6 +108,21 @@ def test_what_is_read_is_bitwise_what_was_written(tmp_path):
     assert [[rows.tolist() for rows in own] for own in found.microbatches] == [[[3, 1]]]
 
 
+def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_path):
+    kept = Kept(
+        torch.tensor([[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]]).int(), torch.tensor([7, 9, 8, 9, 0, 2, 4, 2]).int()
+    )
+    given = replace(SCORED, sampled=replace(SAMPLED, kept=kept))
+    written = lines(GIVEN, given, ROLLOUT, TRAINED)
+    assert [row["kept"] for row in written[1:]] == [[[7, 9], []], [[8], [9], [0, 2, 4]], [[2]], [[], [], []]]
+    path = tmp_path / files.file_name(1)
+    files.write(path, written)
+    found = restored(*files.read(path), torch.device("cpu")).scored.sampled.kept
+    assert torch.equal(found.sizes, kept.sizes)
+    assert torch.equal(found.ids, kept.ids)
+    assert "kept" not in made()[1]
+
+
 def test_every_float32_comes_back_from_nine_digits():
     drawn = random.Random(0)
     bits = [drawn.getrandbits(32) for _ in range(20_000)] + [1, 0x80000001, 0x007FFFFF, 0x7F7FFFFF, 0x80000000]
@@ -188,6 +205,12 @@ DAMAGED = {
     "a prompt of another kind": (changed(3, prompt={"a": 1}), "prompt is neither text nor messages"),
     "a number as a text": (changed(3, completion=7), "completion and columns"),
     "a number as a flag": (changed(3, right=1), "right and finished"),
+    "sets of too few tokens": (changed(2, kept=[[8], [9]]), "line 3: kept are not 3 sets of tokens"),
+    "a set without its token": (changed(2, kept=[[8], [], [1, 3]]), "kept are not 3 sets of tokens"),
+    "a set in disorder": (changed(2, kept=[[9, 8], [], []]), "kept are not 3 sets of tokens"),
+    "a token twice in a set": (changed(2, kept=[[8, 8], [], []]), "kept are not 3 sets of tokens"),
+    "a set of what are no tokens": (changed(2, kept=[[-1, 8], [], []]), "kept are not 3 sets of tokens"),
+    "no list of sets": (changed(2, kept=None), "kept are not 3 sets of tokens"),
 }
 
 
@@ -230,6 +253,27 @@ def test_damaged_bytes_are_refused(tmp_path):
         files.folder(tmp_path / "none")
     with pytest.raises(files.Unusable, match="is no directory"):
         files.folder(path)
+
+
+@provocation(
+    "`rollout.path=` a directory with a file of a few kB that unpacks to gigabytes",
+    "refused as soon as it is longer than its first line allows",
+)
+@pytest.mark.parametrize("read", [files.read, files.check_bytes, lambda path: list(files._lines(path))])
+def test_a_file_is_no_longer_than_its_first_line_says(read, tmp_path, monkeypatch):
+    path = tmp_path / files.file_name(1)
+    files.write(path, made())
+    whole = gzip.decompress(path.read_bytes()).decode("ascii").splitlines(keepends=True)
+    # 4 completions of at most 2 + 3 tokens: 100 characters for the texts of each, 8 for each token
+    monkeypatch.setattr(files, "_LONGEST_TEXTS", 100)
+    monkeypatch.setattr(files, "_LONGEST_TOKEN", 8)
+    allowed = len(whole[0]) + 4 * (100 + 8 * 5)
+    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 3) + "{}\n").encode()))
+    if read is not files.read:
+        read(path)
+    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 2) + "{}\n").encode()))
+    with pytest.raises(files.Unusable, match="is longer than a rollout can be"):
+        read(path)
 
 
 def test_a_line_longer_than_any_is_not_read(tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ def test_values_of_keys_that_name_secrets_are_hidden(key):
 @pytest.mark.parametrize(
     "key",
     [
-        *("max_new_tokens", "microbatch_tokens", "num_tokens", "tokenizer", "keyword", "keywords", "author", "monkey"),
+        *("max_new_tokens", "microbatch_tokens", "batch_tokens", "special_tokens", "eos_token", "num_tokens", "author"),
+        *("tokenizer", "keyword", "keywords", "monkey"),
         *("checkpoint", "key", "path", "token_mean"),
     ],
 )
@@ -76,3 +77,8 @@ def test_overrides_lose_the_values_of_secret_keys():
     ]
     remember_words(words)
     assert hide("k234 k1") == f"{HIDDEN} k1"
+
+
+def test_a_long_number_of_the_environment_is_hidden_in_every_text_and_a_short_one_is_not():
+    remember({"a": {"pin": 48151623, "steps": 2000}, "b": 48151624}, keys=["a.pin", "a.steps"])
+    assert hide("48151623 48151624 2000") == f"{HIDDEN} 48151624 2000"

@@ -30,6 +30,7 @@ EXACT = {
         "loss.kl_coef={_target_: grpo_lightning.varying.Proportional, start: 0.1, metric: policy/entropy, target: 3.0, "
         "rate: 0.1}",
     ),
+    "a correction": ("correction=token_truncation", "correction.cap=1.0"),
     "every reward by itself": (
         "advantage=gdpo",
         "reward.format.weight={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.0, steps: 3}",

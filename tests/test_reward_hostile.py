@@ -150,6 +150,7 @@ def scores(names):
         "target": [6] * rows,
         "task": ["basic_arithmetic"] * rows,
         "metadata": [{}] * rows,
+        "tests": [[{"input": "72", "output": "72"}]] * rows,
     }
     ids = [list(range(len(text) % 700)) for text in texts]
     return Scoring(rewards(names), ["p"] * rows, columns).finish(texts, ids)

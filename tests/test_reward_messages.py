@@ -148,32 +148,6 @@ def test_the_setting_reaches_the_reward():
 # --- coroutines
 
 
-class Awaited:
-    async def __call__(self, completions, **columns):
-        return [0.0] * len(completions)
-
-    async def method(self, completions):
-        return [0.0] * len(completions)
-
-
-COROUTINES = {
-    "function": rewards.later,
-    "partial": functools.partial(functools.partial(rewards.later), level=1),
-    "object": Awaited(),
-    "partial_object": functools.partial(Awaited(), level=1),
-    "method": Awaited().method,
-    "per_completion": PerCompletion(rewards.later),
-    "per_completion_partial": PerCompletion(functools.partial(Awaited(), level=1)),
-}
-
-
-@pytest.mark.parametrize("function", COROUTINES.values(), ids=COROUTINES)
-def test_coroutine_functions_are_refused_before_anything_runs(function):
-    message = r"^reward 'mine': .* is a coroutine function .* not supported yet; allowed is a plain function \(def\)"
-    with pytest.raises(RewardError, match=message):
-        check_columns({"mine": Weighted(function, 1.0)}, [])
-
-
 def test_a_plain_function_around_a_coroutine_function_is_one():
     @functools.wraps(rewards.later)
     def waits(completions, **columns):

@@ -166,13 +166,6 @@ def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):
     assert one.metrics["reward/total"] == same.metrics["reward/total"] != other.metrics["reward/total"]
 
 
-def test_sampling_from_another_distribution_is_said(tmp_path, caplog):
-    small_run(tmp_path / "free", "steps=1")
-    assert "another distribution" not in caplog.text
-    small_run(tmp_path / "cut", "rollout.top_p=0.9")
-    assert "rollout.top_p=0.9, top_k=0, min_p=0.0 sample another distribution" in caplog.text
-
-
 def test_a_checkpoint_of_version_0_1_says_the_same_in_other_words():
     old = {
         "grpo": {

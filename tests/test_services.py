@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ import pytest
 import grpo_lightning
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
-from tests.support.composed import composed
+from tests.support.composed import ROOT, composed
+from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
 
@@ -153,3 +157,23 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
         assert [type(logger).__name__ for logger in run.trainer.loggers] == kinds
     with pytest.raises(ValueError, match=r"logger=3: allowed are Lightning's loggers, names such as csv, and False"):
         grpo_lightning.compose(*words, "trusted=[tests]", run_dir=tmp_path, logger=3)
+
+
+@provocation("`wandb/settings` in the directory of the start that names another server", "it is not read")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\nentity = evil\n")
+    code = (
+        "from grpo_lightning.logger.wandb import WandbLogger\n"
+        "run = WandbLogger('run', offline=True, project='mine').experiment\n"
+        "print(run.settings.base_url, run.settings.entity, run.dir)\n"
+    )
+    known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    address, entity, place = done.stdout.split()[-3:]
+    assert (address, entity) == ("https://api.wandb.ai", "None"), done.stderr
+    assert place.startswith(str(tmp_path / "run"))

@@ -96,6 +96,14 @@ def row(override: str, message: str):
         row("sweep_metric=val/reward/exact", "sweep_metric=val/reward/exact: allowed are val/pass@1"),
         row("sweep_metric=reward/totl", "and the metrics of training; the nearest is reward/total"),
         row("module=sft|data=demonstrations|sweep_metric=policy/entropy", "sweep_metric=policy/entropy: allowed are"),
+        row(
+            "module=sft|data=demonstrations|rollout.over_sample=2",
+            "over_sample=2: allowed is 1 with module=sft, whose ba",
+        ),
+        row(
+            "module=sft|data=demonstrations|rollout=dynamic_sampling",
+            "max_tries=3: allowed is 1 with module=sft, whose",
+        ),
         row("schedule.warmup_steps=121", "schedule.warmup_steps=121: allowed is at most steps=120, the steps"),
         row(
             "trainer.plugins=[]",

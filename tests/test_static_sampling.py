@@ -92,20 +92,24 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **
 def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
     sampling = Sampling(**PLAIN | OPTIONS[kind])
     expected = sampled_alone(policy, PROMPTS, group_size=3, sampling=sampling, seed=5)
-    lengths = {len(ids) for ids, _, _ in expected}
+    lengths = {len(ids) for ids, *_ in expected}
     assert len(lengths) > 3
     for copied in (0, 1 << 20):
         for pace in ({}, {"look_every": 16}, {"at_once": 2, "look_every": 5}):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(shared_prompt_cache, "COPIED", copied)
                 found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
-            for row, (ids, logprobs, entropies) in enumerate(expected):
+            for row, (ids, logprobs, entropies, sets) in enumerate(expected):
                 mask = found.mask[row]
                 assert found.ids[row][mask].tolist() == ids
                 assert_close(found.logprobs[row][mask], torch.tensor(logprobs), rtol=0, atol=1e-4)
                 assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
                 assert found.ids[row][~mask].eq(policy.pad_id).all()
                 assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
+                assert (found.kept is not None) == (kind == "truncated")
+                if found.kept is not None:
+                    assert found.kept.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets
+                    assert found.kept.sizes[row][~mask].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["once per group", "copied later", "copied"])
@@ -243,8 +247,7 @@ def in_the_middle(policy, monkeypatch, *, options=PLAIN, copied=0, tokens=64, at
     cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, begun={}, ranks=shared_prompt_cache.ALONE)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
-    slots = Slots(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, begun={})
-    slots._prefix = None
+    slots = Slots(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64, begun={})
     with policy.evaluation(), torch.no_grad():
         slots.open(range(at_once or 6))
         cache.reserve(3)
@@ -257,7 +260,12 @@ def in_the_middle(policy, monkeypatch, *, options=PLAIN, copied=0, tokens=64, at
 
 def tensors(slots, cache) -> list[torch.Tensor]:
     """Everything that a step reads and writes, but for weights."""
-    found = [value for holder in (slots, cache) for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+    found = [
+        value
+        for holder in (slots, slots.sets, cache)
+        for value in vars(holder).values()
+        if isinstance(value, torch.Tensor)
+    ]
     pairs = [*cache._own._layers.values(), *cache._shared.values()]
     found += [tensor for pair in pairs for tensor in pair]
     if cache._grouping is not None:
@@ -288,6 +296,7 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
         for _ in range(12):
             slots.step()
         expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
+        sets = None if slots.sets.recent is None else slots.sets.recent.clone()
     with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
 
         def step(unused):
@@ -300,16 +309,19 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
         assert torch.equal(slots.ids, expected[0])
         assert_close(slots.logprobs, expected[1], rtol=0, atol=1e-6)
         assert torch.equal(slots._count, expected[2])
+        assert sets is slots.sets.recent is None or torch.equal(slots.sets.recent, sets)
+        assert (sets is not None) == (kind == "truncated")
     assert int(expected[2].max()) > 5
 
 
 @STEPS
-def test_a_step_is_one_graph(policy, monkeypatch, copied):
-    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, _):
+@SAMPLINGS
+def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
         for _ in range(6):
             slots.step()
         expected = slots.ids.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
         torch._dynamo.reset()
         compiled = torch.compile(slots.step, fullgraph=True, backend="eager")
         for _ in range(6):
@@ -318,8 +330,9 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied):
 
 
 @STEPS
-def test_nothing_moves_between_two_looks(policy, monkeypatch, copied):
-    with in_the_middle(policy, monkeypatch, copied=copied) as (slots, cache):
+@SAMPLINGS
+def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         assert len(before) > 12
         for _ in range(40):
@@ -329,8 +342,12 @@ def test_nothing_moves_between_two_looks(policy, monkeypatch, copied):
 
 
 @STEPS
-def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied):
-    with in_the_middle(policy, monkeypatch, copied=copied, at_once=4, tokens=16) as (slots, cache):
+@SAMPLINGS
+def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied, kind):
+    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind], at_once=4, tokens=16) as (
+        slots,
+        cache,
+    ):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         slots.fill([1, 3], [4, 5])
         slots.step()

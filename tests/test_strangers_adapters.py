@@ -64,6 +64,28 @@ def test_the_adapter_of_a_reward_model_names_no_module(here):
         reward_model(directory)(["hi"], ["there"])
 
 
+@provocation(
+    "a model directory with an adapter of the kind X-LoRA, which names directories of further adapters, such ones",
+    "refused in one sentence",
+)
+def test_an_adapter_of_adapters_is_not_loaded(here):
+    directory = with_adapter(write_checkpoint(here / "megatron", "llama", chat=True))
+    shutil.copytree(directory, directory / "inner")
+    edit(directory / "inner" / "adapter_config.json", **EVIL)
+    for place in (directory, directory / "base"):
+        edit(place / "config.json", use_cache=False)
+    inner = {"0": str(directory / "inner")}
+    kind = {
+        "peft_type": "XLORA",
+        "hidden_size": 16,
+        "adapters": inner,
+        "base_model_name_or_path": str(directory / "base"),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(kind))
+    with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.adapters: names adapters in other"):
+        hf.load(str(directory), **PLAIN)
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '"megatron_core"'])
 def test_settings_of_an_adapter_are_a_mapping(content, here):
     directory = write_checkpoint(here / "model", "llama", chat=True)

@@ -8,26 +8,79 @@ from omegaconf import OmegaConf
 
 from grpo_lightning import start
 from grpo_lightning.composition.loader import problems
-from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings import ConfigError, check, given, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation
 
 REFUSED = "is refused by its key before anything is imported for it"
+REFUSED_IN_A_FILE = "refused by its key; on the command line it is allowed"
+
+
+LIBRARY = """
+class Tool:
+    def __call__(self, file):
+        return file
+
+    @staticmethod
+    def apply(file):
+        return file
+
+
+def load(file):
+    return file
+
+
+def decorated(function):
+    def inner(completions):
+        return function(completions)
+
+    return inner
+
+
+another = decorated(load)
+tool = Tool()
+"""
+MINE = """
+import os
+from functools import lru_cache, partial
+from os import system
+
+from torch.optim import SGD
+from trust_library import Tool, another, decorated, load, tool
+
+from grpo_lightning.reward.format import _is_formatted, format
+
+NUMBER = 1
+
+
+def ok(completions):
+    return [1.0]
+
+
+kept = lru_cache(ok)
+bound = partial(ok)
+also = decorated(ok)
+own = Tool()
+
+
+class Made:
+    @classmethod
+    def of(cls):
+        return cls()
+"""
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A directory of the user's with a module, which is the directory of the start."""
-    monkeypatch.setattr(start, "START", tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "trust_mine.py").write_text(
-        "import os\nfrom functools import lru_cache, partial\nfrom os import system\n"
-        "from hydra.utils import get_class\n"
-        "NUMBER = 1\n\n\ndef ok(completions):\n    return [1.0]\n\n\nkept = lru_cache(ok)\nbound = partial(ok)\n\n\n"
-        "class Made:\n    @classmethod\n    def of(cls):\n        return cls()\n"
-    )
+    """A directory of the user's with a module, which is the directory of the start; a library lies elsewhere."""
+    monkeypatch.setattr(start, "START", tmp_path / "start")
+    for place, name, text in (("elsewhere", "trust_library", LIBRARY), ("start", "trust_mine", MINE)):
+        (tmp_path / place).mkdir()
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+        (tmp_path / place / f"{name}.py").write_text(text)
     yield "trust_mine"
-    sys.modules.pop("trust_mine", None)
+    for name in ("trust_mine", "trust_library"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +180,7 @@ def test_what_users_need_may_be_named(name):
     assert callable(trust.resolved(name))
 
 
-@pytest.mark.parametrize("name", ["ok", "kept", "bound", "Made", "Made.of", "get_class"])
+@pytest.mark.parametrize("name", ["ok", "kept", "bound", "also", "own", "Made", "Made.of", "format", "SGD"])
 def test_what_a_file_of_the_user_has_may_be_named(name, mine):
     assert callable(trust.resolved(f"{mine}.{name}"))
 
@@ -140,11 +193,24 @@ def test_what_a_file_of_the_user_has_may_be_named(name, mine):
         ("system", "is defined in posix"),
         ("lru_cache", "is defined in functools"),
         ("NUMBER", "this is a value of type int"),
+        ("load", "is defined in trust_library"),
+        ("decorated", "is defined in trust_library"),
+        ("another", "is defined in trust_library"),
+        ("tool", "is defined in trust_library"),
+        ("Tool", "is defined in trust_library"),
+        ("Tool.apply", "leads to trust_mine.Tool of another package"),
+        ("own.apply", "is defined in trust_library"),
+        ("_is_formatted", "allowed are"),
     ],
 )
-def test_what_a_file_of_the_user_only_imports_from_python_may_not(name, reason, mine):
+def test_what_a_file_of_the_user_only_imports_may_not(name, reason, mine):
     with pytest.raises(ValueError, match=reason):
         trust.resolved(f"{mine}.{name}")
+
+
+def test_what_it_imports_may_be_named_where_the_package_is_trusted(mine):
+    for name in ("load", "another", "tool", "Tool", "Tool.apply"):
+        assert callable(trust.resolved(f"{mine}.{name}", ["trust_library"]))
 
 
 def test_a_file_is_not_imported_to_be_judged(tmp_path, monkeypatch):
@@ -232,7 +298,57 @@ def test_binary_values_are_refused():
             ["policy.trust_remote_code=true"],
             ["a.0.trust_remote_code"],
         ),
+        (  # a copy of what is given, and what looks like one
+            {name: {"model": {"trust_remote_code": True, "path": name[:3]}} for name in ("reward", "other")}
+            | {"rollout": {"reward": {"model": {"trust_remote_code": True, "path": "rew"}}}}
+            | {"module": {"reward": {"model": {"trust_remote_code": True, "path": "else"}}}},
+            ["reward.model.trust_remote_code=true"],
+            ["other.model.trust_remote_code", "module.reward.model.trust_remote_code"],
+        ),
     ],
 )
 def test_only_the_users_words_give_trust(config, words, found):
-    assert [text.partition(" ")[0] for text in trust.ungiven(config, words)] == found
+    assert [text.partition(" ")[0] for text in given.ungiven(config, words)] == found
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        pytest.param(words, key, marks=provocation(f"a settings file with `{' '.join(words)}`", REFUSED_IN_A_FILE))
+        for words, key in (
+            (["callbacks.export.directory=elsewhere"], "callbacks.export.directory=elsewhere"),
+            (["callbacks.checkpoint.events_directory=.."], "callbacks.checkpoint.events_directory=.."),
+            (["logger=mlflow", "logger.mlflow.directory=/tmp"], "logger.mlflow.directory=/tmp"),
+            (
+                ["logger=mlflow", "logger.mlflow.tracking_uri=mysql+mine://x"],
+                "logger.mlflow.tracking_uri=mysql+mine://x",
+            ),
+            (["logger=mlflow", "+logger.mlflow.artifact_location=x"], "logger.mlflow.artifact_location=x"),
+        )
+    ],
+)
+def test_only_the_user_names_places_outside_of_the_run_directory(words, key, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = composed("trusted=[]", "run_dir=runs/x", *words)
+    assert given.ungiven(config, []) == [
+        f"{key} stands in a file; allowed is to give it on the command line, or to compose"
+    ]
+    assert given.ungiven(config, words) == []
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "")
+    given.say_words(words)
+    assert given.ungiven(config) == []
+
+
+@pytest.mark.parametrize("store", ["https://x.org:1", "file:mlruns", "sqlite:///a/b.db", "mlruns", "null"])
+def test_a_settings_file_may_name_mlflows_servers_and_files(store):
+    assert (
+        given.ungiven(
+            composed("trusted=[]", "run_dir=runs/x", "logger=mlflow", f"logger.mlflow.tracking_uri={store}"), []
+        )
+        == []
+    )
+
+
+def test_the_environment_is_the_users(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://host/db")
+    assert given.ungiven(composed("trusted=[]", "run_dir=runs/x", "logger=mlflow"), []) == []

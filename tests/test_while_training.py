@@ -1,5 +1,6 @@
 """What a run says while it trains: that nothing is learned, that weights are damaged, and which settings changed."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from grpo_lightning.callbacks.doctor import Doctor
 from grpo_lightning.checkpoint.changes import told
+from tests import test_sense
 from tests.support.composed import composed
 from tests.support.provocations import provocation
 from tests.support.running import small_module, small_run
@@ -114,6 +116,24 @@ def test_changed_settings_are_listed_once_each(tmp_path, caplog):
         "  seed was 0 and is 3 now",
         "  trainer.precision was 32-true and is bf16-mixed now",
     ]
+
+
+@provocation(
+    "continuing after the file of the data was changed, though no setting was",
+    "one line with how many prompts there are",
+)
+def test_changed_data_are_said_where_no_setting_changed(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"{number} a", "answer": str(number)}) for number in range(60)]
+    own = ("data=jsonl", f"data.path={file}", "validation.every=1")
+    for name, now, count in (("same", rows, 0), ("fewer", rows[:40], 36), ("other", [*rows[1:], rows[0]], 56)):
+        file.write_text("\n".join(rows))
+        test_sense.small_run(tmp_path / name, *own)
+        file.write_text("\n".join(now))
+        caplog.clear()
+        test_sense.small_run(tmp_path / name, *own, "steps=2", "checkpoint=last")
+        said = f"checkpoint: 56 training and 4 held-out prompts then, {count} and 4 now, or other rows; from here on"
+        assert [said in one for one in warnings(caplog, "changes")] == [True] * (now is not rows)
 
 
 def test_settings_that_follow_others_are_not_listed():

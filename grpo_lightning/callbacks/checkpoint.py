@@ -49,6 +49,7 @@ class RunCheckpoint(Checkpoint):
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._bytes = 0
+        self._data: dict[str, Any] | None = None
 
     @property
     def last(self) -> Path:
@@ -59,6 +60,8 @@ class RunCheckpoint(Checkpoint):
         steps, exports = _steps(module), any(isinstance(callback, Export) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         self._bytes = disk.checkpoint_bytes(steps.policy, steps.optimizer, all_weights=steps.base is None)
         export = disk.weights_bytes(steps.policy.state_dict().values()) if exports else 0
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._data = data.fingerprint() if hasattr(data, "fingerprint") else None
         problem = None
         if trainer.is_global_zero:
             try:
@@ -114,6 +117,7 @@ class RunCheckpoint(Checkpoint):
             "events": tensorboard.position(self.events_directory),
             "started": activity.noted().get("started"),
             "seconds": self._seconds_before + time.perf_counter() - self._started,
+            "data": self._data,
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -18,16 +18,27 @@ _COPIES = {
 """Settings that have another's value under another name."""
 
 
-def tell(recorded: Mapping[str, Any], now: Mapping[str, Any], *, version: str) -> None:
-    """Warn of the settings that changed, if any did.
+def tell(
+    recorded: Mapping[str, Any], now: Mapping[str, Any], *, version: str, data: Mapping[str, Any] | None = None
+) -> None:
+    """Warn of the settings that changed, if any did, and of data that did though the settings are the same.
 
     Args:
-        recorded: What the checkpoint says of its run: "config" and, from version 0.2 on, "version".
+        recorded: What the checkpoint says of its run: "config" and, from later versions, "version" and "data".
         now: The settings of the run that continues it.
         version: Of this program.
+        data: What tells the prompts from others, as ``PromptData.fingerprint`` says.
     """
     if changed := told(recorded["config"], now, same_version=recorded.get("version") == version):
         log.warning("%s", changed)
+    before, own = recorded.get("data"), [config.get("data") or {} for config in (recorded["config"], now)]
+    others = [key for key, *_ in differences(own[0], own[1], prefix="data.") if key not in _COPIES]
+    if data and before and dict(before) != dict(data) and not others:
+        log.warning(
+            "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
+            "other rows; from here on steps have other prompts than an unbroken run",
+            *(before["training"], before["held_out"], data["training"], data["held_out"]),
+        )
 
 
 def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool = True) -> str | None:

@@ -6,8 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ NAME = ".lock"
 PATIENCE = 3.0
 """Seconds to wait for a holder to end: a process whose parent was killed may need a moment to die itself."""
 
+_OF_ONE_RUN = ("checkpoint", "rollouts")
+"""Callbacks whose files a second run would overwrite."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 _held: set[Path] = set()
 """The directories that this process holds: the kernel's locks do not keep a process from itself."""
@@ -26,7 +28,29 @@ class Locked(ValueError):
 
 
 @contextmanager
-def held(directory: Path, *, first: bool = True, patience: float | None = None) -> Iterator[None]:
+def all_held(config: Mapping[str, Any], directory: Path, *, first: bool) -> Iterator[None]:
+    """`held`, of a run directory and of what lies elsewhere and can hold the files of one run only.
+
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        first: As in `held`.
+    """
+    places = {directory.resolve(): "hydra.run.dir"}
+    for name in _OF_ONE_RUN:
+        place = ((config.get("callbacks") or {}).get(name) or {}).get("directory")
+        if isinstance(place, str) and not Path(place).resolve().is_relative_to(directory.resolve()):
+            places.setdefault(Path(place).resolve(), f"callbacks.{name}.directory")
+    with ExitStack() as stack:
+        for path, key in places.items():
+            stack.enter_context(held(path if key != "hydra.run.dir" else directory, first=first, key=key))
+        yield
+
+
+@contextmanager
+def held(
+    directory: Path, *, first: bool = True, patience: float | None = None, key: str = "hydra.run.dir"
+) -> Iterator[None]:
     """Inside, no other run trains in ``directory``, which is made if it does not exist.
 
     The lock is a record lock of the kernel: it is gone when the process is, also after ``kill -9``, other processes
@@ -36,6 +60,7 @@ def held(directory: Path, *, first: bool = True, patience: float | None = None) 
         directory: The run directory.
         first: Whether this process is the first of its run; the others do nothing here.
         patience: Seconds to wait for another holder to end; 3 unless given.
+        key: Of the setting that names the directory.
 
     Raises:
         Locked: Another process, or another run of this process, trains there; or the directory cannot be written to.
@@ -46,12 +71,12 @@ def held(directory: Path, *, first: bool = True, patience: float | None = None) 
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(directory, error) from error
+        raise _unwritable(directory, error, key) from error
     place = directory.resolve()
     if place in _held:
-        raise Locked(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}))
+        raise Locked(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}, key))
     path = place / NAME
-    descriptor = _acquired(path, directory, PATIENCE if patience is None else patience)
+    descriptor = _acquired(path, directory, PATIENCE if patience is None else patience, key)
     _held.add(place)
     try:
         yield
@@ -79,7 +104,7 @@ def is_held(directory: Path) -> bool:
     return False
 
 
-def _acquired(path: Path, directory: Path, patience: float) -> int:
+def _acquired(path: Path, directory: Path, patience: float, key: str) -> int:
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -88,10 +113,10 @@ def _acquired(path: Path, directory: Path, patience: float) -> int:
         except OSError as error:
             if path.is_symlink():
                 raise Locked(
-                    f"hydra.run.dir={directory}: {NAME} in it is a link, which is not written to; allowed is a "
+                    f"{key}={directory}: {NAME} in it is a link, which is not written to; allowed is a "
                     f"directory without it, so remove {directory / NAME}"
                 ) from error
-            raise _unwritable(directory, error) from error
+            raise _unwritable(directory, error, key) from error
         holder = _lock(descriptor)
         if holder is None:
             if _is_at(descriptor, path):
@@ -101,7 +126,7 @@ def _acquired(path: Path, directory: Path, patience: float) -> int:
             continue
         os.close(descriptor)
         if time.monotonic() >= deadline:
-            raise Locked(_refusal(directory, holder))
+            raise Locked(_refusal(directory, holder, key))
         time.sleep(0.1)
 
 
@@ -160,16 +185,16 @@ def _write(descriptor: int) -> None:
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
 
 
-def _unwritable(directory: Path, error: OSError) -> Locked:
-    return Locked(f"hydra.run.dir={directory}: allowed is a directory that can be written to ({error.strerror})")
+def _unwritable(directory: Path, error: OSError, key: str) -> Locked:
+    return Locked(f"{key}={directory}: allowed is a directory that can be written to ({error.strerror})")
 
 
-def _refusal(directory: Path, holder: dict[str, Any]) -> str:
+def _refusal(directory: Path, holder: dict[str, Any], key: str) -> str:
     who = f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "another process"
     since = f" since {holder['started']}" if "started" in holder else ""
     elsewhere = holder.get("host") not in (None, socket.gethostname())
     stale = f"; if that process is gone, remove {directory / NAME}" if elsewhere else ""
     return (
-        f"hydra.run.dir={directory}: {who} is training in it{since}; allowed is a directory of its own, or this one "
+        f"{key}={directory}: {who} is training in it{since}; allowed is a directory of its own, or this one "
         f"when that run has ended{stale}"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes
-from grpo_lightning.settings import trust
+from grpo_lightning.settings import given
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -21,7 +21,7 @@ def main() -> None:
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
     start.START = Path.cwd().resolve()
-    trust.say_words(sys.argv[1:])
+    given.say_words(sys.argv[1:])
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
 

@@ -22,7 +22,6 @@ from grpo_lightning.composition.overrides import made, plain, swept, write_setti
 from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
-from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import printable, say, sentence
@@ -54,8 +53,6 @@ def _hydra_job(cfg: DictConfig) -> float:
             raise JobFailed(told)
         print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
         sys.exit(1)
-    if is_sweep:
-        _hide_in(Path(given.sweep.dir) / "multirun.yaml")
     try:
         before = sweep.recorded(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():
@@ -184,13 +181,6 @@ def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:
     if is_sweep:
         raise JobFailed(sentence(error)) from None
     sys.exit(1)
-
-
-def _hide_in(file: Path) -> None:
-    """Take the secrets out of what Hydra has written of a sweep."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (hidden := hide(text)) != text:
-        replace(file, hidden, by=f".{file.name}")
 
 
 def _load_once() -> None:

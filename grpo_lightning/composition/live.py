@@ -17,7 +17,7 @@ from grpo_lightning.reward import Weighted
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
-    *("schedule", "trainer", "callbacks", "logger"),
+    *("schedule", "correction", "trainer", "callbacks", "logger"),
 )
 _PLACE = "grpo_lightning.composition.part"
 _FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")

@@ -23,6 +23,7 @@ from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
+from grpo_lightning.output.files import replace
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
@@ -100,6 +101,7 @@ class CheckedLoader(ConfigLoaderImpl):
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others."""
+        _hide_in(Path(master_config.hydra.sweep.dir) / "multirun.yaml")  # before a job can be refused
         composed = super().load_sweep_config(master_config, sweep_overrides)
         job, words = composed.hydra.job, composed.hydra.overrides.task
         named = job.config.override_dirname
@@ -228,6 +230,13 @@ def _link_of_sweep(composed: DictConfig) -> str | None:
         problem = link_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
     return None
+
+
+def _hide_in(file: Path) -> None:
+    """Take the secrets out of what Hydra has written of a sweep."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if (hidden := redaction.hide(text)) != text:
+        replace(file, hidden, by=f".{file.name}")
 
 
 def _use_new_folder(composed: DictConfig) -> None:

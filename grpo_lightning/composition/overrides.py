@@ -31,6 +31,7 @@ from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.given import ungiven
 from grpo_lightning.settings.suggestions import explain
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
             del cfg.reward[name]
     if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
         log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
+    if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.correction.none":
+        log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
     return made(
         cfg,
         live=given.objects,
@@ -176,7 +179,7 @@ def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None) -
     """
     # What is built is made from these values, and would be read once more.
     again = [f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)]
-    if wrong := again + trust.ungiven(config, words):
+    if wrong := again + ungiven(config, words):
         raise ConfigError(wrong)
 
 

@@ -96,9 +96,9 @@ def _essential(words: Sequence[str]) -> list[str]:
 
 
 def is_done(record: "RunRecord", steps: int) -> bool:
-    """Whether a job has made its ``steps``."""
+    """Whether a job has made its ``steps``, or a callback has ended it."""
     made = record.summary.get("steps")
-    return record.status == "finished" and isinstance(made, int) and made >= steps
+    return record.status == "stopped" or (record.status == "finished" and isinstance(made, int) and made >= steps)
 
 
 def skip(record: "RunRecord", metric: str) -> float:

@@ -1,5 +1,7 @@
 """Training and held-out prompts for Lightning's trainer."""
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from grpo_lightning.data.rules import RULES
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
 
 _log = logging.getLogger(__name__)
+_LOOKED_AT = 32  # rows of a source, to see whether it has changed
 
 
 class PromptData(LightningDataModule):
@@ -145,6 +148,16 @@ class PromptData(LightningDataModule):
             "dropped prompts": self.dropped,
             "columns": list(self.columns),
         }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source in (self.train, self.validation):
+            for index in sorted({len(source) * number // _LOOKED_AT for number in range(_LOOKED_AT)}):
+                digest.update(
+                    json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True).encode()
+                )
+        return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
 
     def setup(self, stage: str) -> None:
         """Refuse steps that would leave a process without a prompt, before the first validation.

@@ -1,6 +1,9 @@
 """Weights & Biases, which goes on with a run where the run's directory says so."""
 
+import contextlib
+import os
 import secrets
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,8 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import keep, known
+
+_OF_THE_DIRECTORY = ("wandb/settings", ".wandb/settings")
 
 
 class WandbLogger(loggers.WandbLogger):
@@ -29,7 +34,10 @@ class WandbLogger(loggers.WandbLogger):
     @property
     def experiment(self) -> Any:
         """The run of the wandb library."""
-        is_new, run = self._experiment is None, super().experiment
+        is_new = self._experiment is None
+        if is_new:
+            _pass_by_settings()
+        run = super().experiment
         if is_new and self._experiment is not None:  # in the first process
             keep(self._file, str(self._id))
         return run
@@ -41,3 +49,15 @@ class WandbLogger(loggers.WandbLogger):
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(status != "success"))
             self._experiment = None
+
+
+def _pass_by_settings() -> None:
+    """Let W&B read no settings of the working directory, which may name the server that it sends the key to.
+
+    Those in the home directory and in variables count.
+    """
+    if any(os.path.lexists(name) for name in _OF_THE_DIRECTORY):
+        import wandb
+
+        with contextlib.chdir(sys.prefix):
+            wandb.setup()

@@ -1,6 +1,6 @@
-"""The policy loss as three independent choices: a surrogate, a KL estimator and token weights.
+"""The policy loss as independent choices: a surrogate, a KL estimator, token weights, and a correction of these.
 
-    loss = sum over (b, t) of  weights * (kl_coef * kl - objective - entropy_coef * entropy)
+    loss = sum over (b, t) of  weights * correction * (kl_coef * kl - objective - entropy_coef * entropy)
 
 A published variant is one combination, spelled out in conf/loss/*.yaml; nothing here branches on its name. Weights are
 computed once for a whole optimizer step, over all ranks, and sliced into micro-batches, so accumulated gradients equal
@@ -45,11 +45,26 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, log_ratio), all [B, T] -> per-token KL(policy || reference) in nats, [B, T]."""
 Weights = Callable[[Tensor], Tensor]
 """mask [B, T] of all rows of an optimizer step, whatever process they fall to -> [B, T]."""
+Correction = Callable[[Tensor, Tensor], Tensor]
+"""(log pi_old - log mu, mask), both [B, T], mu the sampler -> what the weights are multiplied by, [B, T]."""
+
+_METRICS = {
+    "clip_fraction": "policy/clip_fraction",
+    "ratio_mean": "policy/ratio_mean",
+    "ratio_max": "policy/ratio_max",
+    "mismatch_mean": "policy/mismatch_mean",
+    "mismatch_max": "policy/mismatch_max",
+    "mismatch_kl": "policy/mismatch_kl",
+    "correction_mean": "correction/mean",
+    "correction_max": "correction/max",
+    "correction_masked": "correction/masked",
+}
+"""What sums over tokens are logged as, once they are divided; those that end in ``_max`` are maxima."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A scalar made of one surrogate, one KL estimator and one weighting of tokens."""
+    """A scalar made of one surrogate, one KL estimator, one weighting of tokens and, if any, a correction of it."""
 
     surrogate: Surrogate
     kl: Estimator
@@ -58,6 +73,8 @@ class PolicyLoss:
     """Weight of the KL term; 0 needs no reference. Numbers may vary with the step, see `grpo_lightning.varying`."""
     entropy_coef: float
     """Weight of the entropy bonus."""
+    correction: Correction | None = None
+    """For a sampler that is not the policy, see `grpo_lightning.correction`; None where it is."""
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, rows: Rollout, weights: Tensor
@@ -68,7 +85,7 @@ class PolicyLoss:
             logprobs: [B, T] of the sampled tokens, with gradient; 0 where masked.
             entropy: [B, T] of the distributions they were drawn from, with gradient; None where there is no bonus.
             rows: What was sampled, under which policy, and how good it was.
-            weights: [B, T] the rows' part of ``self.weights(mask)``.
+            weights: [B, T] the rows' part of ``self.weights(mask)``, times what ``correct`` returns.
 
         Returns:
             The scalar to minimize, and detached parts of it, which add up over the rows of the step:
@@ -89,6 +106,24 @@ class PolicyLoss:
         loss = torch.stack(list(parts.values())).sum()
         return loss, {name: part.detach() for name, part in (parts | {"total": loss}).items()}
 
+    @torch.no_grad()
+    def correct(self, log_ratio: Tensor, mask: Tensor, *, on_policy: bool) -> Tensor:
+        """What the weights of some tokens are multiplied by because the sampler, not the policy, has drawn them.
+
+        Args:
+            log_ratio: [B, T] log pi - log mu of the sampled tokens, pi the policy as it is, mu the sampler.
+            mask: [B, T] True on the tokens that count.
+            on_policy: Whether the policy's log-probabilities take the place of the sampler's as the old ones. If not,
+                the surrogate's ratio pi / mu has the correction in itself, and only what a mask leaves out counts.
+
+        Returns:
+            [B, T], 1 without a correction.
+        """
+        if self.correction is None:
+            return torch.ones_like(log_ratio)
+        factor = self.correction(log_ratio, mask)
+        return factor if on_policy else (factor != 0).to(factor.dtype)
+
     def gradient(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
         """The gradient of the loss with respect to some log-probabilities, known from these alone.
 
@@ -101,21 +136,26 @@ class PolicyLoss:
             (log-probabilities [n], their numbers [n] in a flattened [B, T]) -> gradient [n]; None where the gradient
             depends on other tokens, too, or on the entropy.
         """
-        if self.entropy_coef or not getattr(getattr(self.surrogate, "func", self.surrogate), "per_token", False):
+        if self.entropy_coef or not _is_per_token(self.surrogate):
+            return None
+        if self.correction is not None and not _is_per_token(self.correction):
             return None
         old, ref, advantages, mask, given = (
             values.flatten() for values in (rows.old_logprobs, rows.ref_logprobs, rows.advantages, rows.mask, weights)
         )
 
         def at(logprobs: Tensor, numbers: Tensor) -> Tensor:
+            logprobs, counts = logprobs.detach(), mask[numbers].unsqueeze(0)  # [n], [1, n]
+            factor = self.correct((logprobs - old[numbers]).unsqueeze(0), counts, on_policy=on_policy)
+            of_tokens = given[numbers].unsqueeze(0) * factor
             with torch.enable_grad():
-                free = logprobs.detach().requires_grad_()
-                log_ratio = (free - (logprobs.detach() if on_policy else old[numbers])).unsqueeze(0)
-                objective, _ = self.surrogate(log_ratio, advantages[numbers].unsqueeze(0), mask[numbers].unsqueeze(0))
-                loss = -(given[numbers] * objective).sum()
+                free = logprobs.clone().requires_grad_()
+                log_ratio = (free - (logprobs if on_policy else old[numbers])).unsqueeze(0)
+                objective, _ = self.surrogate(log_ratio, advantages[numbers].unsqueeze(0), counts)
+                loss = -(of_tokens * objective).sum()
                 if self.kl_coef:
                     kl = self.kl(free.unsqueeze(0), ref[numbers].unsqueeze(0), log_ratio)
-                    loss = loss + self.kl_coef * (given[numbers] * kl).sum()
+                    loss = loss + self.kl_coef * (of_tokens * kl).sum()
                 gradient: Tensor = torch.autograd.grad(loss, free)[0]
             return gradient
 
@@ -154,8 +194,15 @@ class PolicyLoss:
 
         Args:
             parts: What ``__call__`` returned, added up over the step.
-            sums: What ``statistics`` returned, added up over the step; of "ratio_max" the largest.
+            sums: What ``statistics`` and those of `grpo_lightning.correction` returned, added up over the step; of
+                ``*_max`` the largest.
         """
         count = sums["tokens"].clamp(min=1)
-        means = {f"policy/{name}": sums[name] / count for name in ("clip_fraction", "ratio_mean")}
-        return {f"loss/{name}": part for name, part in parts.items()} | means | {"policy/ratio_max": sums["ratio_max"]}
+        known = {name: value for name, value in sums.items() if name in _METRICS}
+        logged = {_METRICS[name]: v if name.endswith("_max") else v / count for name, v in known.items()}
+        return {f"loss/{name}": part for name, part in parts.items()} | logged
+
+
+def _is_per_token(function: Surrogate | Correction) -> bool:
+    """Whether what a function makes of a token depends on this token alone."""
+    return getattr(getattr(function, "func", function), "per_token", False)

@@ -16,10 +16,10 @@ MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says nothing and overflows."""
 
 
-def per_token(surrogate: Function) -> Function:
-    """Marks a surrogate whose gradient at a token depends on this token alone, which saves work in the model's head."""
-    surrogate.per_token = True  # type: ignore[attr-defined]
-    return surrogate
+def per_token(function: Function) -> Function:
+    """Marks a surrogate or a correction that at a token depends on this token alone: it saves work in the head."""
+    function.per_token = True  # type: ignore[attr-defined]
+    return function
 
 
 @per_token

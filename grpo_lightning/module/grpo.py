@@ -128,7 +128,7 @@ class GRPOLightningModule(StepModule):
         generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
         # The only step, on rows that the policy as it is has sampled: the ratio is 1 without looking.
         single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
-        updates = []
+        updates: list[Update] = []
         for minibatch in rollout.minibatches(size=size, epochs=self.ppo_epochs, generator=generator):
             update = accumulate(
                 self.policy,
@@ -138,6 +138,7 @@ class GRPOLightningModule(StepModule):
                 microbatch_tokens=self.microbatch_tokens,
                 skip_dead=self.skip_dead,
                 on_policy_step=single,
+                is_first=collected.is_fresh and not updates,
                 ranks=self.loop.ranks,
                 backward=self.loop.backward,
             )

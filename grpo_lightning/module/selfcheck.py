@@ -71,8 +71,10 @@ def check_rollout(
             f"(allowed: {allowed}): {cause}"
         )
     if reference is not None and reference.idle_device is None and _same_weights(policy, reference):
-        theirs = reference.logprobs(rows, temperature=sampling.temperature)
-        if (gap := gap_of(first, theirs, rows.mask)) > allowed:
+        whole = rows.untruncated
+        own = first if rows.kept is None else policy.logprobs(whole, temperature=sampling.temperature)
+        theirs = reference.logprobs(whole, temperature=sampling.temperature)
+        if (gap := gap_of(own, theirs, rows.mask)) > allowed:
             raise SelfCheckError(
                 f"the reference is a copy of the policy, yet their log-probabilities differ by up to {gap:.2g} nats: "
                 "the KL term would pull to a wrong place (another dtype or attention implementation?)"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Rollout
+from grpo_lightning.correction.statistics import corrections, mismatch
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.policy import Policy
@@ -43,6 +44,7 @@ def accumulate(
     microbatch_tokens: int,
     skip_dead: bool,
     on_policy_step: bool,
+    is_first: bool,
     ranks: Ranks,
     backward: Backward,
 ) -> Update:
@@ -56,6 +58,8 @@ def accumulate(
         microbatch_tokens: Most tokens in one forward pass.
         skip_dead: Whether rows that cannot have a gradient are left out.
         on_policy_step: Whether it is the only step on rows that the policy as it is has sampled.
+        is_first: Whether it is the first step on such rows: what separates old log-probabilities from the policy's own
+            is then the sampler alone, and is measured.
         ranks: The processes.
         backward: Called once per micro-batch, as often in every process.
     """
@@ -78,12 +82,17 @@ def accumulate(
             entropy=loss.entropy_coef != 0,
             loss_gradient=loss.gradient(rows, row_weights, on_policy=on_policy_step),
         )
+        log_ratio = logprobs.detach() - rows.old_logprobs  # [b, T] to the sampler
+        factor = loss.correct(log_ratio, rows.mask, on_policy=on_policy_step)
+        seen = mismatch(log_ratio, rows.mask) if is_first else {}
+        if loss.correction is not None:
+            seen |= corrections(factor, rows.mask)
         if on_policy_step:
             rows = on_policy(rows, logprobs)
-        value, part = loss(logprobs, entropy, rows, row_weights)
+        value, part = loss(logprobs, entropy, rows, row_weights * factor)
         backward(value, last=number == len(indices) - 1)
         add_up(parts, part)
-        add_up(sums, {name: one * is_real for name, one in loss.statistics(logprobs, rows).items()})
+        add_up(sums, {name: one * is_real for name, one in (loss.statistics(logprobs, rows) | seen).items()})
         if is_real:
             ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
             microbatches.append((numbers[index], logprobs.detach()))
@@ -102,7 +111,14 @@ def add_up(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, Tensor]:
-    """Every metric averaged over the optimizer steps of a rollout; of ``*_max`` the largest."""
-    names = updates[0].metrics
-    stacked = {name: torch.stack([update.metrics[name].cpu() for update in updates]) for name in names}
-    return {name: values.max() if name.endswith("_max") else values.mean() for name, values in stacked.items()}
+    """Every metric averaged over the optimizer steps of a rollout that have it; of maxima the largest.
+
+    The first step has all metrics that any has.
+    """
+    stacked = {
+        name: torch.stack([update.metrics[name].cpu() for update in updates if name in update.metrics])
+        for name in updates[0].metrics
+    }
+    return {
+        name: values.max() if name.endswith(("_max", "/max")) else values.mean() for name, values in stacked.items()
+    }

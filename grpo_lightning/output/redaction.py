@@ -14,12 +14,17 @@ HIDDEN = "<redacted>"
 SHORTEST = 4
 """Characters of the shortest secret that is looked for inside other texts; shorter ones would be found by chance."""
 
+_LONG_NUMBER = 8  # digits of a number of the environment that is looked for in texts; shorter ones are sizes, steps
+
 _KEY = re.compile(
     r"(^|[_.\-])(auth|authorization|bearer|cookie|credentials?|passphrase|passwd|password|pwd|secrets?|tokens?)$"
     r"|(api|access|private|secret|signing|encryption|ssh|auth)_?keys?$|(token|secret|password|credential)s?$",
     re.IGNORECASE,
 )
-_NOT_KEY = re.compile(r"(max_new|microbatch|_per_batch|num|max|min|total|prompt|completion)_?tokens$")
+_NOT_KEY = re.compile(
+    r"(max_new|batch|num|max|min|total|prompt|completion|special)_?tokens$|(^|[_.\-])(bos|eos|pad|unk)_token$",
+    re.IGNORECASE,
+)
 _TOKEN = re.compile(
     r"\b(hf_|api_org_)[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_\-]{8,}|\b(ghp|gho|ghu|ghs|ghr)_[A-Za-z0-9]{20,}"
     r"|\bgithub_pat_\w{20,}|\bglpat-[\w\-]{16,}|\bxox[abeoprs]-[\w\-]{10,}|\b(AKIA|ASIA)[0-9A-Z]{16}\b"
@@ -105,6 +110,8 @@ def _secrets(value: Any, key: str, is_secret: bool) -> Iterator[str]:
             yield from _secrets(one, f"{key}.{index}", is_secret)
     elif is_secret and isinstance(value, str) and not _is_reference(value):
         yield value
+    elif key in _keys and isinstance(value, int) and len(str(value)) >= _LONG_NUMBER:
+        yield str(value)
 
 
 def _is_reference(value: Any) -> bool:

@@ -110,7 +110,8 @@ class Policy(nn.Module, ABC):
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
         Args:
-            rows: Prompt and completion as token ids.
+            rows: Prompt and completion as token ids, and the sets ``kept`` that the tokens were drawn from:
+                probabilities are those of the set, which is held as it is. ``rows.untruncated`` has none.
             temperature: Divides the logits.
             entropy: Whether the entropy is wanted; it passes a gradient.
             loss_gradient: What the gradient with respect to the log-probabilities is going to be, if that is known:

@@ -91,7 +91,11 @@ class PlainPolicy(TextPolicy):
         predictors = width - length - padding + torch.arange(length, device=ids.device) - 1  # [B, T]
         predictors = predictors.clamp(max=used - 1).unsqueeze(-1).expand(-1, -1, logits.shape[-1])  # [B, T, V]
         logprobs, entropies = token_logprobs(
-            logits.gather(1, predictors), rows.ids[:, width - length :], temperature, entropy_gradient=entropy
+            logits.gather(1, predictors),
+            rows.ids[:, width - length :],
+            temperature,
+            entropy_gradient=entropy,
+            kept=None if rows.kept is None else rows.kept.flat,
         )
         masked = ~rows.mask
         return logprobs.masked_fill(masked, 0.0), entropies.masked_fill(masked, 0.0) if entropy else None

@@ -201,6 +201,7 @@ class TextPolicy(Policy):
             entropy=drawn.entropies,
             texts=decoded(self.tokenizer, drawn.ids, drawn.mask),
             finished=tuple(drawn.finished.tolist()),
+            kept=drawn.kept,
         )
 
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Sampled:

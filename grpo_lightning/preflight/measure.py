@@ -156,6 +156,7 @@ def _update(module: GRPOLightningModule, rollout: Rollout, temperature: float, p
                 microbatch_tokens=module.microbatch_tokens,
                 skip_dead=module.skip_dead,
                 on_policy_step=module.ppo_epochs == 1 and size >= len(rollout),
+                is_first=True,
                 ranks=ALONE,
                 backward=lambda value, last: value.backward(),  # noqa: ARG005
             )

@@ -55,6 +55,8 @@ def row_problem(row: Any, first: Mapping[str, Any]) -> str | None:
             continue
         if not isinstance(values, list) or len(values) != length or not all(map(_is_number, values)):
             return f"{key} are not {length} numbers"
+    if "kept" in row and not _are_sets(row["kept"], row["ids"]):
+        return f"kept are not {length} sets of tokens that each increase and have its token of ids"
     names = first["rewards"]
     rewards, scores = row.get("rewards"), row.get("scores")
     if (
@@ -77,6 +79,16 @@ def row_problem(row: Any, first: Mapping[str, Any]) -> str | None:
     if not _is_prompt(row.get("prompt")):
         return "prompt is neither text nor messages nor token ids"
     return None
+
+
+def _are_sets(value: Any, ids: list[int]) -> bool:
+    """Whether there is a set for each token that has it, or an empty one for the whole vocabulary."""
+    return (
+        isinstance(value, list)
+        and len(value) == len(ids)
+        and all(isinstance(one, list) and all(_is_count(i, 0, _LARGEST_ID) for i in one) for one in value)
+        and all(not one or (token in one and one == sorted(set(one))) for one, token in zip(value, ids, strict=True))
+    )
 
 
 def _is_prompt(value: Any) -> bool:

@@ -22,6 +22,10 @@ FOLDER = "rollouts"
 _NAME = re.compile(r"(\d{6,12})\.jsonl\.gz")
 _LONGEST_LINE = 1 << 26
 _LONGEST_FILE = 1 << 32
+_LONGEST_TEXTS = 1 << 22
+"""Characters of what a completion's line has beside numbers: texts, and the columns of its row of data."""
+_LONGEST_TOKEN = 128
+"""Characters of the numbers of a token: its id, an entropy and three log-probabilities."""
 
 
 class Unusable(ValueError):
@@ -147,15 +151,17 @@ def check_bytes(path: Path) -> None:
 
 
 def _lines(path: Path, parse: Callable[[str], Any] | None = None) -> Iterator[Any]:
-    size = 0
+    size = limit = 0
     try:
         with gzip.open(path, "rb") as file:
             stream = io.TextIOWrapper(file, encoding="utf-8", newline="\n")
             while text := stream.readline(_LONGEST_LINE + 1):
                 size += len(text)
-                if len(text) > _LONGEST_LINE or size > _LONGEST_FILE:
+                if len(text) > _LONGEST_LINE or (limit and size > limit):
                     raise Unusable(f"{path} is longer than a rollout can be")
-                yield (parse or _parsed)(text)
+                found = (parse if parse and limit else _parsed)(text)
+                limit = limit or _most_characters(found, size)  # by the first line
+                yield found
     except Unusable:
         raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -164,6 +170,16 @@ def _lines(path: Path, parse: Callable[[str], Any] | None = None) -> Iterator[An
         raise Unusable(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise Unusable(f"{path} holds something else than lines of JSON ({error})") from error
+
+
+def _most_characters(first: Any, read: int) -> int:
+    """How long a file can be whose first line, of ``read`` characters, tells of so many completions and tokens."""
+    if header_problem(first):
+        return _LONGEST_FILE  # nothing more of it is believed
+    tokens = first["prompt_tokens"] + first["completion_tokens"]
+    rows = first["prompts"] * first["group_size"]
+    told: int = read + rows * (_LONGEST_TEXTS + _LONGEST_TOKEN * tokens)
+    return min(told, _LONGEST_FILE)
 
 
 def _parsed(text: str) -> Any:

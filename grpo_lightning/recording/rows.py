@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.output.redaction import hide
 
 Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
@@ -93,6 +94,8 @@ def lines(
     ids, old, entropy, ref = (
         values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
     )
+    kept = None if sampled.kept is None else sampled.kept.to(torch.device("cpu"))
+    sets = [] if kept is None else [part.lists() for part in kept.each(counts)]
     rewards = {name: values.tolist() for name, values in scored.rewards.items()}
     scores, steps, advantages = scored.scores.tolist(), scored.steps.tolist(), rollout.mean_advantages.tolist()
     made: list[dict[str, Any]] = [first]
@@ -114,6 +117,8 @@ def lines(
             "old_logprobs": [number(value) for value in old[row][:count]],
             "entropy": [number(value) for value in entropy[row][:count]],
         }
+        if sets:
+            line["kept"] = sets[row]
         if header["reference"]:
             line["ref_logprobs"] = [number(value) for value in ref[row][:count]]
         if row in told:
@@ -165,6 +170,7 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         entropy=values("entropy"),
         texts=tuple(row["completion"] for row in rows),
         finished=tuple(row["finished"] for row in rows),
+        kept=_kept(rows, length, device),
     )
     scored = Scored(
         prompts=prompts,
@@ -191,6 +197,16 @@ def value_of(written: float | str | None) -> float:
 
 def _tensor(written: Sequence[float | str | None]) -> Tensor:
     return torch.tensor([value_of(one) for one in written], dtype=torch.float32)
+
+
+def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) -> Kept | None:
+    """[B, T] the sets that tokens were drawn from; None where all were drawn from the whole vocabulary."""
+    sets = [row.get("kept") or [] for row in rows]
+    if not any(sets):
+        return None
+    sizes = torch.tensor([[len(one) for one in own] + [0] * (length - len(own)) for own in sets], dtype=torch.int32)
+    ids = torch.tensor([token for own in sets for one in own for token in one], dtype=torch.int32)
+    return Kept(sizes, ids).to(device)
 
 
 def _hidden(value: Any) -> Any:

@@ -112,8 +112,10 @@ def losses(loss: PolicyLoss, rollout: Rollout, found: Restored) -> dict[str, Ten
     for own in single:
         parts: dict[str, Tensor] = {}
         for rows in own:
-            taken = on_policy(rollout[rows], logprobs[rows])
-            _, part = loss(logprobs[rows], found.scored.sampled.entropy[rows], taken, weights[rows])
+            drawn = rollout[rows]
+            factor = loss.correct(logprobs[rows] - drawn.old_logprobs, drawn.mask, on_policy=True)
+            taken = on_policy(drawn, logprobs[rows])
+            _, part = loss(logprobs[rows], found.scored.sampled.entropy[rows], taken, weights[rows] * factor)
             add_up(parts, part)
         sums.append(parts)
     names = {name: value.dtype for parts in sums for name, value in parts.items()}
@@ -147,7 +149,7 @@ def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[
             if key not in ("_target_", "function")
         }
         if is_known and name in found.header["rewards"]:
-            made[name] = Weighted(_recalled(found.scored, name), **own | {"timeout": None})
+            made[name] = Weighted(_recalled(found.scored, name), **own | {"timeout": None, "retries": 0})
         else:
             called.append(name)
             made[name] = Weighted(build(f"reward.{name}.function", node["function"]), **own)

@@ -10,6 +10,7 @@ from grpo_lightning.report.records import ReportError, RunRecord
 from grpo_lightning.report.statistics import Estimate, estimate, paired
 
 DEFAULT_METRICS = ("val/pass@1", "reward/total")
+ENDED_WELL = ("finished", "stopped")
 _MORE_IS_BETTER = ("val/", "reward/")
 _NEITHER = ("reward/std",)
 
@@ -83,13 +84,13 @@ def compare(
     Raises:
         ReportError: No run has a metric, a key or the baseline.
     """
-    counted = [run for run in runs if run.status == "finished"]
+    counted = [run for run in runs if run.status in ENDED_WELL]
     notes = []
     if not counted:
         counted = [run for run in runs if names(run)]
         if counted:
             notes.append("no run has finished: these are numbers of unfinished ones")
-    others = [run for run in runs if run.status != "finished"]
+    others = [run for run in runs if run.status not in ENDED_WELL]
     metrics = _known(metrics, counted)
     columns = checked(by, counted) if by else swept(counted)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}

@@ -28,7 +28,8 @@ class RunRecord:
     """Of a missing job, that of its sweep."""
     overrides: tuple[str, ...]
     status: str
-    """finished, failed, preempted, running, killed (gone without a word) or missing (of a sweep's jobs)."""
+    """finished, stopped (by a callback), failed, interrupted, preempted, running, killed (gone without a word) or
+    missing (of a sweep's jobs)."""
     reason: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
 

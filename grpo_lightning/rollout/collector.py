@@ -164,10 +164,11 @@ class Collector:
     def _ref_logprobs(
         self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, context: StepContext
     ) -> Tensor:
-        """[B, T] under the reference; each process computes its portion and gathers the others'."""
+        """[B, T] under the reference, which is not truncated; each process does its portion and gathers the others'."""
         logprobs = torch.zeros_like(sampled.logprobs)
         if reference is None:
             return logprobs
+        sampled = sampled.untruncated
         parts, _ = reference.own_microbatches(sampled, microbatch_tokens, context.ranks)
         with reference.present(logprobs.device):
             for rows in parts:
@@ -213,4 +214,5 @@ class Collector:
             old_logprobs=sampled.logprobs,
             ref_logprobs=ref_logprobs,
             advantages=advantages.reshape(len(mask), -1) * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
+            kept=sampled.kept,
         )

@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Scored
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.loss import k3
 from grpo_lightning.rollout.selection import replace_nan
+from grpo_lightning.sampler.own.draw import MOST
 
 _ROUNDING = 1e-6  # of float32 sums over up to some thousand completions
 
@@ -15,15 +17,26 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     rewards = scored.rewards["total"].view(len(scored.prompts), -1)
     right = scored.right.view_as(rewards).float().mean(-1)
     lengths = scored.sampled.mask.sum(-1).float()
-    return {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()} | {
-        "reward/std": replace_nan(rewards).std(-1).mean(),
-        "group/all_right": (right == 1).float().mean(),
-        "group/all_wrong": (right == 0).float().mean(),
-        "group/mixed": ((right > 0) & (right < 1)).float().mean(),
-        "completion/length_mean": lengths.mean(),
-        "completion/length_max": lengths.max(),
-        "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
-    }
+    kept = scored.sampled.kept
+    return (
+        {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()}
+        | {
+            "reward/std": replace_nan(rewards).std(-1).mean(),
+            "group/all_right": (right == 1).float().mean(),
+            "group/all_wrong": (right == 0).float().mean(),
+            "group/mixed": ((right > 0) & (right < 1)).float().mean(),
+            "completion/length_mean": lengths.mean(),
+            "completion/length_max": lengths.max(),
+            "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
+        }
+        | (set_metrics(kept) if kept is not None and len(kept.ids) else {})
+    )
+
+
+def set_metrics(kept: Kept) -> dict[str, Tensor]:
+    """Metrics of the sets that tokens were drawn from, where they were not drawn from the whole vocabulary."""
+    sizes = kept.sizes[kept.sizes > 0].float()
+    return {"completion/set_size_mean": sizes.mean(), "completion/set_full_fraction": (sizes == MOST).float().mean()}
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:

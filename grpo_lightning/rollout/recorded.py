@@ -60,7 +60,9 @@ class Recorded(Collector):
         with context.clock("rollout"):
             found = self._found(context.step + 1, next(policy.parameters()).device)
         header, scored, failures = found.header, found.scored, dict[str, float]()
-        if (largest := int(scored.sampled.ids.max())) >= (size := _vocabulary(policy)):
+        kept = scored.sampled.kept
+        largest = max(int(ids.max()) for ids in (scored.sampled.ids, *([kept.ids] if kept else [])))
+        if largest >= (size := _vocabulary(policy)):
             raise ValueError(
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"
             )

@@ -48,8 +48,9 @@ class Unfinished:
         sampled, length = self.sampled, self.sampled.mask.shape[1]
         values = [part.tolist() for part in (sampled.ids[:, -length:], sampled.logprobs, sampled.entropy)]
         counts = self.lengths.flatten().tolist()
+        kept = [None] * len(counts) if sampled.kept is None else sampled.kept.to(torch.device("cpu")).each(counts)
         return {
-            row: Begun(ids[:count], logprobs[:count], entropies[:count], sampled.finished[row])
+            row: Begun(ids[:count], logprobs[:count], entropies[:count], sampled.finished[row], kept[row])
             for row, (count, ids, logprobs, entropies) in enumerate(zip(counts, *values, strict=True))
         }
 
@@ -69,24 +70,21 @@ class Unfinished:
 
     def to(self, device: torch.device) -> "Unfinished":
         """The same on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self.sampled).items()
-        }
-        return replace(self, sampled=Sampled(**moved))
+        return replace(self, sampled=self.sampled.to(device))
 
     def state(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
         return {
             "prompts": list(self.prompts.texts),
             "columns": {name: list(values) for name, values in self.prompts.columns.items()},
-            "sampled": dict(vars(self.sampled)),
+            "sampled": self.sampled.state(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Unfinished":
         """What `state` described."""
         columns = {name: tuple(values) for name, values in state["columns"].items()}
-        return cls(Prompts(tuple(state["prompts"]), columns), Sampled(**state["sampled"]))
+        return cls(Prompts(tuple(state["prompts"]), columns), Sampled.from_state(state["sampled"]))
 
 
 Carried = Scored | Unfinished
@@ -113,4 +111,6 @@ def _narrow(sampled: Sampled, most: int | None = None) -> Sampled:
     cut: dict[str, Any] = {
         name: value[:, :-surplus] for name, value in vars(sampled).items() if isinstance(value, Tensor)
     }
+    if sampled.kept is not None:
+        cut["kept"] = sampled.kept.narrow(sampled.mask.shape[1] - surplus)
     return replace(sampled, **cut)

@@ -78,16 +78,30 @@ def arithmetic(config: Mapping[str, Any]) -> str:
     steps, prompts = config["steps"], config["data"]["prompts_per_step"]
     if "rollout" not in config["module"]:
         return f"{prompts} demonstrations per step, {steps} steps"
-    group, epochs = config["rollout"]["group_size"], config["module"]["ppo_epochs"]
-    completions = prompts * group
-    trained = prompts * ((config["rollout"]["downsample"] or {}).get("size") or group)
-    updates = epochs * (trained // (config["module"]["minibatch_size"] or trained))
+    group = config["rollout"]["group_size"]
+    completions, trained, updates = prompts * group, _trained(config), _updates(config)
     return (
         f"{prompts} prompts x {group} completions = {completions} completions per rollout"
         f"{f', of which {trained} are trained on' * (trained != completions)}; "
         f"{updates} optimizer step{'s' * (updates > 1)} per rollout; "
         f"{steps} rollouts = {steps * completions} completions, {steps * updates} optimizer steps in total"
     )
+
+
+def _trained(config: Mapping[str, Any]) -> int:
+    """Completions of a rollout that are trained on."""
+    rollout = config["rollout"]
+    size: int = config["data"]["prompts_per_step"] * (
+        (rollout["downsample"] or {}).get("size") or rollout["group_size"]
+    )
+    return size
+
+
+def _updates(config: Mapping[str, Any]) -> int:
+    """Optimizer steps per rollout."""
+    trained, module = _trained(config), config["module"]
+    count: int = module["ppo_epochs"] * (trained // (module["minibatch_size"] or trained))
+    return count
 
 
 def cautions(config: Mapping[str, Any]) -> list[str]:
@@ -101,11 +115,12 @@ def cautions(config: Mapping[str, Any]) -> list[str]:
             f"rollout.group_size={min(sizes)}: the mean of so few completions is a noisy baseline, and most groups are "
             f"all right or all wrong; {SMALL_GROUP} or more compare better, 8 to 16 are usual"
         )
-    shaped = {key: lookup(config, f"rollout.{key}") for key in ("top_p", "top_k", "min_p")}
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    if any(value is not KeyError and value != neutral[key] for key, value in shaped.items()):
-        listed = ", ".join(f"{key}={value}" for key, value in shaped.items())
-        warnings.append(f"rollout.{listed} sample another distribution than the one that is trained")
+    kind = str(lookup(config, "correction._target_")).rpartition(".")[2]
+    if kind.endswith("_truncation") and _updates(config) > 1:
+        warnings.append(
+            f"correction={kind} has no effect with several optimizer steps per rollout, where the ratio of the loss is "
+            "to the sampler already; a mask has, and so has one step: module.ppo_epochs=1 module.minibatch_size=null"
+        )
     return warnings
 
 
@@ -129,7 +144,7 @@ TOP = (
         "tags",
     ),
     *("data", "reference", "reward", "advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule"),
-    *("module", "trainer", "callbacks", "logger", "policy", "taught"),
+    *("module", "trainer", "callbacks", "logger", "policy", "taught", "correction"),
 )
 """The parts and the settings that belong to none."""
 

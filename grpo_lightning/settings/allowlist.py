@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 OWN = (
-    *("advantage", "loss", "schedule", "rollout.selection"),
+    *("advantage", "correction", "loss", "schedule", "rollout.selection"),
     *(f"varying.{name}" for name in ("Linear", "Cosine", "Piecewise", "Proportional", "Stepwise", "Adaptive")),
     *("callbacks.checkpoint.RunCheckpoint", "callbacks.export.Export", "callbacks.hparams.HParams"),
     *("callbacks.charts.Charts", "callbacks.doctor.Doctor", "callbacks.rollouts.RecordRollouts"),
@@ -20,9 +20,10 @@ OWN = (
     *(f"reward.accuracy.{name}" for name in ("demonstrated", "exact", "numeric", "reasoning_gym")),
     *(f"reward.format.{name}" for name in ("format", "reasoning_steps", "tag_count")),
     *(f"reward.length.{name}" for name in ("cosine_length", "length", "repetition", "soft_overlong", "word_variety")),
-    *("reward.countdown.countdown", "reward.json_schema.json_schema", "reward.mathematics.math"),
-    *("reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern", "reward.text.answer_text"),
-    *("sampler.own.sampler.Own", "sampler.vllm.inside.VLLM", "sampler.vllm.server.VLLMServer"),
+    *("reward.code.code", "reward.countdown.countdown", "reward.json_schema.json_schema", "reward.judge.ChatJudge"),
+    *("reward.mathematics.math", "reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern"),
+    *("reward.text.answer_text", "sampler.own.sampler.Own"),
+    *("sampler.vllm.inside.VLLM", "sampler.vllm.server.VLLMServer"),
     *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "rollout.Recorded", "validation.Validation"),
 )
 """What of this package settings may name: modules of plain arithmetic with all that they define, and single members.
@@ -36,6 +37,7 @@ DEFINED: Mapping[str, str] = {
     "module.sft.SFTLightningModule": "module.SFTLightningModule",
     "reward.engine.weighted.PerCompletion": "reward.PerCompletion",
     "reward.engine.weighted.Weighted": "reward.Weighted",
+    "reward.judge.chat.ChatJudge": "reward.judge.ChatJudge",
     "rollout.collector.Collector": "rollout.Collector",
     "rollout.recorded.Recorded": "rollout.Recorded",
     "validation.validation.Validation": "validation.Validation",

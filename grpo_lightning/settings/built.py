@@ -1,16 +1,22 @@
 """What the source does not say of targets is asked of the objects themselves, once heavy libraries may be imported."""
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
 from grpo_lightning.distributed.devices import device_problems, offload_problems
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.sandbox import client
+from grpo_lightning.sandbox.limits import Unavailable
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.rewards import key_problems
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.targets import target_problems
 from grpo_lightning.settings.walk import each_target
+
+_SANDBOXED = ("grpo_lightning.reward.code.code",)
+"""Functions that run programs in the sandbox."""
 
 
 def check_built(config: Mapping[str, Any]) -> None:
@@ -25,8 +31,21 @@ def check_built(config: Mapping[str, Any]) -> None:
     problems: list[str] = []
     for key, node in each_target(config):
         problems += target_problems(node, key, trusted, read=partial(imported, trusted=trusted, key=key))
-    if problems := [*problems, *device_problems(config["trainer"]), *offload_problems(config)]:
+    problems += [*device_problems(config["trainer"]), *offload_problems(config), *key_problems(config)]
+    if problems := [*problems, *_sandbox_problems(config)]:
         raise ConfigError(problems)
+
+
+def _sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
+    for key, node in each_target(config):
+        if node["_target_"] in _SANDBOXED:
+            try:
+                client.check()
+            except Unavailable as error:
+                yield printable(f"{key}: {error}")
+            finally:
+                client.close()  # workers have their own
 
 
 def imported(path: str, trusted: Collection[str] = (), key: str = "") -> inspect.Signature:

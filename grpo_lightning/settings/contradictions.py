@@ -112,6 +112,8 @@ def _adapter_to_switch_off(get: Reader) -> list[str]:
 
 
 def _tries_need_a_filter(get: Reader) -> list[str]:
+    if get("rollout.max_tries") != 1 and "rollout" not in get("module"):
+        return [f"rollout.max_tries={get('rollout.max_tries')}: allowed is 1 with module=sft, whose batches would grow"]
     if get("rollout.max_tries") == 1 or get("rollout.group_filter") is not None:
         return []
     return [
@@ -126,6 +128,8 @@ def _over_sampling(get: Reader) -> list[str]:
         return ["rollout.over_sample: allowed is one number >= 1: batches have as many prompts in every step"]
     if ratio == 1:
         return []
+    if "rollout" not in get("module"):
+        return [f"rollout.over_sample={ratio}: allowed is 1 with module=sft, whose batches would grow"]
     told = f"rollout.over_sample={ratio}: allowed is 1 with "
     if get("rollout").get("_target_") == "grpo_lightning.rollout.Recorded":
         return [told + "rollout=recorded, which samples nothing"]

@@ -49,7 +49,9 @@ def obstacle(directory: Path) -> str | None:
     return None
 
 
-_FILES = re.compile(r"[\w.-]+\.log|health\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|\.export\d*\.partial")
+_FILES = re.compile(
+    r"[\w.-]+\.log|health\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl|\.export\d*\.partial"
+)
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb")
 _NOT_WRITTEN = {"checkpoints": "[!.]*.ckpt", "tensorboard": "events.out.tfevents.*", "export": "*"}
 """Folder -> what in it is replaced or only read, and never written through a link."""

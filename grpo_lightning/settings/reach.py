@@ -63,7 +63,7 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
     shared = name.startswith("MLFlow")  # a store of many runs, none of which writes to another one's files
     for place in _DIRECTORIES:
         value = node.get(place)
-        if isinstance(value, str) and (is_url(value) or not (shared or _is_in(Path(value), run))):
+        if isinstance(value, str) and (is_url(value) or not (shared or is_in(Path(value), run))):
             yield printable(f"{key}.{place}={value}: {inside}")
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
@@ -71,5 +71,6 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             yield printable(f"{key}.{part}={value}: allowed is a name without '..' that begins with no '/'")
 
 
-def _is_in(place: Path, run: Path) -> bool:
+def is_in(place: Path, run: Path) -> bool:
+    """Whether a place is the run directory or lies in it, links followed."""
     return place.resolve().is_relative_to(run.resolve())

@@ -1,6 +1,7 @@
 """Rewards of this project are called once without completions: they refuse what they cannot work with."""
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -17,9 +18,13 @@ TRIED = {
         "length.repetition",
         "format.reasoning_steps",
         "countdown.countdown",
+        "code.code",
+        "judge.ChatJudge",
     )
 }
-"""Functions that need no heavy library and read their settings before any completion."""
+"""What needs no heavy library and reads its settings before any completion: functions, and a class."""
+
+JUDGE = "grpo_lightning.reward.judge.ChatJudge"
 
 
 def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -46,6 +51,21 @@ def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
         return  # arguments that are missing, unknown or of a wrong type are reported as such
     except ValueError as error:
         yield printable(f"{key}.{_said(str(error), given)}")
+
+
+def key_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """The environment variables that hold the keys of judges, where they are not set."""
+    if config.get("mode") == "export":
+        return
+    for name, reward in (config.get("reward") or {}).items():
+        function = reward.get("function") if isinstance(reward, Mapping) else None
+        if isinstance(function, Mapping) and function.get("_target_") == JUDGE:
+            variable = function.get("api_key_env")
+            if variable is not None and not os.environ.get(variable, "").strip():
+                yield (
+                    f"reward.{name}.function.api_key_env={variable}: allowed is an environment variable that is set, "
+                    "or null for a server that asks for no key"
+                )
 
 
 def _said(message: str, given: Mapping[str, Any]) -> str:

@@ -8,11 +8,8 @@ to counts, not how it begins: ``torch.os.system`` is no member of torch.
 
 import importlib
 import inspect
-import json
-import os
-import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +17,6 @@ from typing import Any
 from grpo_lightning import start
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
 
-_WORDS = "GRPO_LIGHTNING_TRUST"
-_GIVES_TRUST = re.compile(r"\btrusted=|trust_remote_code")
 _PROJECT = ("benchmarks", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
 
@@ -63,43 +58,6 @@ def problems(config: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, str) and value.startswith(PACKAGE) and not may_read(value, trusted):
             listed.append(f"{key}={value}: allowed are weights in this package and in packages that trusted=[…] names")
     return listed
-
-
-def say_words(words: Sequence[str]) -> None:
-    """Take note of the command line, for this process and those that it starts: only it says whose code is trusted."""
-    told = [word for word in words if _GIVES_TRUST.search(word)]
-    os.environ[_WORDS] = json.dumps(told)
-
-
-def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> list[str]:
-    """What settings say of whose code is trusted that the user has not said: it stands in a file, or comes from one.
-
-    Args:
-        config: Resolved settings.
-        words: The user's overrides; None: those of the command line, see `say_words`.
-    """
-    if words is None:
-        words = json.loads(os.environ.get(_WORDS) or "[]")
-    given = {word.partition("=")[0].lstrip("+~"): word for word in words}
-    named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
-    listed = config.get("trusted") or []
-    found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
-    for key, value in _nodes(config, "trust_remote_code"):
-        above = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
-        is_given = key in given or any("trust_remote_code" in given.get(name, "") for name in above)
-        if value not in (False, None) and not is_given:
-            found.append(key)
-    return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
-
-
-def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands under a name at any depth, as pairs of its dotted key and itself."""
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key == wanted:
-            yield name, value
-        yield from _nodes(value, wanted, name)
 
 
 def packages(config: Mapping[str, Any]) -> tuple[list[str], tuple[str, ...]]:
@@ -185,7 +143,8 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     if not may_name(name, trusted):
         raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
     parts = name.split(".")
-    if not _below(name, ("grpo_lightning", *LIBRARIES)):  # a file here is none of those, also where they are absent
+    is_listed = _below(name, ("grpo_lightning", *LIBRARIES))
+    if not is_listed:  # a file here is none of those, also where they are absent
         start.make_importable(parts[0])
     found: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=2):
@@ -194,15 +153,20 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
         found = _member(found, part, ".".join(parts[:number]))
         if isinstance(found, ModuleType) and number < len(parts) and not _below(found.__name__, parts[:1]):
             raise Elsewhere(f"{key}={name}: leads to the module {found.__name__}; allowed are {ALLOWED}")
+        is_between = number < len(parts) and not isinstance(found, ModuleType) and not is_listed
+        if is_between and not _is_made_by_the_user(found, str(getattr(found, "__module__", None) or ""), trusted):
+            raise Elsewhere(
+                f"{key}={name}: leads to {'.'.join(parts[:number])} of another package; allowed are {ALLOWED}"
+            )
     if isinstance(found, ModuleType) or not callable(found):
         raise NoCode(f"{key}={name}: allowed is a function or a class, and this is {_kind(found)}")
     home = str(getattr(found, "__module__", None) or "")
-    if not _is_defined_well(name, found, home, parts[0]):
+    if not _is_defined_well(name, found, home, parts[0], trusted):
         raise Elsewhere(f"{key}={name}: is defined in {home or 'builtins'}; allowed are {ALLOWED}")
     return found
 
 
-def _is_defined_well(name: str, found: Any, home: str, top: str) -> bool:
+def _is_defined_well(name: str, found: Any, home: str, top: str, trusted: Collection[str]) -> bool:
     if top == "grpo_lightning":
         # By its own place too: parts import one another, and what they use is not meant for settings.
         own = f"{home}.{getattr(found, '__qualname__', '')}".removeprefix("grpo_lightning.")
@@ -210,11 +174,31 @@ def _is_defined_well(name: str, found: Any, home: str, top: str) -> bool:
     for prefix, homes in LIBRARIES.items():
         if _below(name, (prefix,)):
             return inspect.isclass(found) and _below(home, homes)
-    # A file of the user may import functions of any package and so name them, but not those of Python itself, which
-    # every file imports: ``my_rewards.system`` after ``from os import system``.
-    return not (inspect.isroutine(found) or inspect.isclass(found)) or (
-        home.partition(".")[0] not in {*sys.stdlib_module_names, "builtins", ""}
-    )
+    return _is_made_by_the_user(found, home, trusted)
+
+
+def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> bool:
+    """Whether an object that a file of the user has may be named by its own place, or was made in the file itself.
+
+    A file may import anything: ``my_rewards.sympify`` after ``from sympy import sympify`` is sympy's.
+    """
+    top, own = home.partition(".")[0], f"{home}.{getattr(found, '__qualname__', '')}"
+    if inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__"):
+        if is_of_user(top, trusted):
+            return True
+        if _below(own, ("grpo_lightning", *LIBRARIES)):
+            return may_name(own, trusted) and _is_defined_well(own, found, home, top, trusted)
+        # What a decorator of a package makes of a function says that it is of that package, but is not to be had there.
+        if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:
+            return False
+    return all(is_of_user(holder, trusted) for holder in _holders(found))
+
+
+def _holders(found: Any) -> set[str]:
+    """The packages of which a module has an object, but for the program itself."""
+    modules = [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
+    having = {name for name, module in modules if any(value is found for value in list(vars(module).values()))}
+    return {name.partition(".")[0] for name in having} - {"__main__", "__mp_main__"}
 
 
 def _is_method(parent: Any, name: str) -> bool:

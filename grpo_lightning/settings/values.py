@@ -101,6 +101,9 @@ RULES: dict[str, Rule] = {
     "loss.surrogate.tau_positive": _POSITIVE,
     "loss.surrogate.tau_negative": _POSITIVE,
     "loss.weights.length": integer(1),
+    "correction.cap": number(lambda v: v >= 1, "a ratio >= 1"),
+    "correction.low": number(lambda v: 0 <= v < 1, "a ratio in [0, 1)"),
+    "correction.high": number(lambda v: v > 1, "a ratio > 1"),
     "advantage.eps": _NOT_NEGATIVE,
     "advantage.correction": choice(0, 1),
     "optimizer.lr": _NOT_NEGATIVE,
@@ -133,7 +136,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-MAY_VARY = ("loss.", "rollout.", "reward.")
+MAY_VARY = ("loss.", "correction.", "rollout.", "reward.")
 """Keys below which a number may vary with the step; every value that it takes is then checked."""
 VARYING = "grpo_lightning.varying."
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning.batch.rows import OUTSIDE, Kept
 from grpo_lightning.transformer.products import add_product, linear
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
@@ -41,22 +42,26 @@ def dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False
+    logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log softmax(logits / temperature) at ``ids``, and the entropy of the whole distribution.
+    """Log softmax(logits / temperature) at ``ids``, and the entropy of the distribution.
 
     All logits are there at once; `Head` does the same in chunks.
 
     Args:
-        logits: [..., V] of any float dtype; the sums run in float32.
+        logits: [..., V] of any float dtype; sums run in float32, of float64 in float64.
         ids: [...] the chosen tokens.
         temperature: What the logits are divided by, > 0.
         entropy_gradient: Whether the entropy passes a gradient, which holds more tensors of the logits' size.
+        kept: The sets [N] that the tokens were drawn from, N being all that ids have: what is outside has probability 0
+            and no gradient. None: the whole vocabulary.
 
     Returns:
-        Log-probabilities [...] and entropies [...], float32, in nats.
+        Log-probabilities [...] and entropies [...], in nats.
     """
-    scaled = logits.float() / temperature
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if kept is not None:
+        scaled = scaled.masked_fill(kept.outside(scaled.shape[-1]).view_as(scaled), OUTSIDE)  # [N, V] -> [..., V]
     normalizer = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalizer  # [..., V] -> [..., 1] -> [...]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
@@ -100,6 +105,7 @@ class Head:
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None = None,
+        kept: Kept | None = None,
         chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies as `token_logprobs` gives them.
@@ -111,6 +117,7 @@ class Head:
             entropy: Whether the entropy is wanted; it passes a gradient.
             loss_gradient: What the gradient with respect to the log-probabilities is going to be. With it the logits
                 are made once, not twice. If another gradient arrives after all, that is the one that counts.
+            kept: The sets [N] that the tokens were drawn from, as in `token_logprobs`.
             chunk: The most logits at a time, which decides the memory and no result; by default `CHUNK` or `GPU_CHUNK`.
 
         Returns:
@@ -122,12 +129,17 @@ class Head:
         if not torch.is_grad_enabled():
             loss_gradient = None
         tensors = (hidden, self.weight, self.bias)
-        results: tuple[Tensor, Tensor] = _Logprobs.apply(*tensors, ids, self, temperature, entropy, loss_gradient, size)
+        results: tuple[Tensor, Tensor] = _Logprobs.apply(
+            *tensors, ids, self, temperature, entropy, loss_gradient, size, None if kept is None else kept.split(size)
+        )
         return results[0], results[1] if entropy else None
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-        """The logits [n, V] of hidden states [n, H], in float32."""
-        return self.scaled(linear(hidden, weight, bias), temperature)
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, kept: Kept | None = None
+    ) -> Tensor:
+        """The logits [n, V] of hidden states [n, H], in float32; -inf outside of the sets [n]."""
+        logits = self.scaled(linear(hidden, weight, bias), temperature)
+        return logits if kept is None else kept.restrict_(logits)
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
         """The logits that weight h + bias, which is overwritten, becomes by scale, soft-cap and temperature."""
@@ -144,7 +156,8 @@ class Head:
         """
         if self.softcap is not None and logits is not None:
             # z = c tanh(x / c), so dz/dx = 1 - (z / c)^2, which needs no x: it was overwritten.
-            capped = logits.mul_(temperature / self.softcap).square_().neg_().add_(1.0)
+            # What is outside of a set is -inf, and 0 * inf is not 0: any number will do for it.
+            capped = logits.mul_(temperature / self.softcap).clamp_(min=-2.0).square_().neg_().add_(1.0)
             dlogits = dlogits.mul_(capped)
         return dlogits
 
@@ -164,6 +177,7 @@ class _Logprobs(torch.autograd.Function):
         entropy: bool,
         loss_gradient: ChunkGradient | None,
         size: int,
+        kept: list[Kept] | None,
     ) -> tuple[Tensor, Tensor]:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -177,7 +191,8 @@ class _Logprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if early else None
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
-            logits = head.logits(hidden[part], weight, bias, temperature)
+            sets = None if kept is None else kept[start // size]
+            logits = head.logits(hidden[part], weight, bias, temperature, sets)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = logits.logsumexp(-1, keepdim=True)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
@@ -190,7 +205,7 @@ class _Logprobs(torch.autograd.Function):
                 )
             # Else two chunks of them would exist while the next ones are made.
             del logits
-        ctx.head, ctx.temperature, ctx.size, ctx.entropy = head, temperature, size, entropy
+        ctx.head, ctx.temperature, ctx.size, ctx.entropy, ctx.kept = head, temperature, size, entropy, kept
         ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
         ctx.save_for_backward(hidden, weight, bias, ids, entropies)
         return logprobs, entropies
@@ -205,7 +220,8 @@ class _Logprobs(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
             for start in range(0, len(ids), ctx.size):
                 part = slice(start, start + ctx.size)
-                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature)
+                sets = None if ctx.kept is None else ctx.kept[start // ctx.size]
+                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
                 log_total = logits.logsumexp(-1, keepdim=True)
                 also = (entropies[part], dentropies[part]) if ctx.entropy else None
                 chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
@@ -215,7 +231,7 @@ class _Logprobs(torch.autograd.Function):
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
         ctx.gradients = None
-        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 6
+        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 7
 
 
 class _Gradients:
@@ -259,18 +275,18 @@ def _logit_gradients(
     d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
     """
     # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
-    kept = logits.clone() if head.softcap is not None else None
+    copy = logits.clone() if head.softcap is not None else None
     factor = head.scale / temperature
     if entropy is None:
         dlogits = logits.sub_(log_total).exp_()
         dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
-        return head.inner(dlogits, kept, temperature), dlogprobs * -factor
+        return head.inner(dlogits, copy, temperature), dlogprobs * -factor
     logp = logits.sub_(log_total).clamp_(min=_LEAST)
     entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
     dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
     dlogits.mul_(logp.exp_())
     dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
-    return head.inner(dlogits, kept, temperature), torch.full_like(dlogprobs, factor)
+    return head.inner(dlogits, copy, temperature), torch.full_like(dlogprobs, factor)
 
 
 _LEAST = -1e4

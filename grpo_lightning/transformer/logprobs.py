@@ -33,7 +33,7 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
     width, length = rows.ids.shape[1], rows.mask.shape[1]
     real = rows.attention_mask.any(0).nonzero()
     first, last = int(real[0]), int(real[-1]) + 1
-    kept = last - (width - length)  # completion tokens of the longest row
+    used = last - (width - length)  # completion tokens of the longest row
     attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
     # One logit more than there are tokens: each is predicted at the place before it.
     logits = model(
@@ -41,12 +41,18 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
         attention_mask=attention_mask.long(),
         position_ids=positions(attention_mask),
         use_cache=False,
-        logits_to_keep=kept + 1,
-    ).logits  # [B, kept + 1, V]
-    chosen = rows.ids[:, last - kept : last]  # [B, kept]
-    logprobs, entropies = token_logprobs(logits[:, -kept - 1 : -1], chosen, temperature, entropy_gradient=entropy)
-    padding, masked = (0, length - kept), ~rows.mask[:, :kept]
-    padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, kept] -> [B, T]
+        logits_to_keep=used + 1,
+    ).logits  # [B, used + 1, V]
+    chosen = rows.ids[:, last - used : last]  # [B, used]
+    logprobs, entropies = token_logprobs(
+        logits[:, -used - 1 : -1],
+        chosen,
+        temperature,
+        entropy_gradient=entropy,
+        kept=None if rows.kept is None else rows.kept.narrow(used).flat,
+    )
+    padding, masked = (0, length - used), ~rows.mask[:, :used]
+    padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, used] -> [B, T]
     return padded, torch.nn.functional.pad(entropies.masked_fill(masked, 0.0), padding) if entropy else None
 
 
@@ -100,6 +106,7 @@ def shared(
         temperature=temperature,
         entropy=entropy,
         loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
+        kept=None if rows.kept is None else rows.kept.of(numbers),
     )
     outside = ~rows.mask
 

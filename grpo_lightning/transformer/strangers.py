@@ -111,7 +111,7 @@ def check_adapter_files(path: str, key: str) -> None:
         key: Of the setting that names it, for the message.
 
     Raises:
-        ValueError: Its adapter has such arguments, or its settings are no mapping.
+        ValueError: Its adapter has such arguments, is one of several others, or its settings are no mapping.
     """
     found = find_adapter_config_file(path)
     if found is None:
@@ -120,5 +120,10 @@ def check_adapter_files(path: str, key: str) -> None:
     content = json.loads(Path(found).read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}: allowed is a mapping")
+    if content.get("adapters") is not None or str(content.get("peft_type")).upper() == "XLORA":
+        raise ValueError(
+            f"{where}.adapters: names adapters in other places, whose settings could make peft import a module; "
+            "allowed are adapters of one directory, such as LoRA's"
+        )
     written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
     check_adapter((name for name, value in content.items() if value is not None and value != written.get(name)), where)

@@ -442,6 +442,53 @@ def paper_reinforce_pp(
     return math.fsum(values) / len(values)
 
 
+# Corrections: log_ratio = log pi_old - log mu, mu the sampler -> factor [B, T], 0 where masked
+
+
+def _factors(function, log_ratio, mask):
+    """function(ratios of the tokens of a row that count, one of them) at every position that counts."""
+    out = np.zeros(log_ratio.shape)
+    for i, t in zip(*np.nonzero(mask)):
+        out[i, t] = function([math.exp(x) for x, m in zip(log_ratio[i], mask[i]) if m], math.exp(log_ratio[i, t]))
+    return out
+
+
+def token_truncation(log_ratio, mask, *, cap):
+    """TIS: min(rho, C)."""
+    return _factors(lambda _, rho: min(rho, cap), log_ratio, mask)
+
+
+def token_mask(log_ratio, mask, *, low, high):
+    """IcePop: rho 1[a <= rho <= b]."""
+    return _factors(lambda _, rho: rho if low <= rho <= high else 0.0, log_ratio, mask)
+
+
+def sequence_truncation(log_ratio, mask, *, cap):
+    """min(prod rho, C)."""
+    return _factors(lambda row, _: min(math.prod(row), cap), log_ratio, mask)
+
+
+def sequence_mask(log_ratio, mask, *, low, high):
+    """prod rho 1[a <= prod rho <= b]."""
+    return _factors(lambda row, _: math.prod(row) if low <= math.prod(row) <= high else 0.0, log_ratio, mask)
+
+
+def geometric_mask(log_ratio, mask, *, low, high):
+    """1[a <= (prod rho)^(1/n) <= b]."""
+    return _factors(lambda row, _: float(low <= math.prod(row) ** (1 / len(row)) <= high), log_ratio, mask)
+
+
+def corrected_loss(logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask, factor, *, epsilon, kl_coef, bonus):
+    """(1 / tokens) sum of f (kl_coef k3 - min(rA, clip(r) A) - bonus H), r = exp(logprobs - old_logprobs)."""
+    values = []
+    for i, t in zip(*np.nonzero(mask)):
+        r, d = math.exp(logprobs[i, t] - old_logprobs[i, t]), ref_logprobs[i, t] - logprobs[i, t]
+        kl = math.exp(d) - d - 1
+        objective = _ppo(r, advantages[i, t], epsilon, epsilon)
+        values.append(factor[i, t] * (kl_coef * kl - objective - bonus * entropy[i, t]))
+    return math.fsum(values) / len(values)
+
+
 def finite_difference(f, x, h=1e-6):
     """Central differences (f(x + h) − f(x − h))/2h of a scalar function, in the shape of x."""
     out = np.zeros(x.shape)

@@ -1,23 +1,22 @@
-"""Calling rewards: with what they name, in this process or in workers, and checking what they return."""
+"""Calling rewards with what they name: in this process, in workers, or as coroutines."""
 
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.output.activity import doing
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward.engine import coroutines, pool
 from grpo_lightning.reward.engine.foreign import described, plain
 from grpo_lightning.reward.engine.gate import Gate
+from grpo_lightning.reward.engine.returned import beginning, checked, single
 from grpo_lightning.reward.engine.total import scalar
 from grpo_lightning.reward.engine.weighted import ARGUMENTS, RewardError, Score, Weighted, arguments, is_coroutine
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
     from grpo_lightning.batch import Prompt
 
-_SHOWN_CHARACTERS = 80
 _ROLES = {"prompts": "user", "completions": "assistant"}
 
 
@@ -25,9 +24,8 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
     """Check that every reward can be called with these columns; needs no data, so that a run can do it first.
 
     Raises:
-        RewardError: No rewards, a column named like an argument, a coroutine function, a signature that cannot be
-            read, or required parameters that are no column: all of the problems, with the rewards and the columns
-            there are.
+        RewardError: No rewards, a column named like an argument, a signature that cannot be read, or required
+            parameters that are no column: all of the problems, with the rewards and the columns there are.
     """
     problems = [] if rewards else ["reward: expected at least one, got none"]
     for name, weighted in rewards.items():
@@ -38,11 +36,6 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
     problems += [f"column {name!r} has the name of a reward's argument" for name in ARGUMENTS if name in column_names]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, weighted in rewards.items():
-        if is_coroutine(weighted.function):
-            problems.append(
-                f"reward {name!r}: {weighted.function!r:.80} is a coroutine function (async def), and those are not "
-                "supported yet; allowed is a plain function (def), which may call asyncio.run"
-            )
         try:
             missing = arguments(weighted.function, known)[0]
         except (TypeError, ValueError) as error:
@@ -59,11 +52,11 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
 class Scoring:
     """What the rewards give some completions, each of which may be handed over as soon as it is there.
 
-    Rewards with a ``timeout`` work on it in worker processes meanwhile; the others are called once, with all rows. A
-    function receives by name what its signature names of ``prompts``, ``completions``, ``completion_ids`` and the
-    columns; all of it if it has ``**kwargs``. What `functools.partial` bound is never replaced by a column. Where a
-    reward has ``messages``, each prompt and each completion is a list of chat messages; what is returned, and errors,
-    are about the texts all the same.
+    Rewards with a ``timeout`` work on it in worker processes meanwhile, and coroutine functions on an event loop; the
+    others are called once, with all rows. A function receives by name what its signature names of ``prompts``,
+    ``completions``, ``completion_ids`` and the columns; all of it if it has ``**kwargs``. What `functools.partial`
+    bound is never replaced by a column. Where a reward has ``messages``, each prompt and each completion is a list of
+    chat messages; what is returned, and errors, are about the texts all the same.
 
     Args:
         rewards: Name -> function and weight.
@@ -89,17 +82,26 @@ class Scoring:
         self._rewards = rewards
         self._poll = poll
         self._inputs = {"prompts": prompts, **columns}
-        self._begun: dict[str, dict[int, pool.Pending]] = {name: {} for name in rewards if rewards[name].timeout}
+        self._calls = {
+            name: coroutines.Calls(
+                name, one.function, seconds=one.timeout, retries=one.retries, concurrency=one.concurrency
+            )
+            for name, one in rewards.items()
+            if is_coroutine(one.function)
+        }
+        self._begun: dict[str, dict[int, pool.Pending | coroutines.Pending]] = {
+            name: {} for name in rewards if rewards[name].timeout or name in self._calls
+        }
 
     @property
     def may_begin(self) -> bool:
-        """Whether `begin` does anything: whether a reward has a timeout."""
+        """Whether `begin` does anything: whether a reward has a timeout or is a coroutine."""
         return bool(self._begun)
 
     def begin(self, row: int, text: str, ids: Sequence[int]) -> None:
-        """Start on one completion, given its row, its text and its token ids, with the rewards that have a timeout."""
-        for name, begun in self._begun.items():
-            begun[row] = self._submit(name, [row], {"completions": [text], "completion_ids": [ids]})
+        """Start on one completion, given its row, its text and its token ids, with the rewards that need not wait."""
+        for name in self._begun:
+            self._submit(name, row, {"completions": text, "completion_ids": ids})
 
     def finish(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]] | None) -> "Scores":
         """Start on the completions that were not begun, and wait for all.
@@ -120,45 +122,59 @@ class Scoring:
         for name, values in inputs.items():
             if len(values) != len(completions):
                 raise RewardError(f"{name!r}: expected {len(completions)} values, got {len(values)}")
-        missing = {
-            name: [row for row in range(len(completions)) if row not in begun] for name, begun in self._begun.items()
-        }
-        rest = {
-            name: self._submit(name, rows, {key: [values[row] for row in rows] for key, values in sampled.items()})
-            for name, rows in missing.items()
-            if rows
-        }
+        for name, begun in self._begun.items():
+            for row in range(len(completions)):
+                if row not in begun:
+                    self._submit(name, row, {key: values[row] for key, values in sampled.items()})
         scores: dict[str, list[Score]] = {}
         failed: dict[str, float] = {}
-        for name, weighted in self._rewards.items():
-            if name not in self._begun:
-                scores[name] = _checked(name, _call(name, weighted, inputs), completions)
-                continue
-            known = {row: pending.result(self._poll)[0] for row, pending in self._begun[name].items()}
-            if name in rest:
-                known |= dict(zip(missing[name], rest[name].result(self._poll), strict=True))
-            outcomes = [known[row] for row in range(len(completions))]
-            failures = [(row, outcome) for row, outcome in enumerate(outcomes) if isinstance(outcome, pool.Failure)]
-            failed[name] = len(failures) / max(len(outcomes), 1)
-            if failed[name] > weighted.max_failed:
-                row, failure = failures[0]
-                raise RewardError(
-                    f"reward {name!r} failed on {len(failures)} of {len(outcomes)} completions (allowed fraction: "
-                    f"reward.{name}.max_failed={weighted.max_failed}); first on row {row}, {failure.kind}: "
-                    f"{failure.message}, completion {_beginning(completions[row])}"
-                )
-            scores[name] = [
-                weighted.failed_score if isinstance(outcome, pool.Failure) else value
-                for outcome, value in zip(outcomes, _checked(name, _single(name, outcomes), completions), strict=True)
-            ]
-        return Scores({name: scores[name] for name in self._rewards}, failed)
+        try:
+            for name, weighted in self._rewards.items():
+                if name in self._begun:
+                    scores[name], failed[name] = self._awaited(name, weighted, completions)
+                else:
+                    scores[name] = checked(name, _call(name, weighted, inputs), completions)
+        finally:
+            for calls in self._calls.values():
+                calls.cancel()
+        return Scores(scores, failed)
 
-    def _submit(self, name: str, rows: Sequence[int], sampled: Mapping[str, Sequence[Any]]) -> pool.Pending:
+    def _awaited(self, name: str, weighted: Weighted, completions: Sequence[str]) -> tuple[list[Score], float]:
+        """What a reward gives that is called for each completion by itself, and the fraction on which it failed."""
+        outcomes: list[Any] = []
+        failures: list[tuple[int, pool.Failure]] = []
+        most = weighted.max_failed * len(completions)
+        for row in range(len(completions)):
+            outcomes += self._begun[name][row].result(self._poll)
+            if isinstance(outcomes[row], pool.Failure):
+                failures.append((row, outcomes[row]))
+            if len(failures) > most and name in self._calls:
+                break  # each of the others might take its time, too
+        if len(failures) > most:
+            row, failure = failures[0]
+            rest = len(completions) - len(outcomes)
+            raise RewardError(
+                f"reward {name!r} failed on {len(failures)} of {len(completions)} completions (allowed fraction: "
+                f"reward.{name}.max_failed={weighted.max_failed}); first on row {row}, {failure.kind}: "
+                f"{failure.message}, completion {beginning(completions[row])}"
+                + (f"; the last {rest} were not waited for" if rest else "")
+            )
+        values = checked(name, single(name, outcomes), completions)
+        kept = [
+            weighted.failed_score if isinstance(outcome, pool.Failure) else value
+            for outcome, value in zip(outcomes, values, strict=True)
+        ]
+        return kept, len(failures) / max(len(completions), 1)
+
+    def _submit(self, name: str, row: int, sampled: Mapping[str, Any]) -> None:
         weighted = self._rewards[name]
-        known = {key: [values[row] for row in rows] for key, values in self._inputs.items()} | dict(sampled)
-        passed = _passed(weighted, known)
-        calls = [{key: [values[index]] for key, values in passed.items()} for index in range(len(rows))]
-        return pool.submit(weighted.function, calls, seconds=weighted.timeout or 0.0)
+        known = {key: [values[row]] for key, values in self._inputs.items()}
+        call = _passed(weighted, known | {key: [value] for key, value in sampled.items()})
+        self._begun[name][row] = (
+            self._calls[name].submit(call)
+            if name in self._calls
+            else pool.submit(weighted.function, [call], seconds=weighted.timeout or 0.0)
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,7 @@ class Scores:
     values: Mapping[str, Sequence[Score]]
     """Name -> [B] as the functions returned them: a number, the steps, or None where it does not apply."""
     failed: Mapping[str, float]
-    """Name -> the fraction of the completions on which a reward with a timeout failed."""
+    """Name -> the fraction of the completions on which a reward with a timeout, or a coroutine, failed."""
 
 
 def score(
@@ -230,64 +246,5 @@ def _culprit(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> str:
         try:
             _invoke(weighted, {name: values[row : row + 1] for name, values in inputs.items()})
         except (Exception, SystemExit) as error:
-            return f"row {row} raises {described(error)}, completion {_beginning(text)}"
+            return f"row {row} raises {described(error)}, completion {beginning(text)}"
     return "no row raises when it is scored alone"
-
-
-def _single(name: str, outcomes: Sequence[Any]) -> list[Any]:
-    """What a function returned that was called with one completion at a time; None for failures."""
-    values = []
-    for outcome in outcomes:
-        listed = [None] if isinstance(outcome, pool.Failure) else outcome
-        if not isinstance(listed, list | tuple) or len(listed) != 1:
-            raise RewardError(f"reward {name!r}: expected a list with one score for one completion, got {listed!r:.80}")
-        values.append(listed[0])
-    return values
-
-
-def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
-    """``result`` as plain floats, steps and Nones, one per completion."""
-    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
-        raise RewardError(f"reward {name!r}: expected a list with a number or None per completion, got {result!r:.80}")
-    values = list(result)
-    if len(values) != len(completions):
-        raise RewardError(f"reward {name!r}: expected {len(completions)} scores, got {len(values)}")
-    scores: list[Score] = []
-    for row, (value, text) in enumerate(zip(values, completions, strict=True)):
-        checked = (
-            _steps(value, len(text)) if isinstance(value, list | tuple) else None if value is None else _number(value)
-        )
-        if isinstance(checked, float) and not math.isfinite(checked):
-            raise RewardError(
-                f"reward {name!r}: expected a finite number, (end, score) pairs with ends from 1 to {len(text)}, or "
-                f"None, got {value!r:.80} for row {row}, completion {_beginning(text)}"
-            )
-        scores.append(checked)
-    return scores
-
-
-def _steps(pairs: Sequence[Any], length: int) -> Score:
-    """``pairs`` as (end, score) tuples in the order of their ends; NaN if they are no such pairs."""
-    steps: list[tuple[int, float]] = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return math.nan
-        end, value = _number(pair[0]), _number(pair[1])
-        if not (end.is_integer() and 1 <= end <= length and math.isfinite(value)):
-            return math.nan
-        steps.append((int(end), value))
-    return tuple(sorted(steps))
-
-
-def _number(value: Any) -> float:
-    """``value`` as a float; NaN if it is no number."""
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _beginning(text: str) -> str:
-    return repr(text[:_SHOWN_CHARACTERS]) + ("…" if len(text) > _SHOWN_CHARACTERS else "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import Rule, flag, number, problems
+from grpo_lightning.allowed import Rule, flag, integer, number, problems
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
@@ -30,6 +30,8 @@ RULES = {
     "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
     "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
     "failed_score": number(math.isfinite, "a finite number", null=True),
+    "retries": integer(0),
+    "concurrency": integer(1),
     "clip": Rule(
         lambda v: (
             isinstance(v, list | tuple)
@@ -79,11 +81,16 @@ class Weighted:
     only_if: str | None = None
     """A condition on another reward's score, such as "format > 0": elsewhere the score counts as 0 in the total."""
     timeout: float | None = None
-    """Seconds that a worker process has for one completion; None: all are scored together, in this process."""
+    """Seconds that a worker process has for one completion; None: all are scored together, in this process. A coroutine
+    function has them for one try, and runs in this process in any case."""
     max_failed: float = 0.5
     """The largest fraction of the completions that may time out, raise or break their worker."""
     failed_score: float | None = 0.0
     """The score of those completions; None: the reward does not apply to them."""
+    retries: int = 0
+    """How often a coroutine function that failed on a completion is called for it again."""
+    concurrency: int = 16
+    """The most calls of a coroutine function at a time, in each process."""
     messages: bool = False
     """Whether prompts and completions are handed over as lists of chat messages, as TRL does for chat prompts."""
 
@@ -104,6 +111,11 @@ class Weighted:
         fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Varying)}
         if wrong := problems(RULES, fixed):
             raise ValueError("; ".join(wrong))
+        if self.retries and not is_coroutine(self.function):
+            raise ValueError(
+                f"retries={self.retries}: allowed is 0 for {self.function!r:.80}, which is no coroutine function "
+                "(async def)"
+            )
 
 
 class PerCompletion:
@@ -111,7 +123,8 @@ class PerCompletion:
 
     ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
     name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``. Where the reward has
-    ``messages``, the completion and the ``prompt`` are lists of chat messages.
+    ``messages``, the completion and the ``prompt`` are lists of chat messages. A coroutine function (``async def``) is
+    called likewise, and awaited by who scores.
 
     Raises:
         ValueError: On construction, if ``function`` does not take the completion as its first argument.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.replay import Replay
@@ -47,6 +48,8 @@ class Decoded:
     """[N, T] in nats, 0 where masked."""
     finished: Tensor
     """[N] (bool) whether a completion ended of itself."""
+    kept: Kept | None = None
+    """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
 
 
 @torch.no_grad()
@@ -92,9 +95,10 @@ def decode(
         FloatingPointError: The logits are not finite.
     """
     begun = begun or {}
-    slots = Slots(cache, uniforms, sampling=sampling, end_ids=end_ids, begun=begun)
     on_cpu = uniforms.device.type == "cpu"
     look_every = look_every or (1 if on_cpu else LOOK_EVERY)
+    # A completion draws once when it takes its slot, which may be between two looks.
+    slots = Slots(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1, begun=begun)
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
     compact = 1.0 if begun and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
     replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
@@ -140,4 +144,5 @@ def decode(
         logprobs=slots.logprobs[:, :length].where(mask, 0.0),
         entropies=slots.entropies[:, :length].where(mask, 0.0),
         finished=torch.tensor(slots.finished, device=uniforms.device),
+        kept=slots.kept(),
     )

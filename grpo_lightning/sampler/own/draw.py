@@ -4,6 +4,7 @@ Shapes: b rows in the batch, V the size of the vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from grpo_lightning.batch import Sampling
 from grpo_lightning.transformer.head import dot
 
-PREFIX = 1024
-"""How many of the likeliest tokens are sorted at first to find those of ``top_p``; of a large vocabulary few are."""
+MOST = 1024
+"""The most tokens of a set. Of a larger one the likeliest stay, which is what is sampled and what is scored: sets take
+little memory, and the same operations are made whatever the logits are."""
 
 _ROUNDING = 1e-6
 """The relative error of a sum of probabilities in float32."""
@@ -52,23 +54,31 @@ def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-def draw(
-    logits: Tensor, sampling: Sampling, uniform: Tensor, *, prefix: int | None = PREFIX
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token per row, with its log-probability and the entropy under logits / temperature, before any truncation.
+class Drawn(NamedTuple):
+    """A token of every row, and what it was drawn from."""
+
+    tokens: Tensor
+    """[b]"""
+    logprobs: Tensor
+    """[b] in nats, under logits / temperature, out of the set where there is one."""
+    entropies: Tensor
+    """[b] in nats, of the same distribution."""
+    sound: Tensor
+    """[b] (bool) False where a logit is NaN or infinite, or none is finite."""
+    kept: Tensor | None = None
+    """[b, K] int32 the tokens of each set, -1 in the room that it does not need; None: the whole vocabulary."""
+
+
+def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Drawn:
+    """One token per row, out of the set that truncation leaves.
 
     The token is the first with which the probabilities add up to more than the row's random number. The same operations
-    run whatever the logits are, so that a GPU need not wait; only ``prefix`` lets a result be looked at.
+    run whatever the logits are, so that a GPU need not wait.
 
     Args:
         logits: [b, V]; may be overwritten.
         sampling: How the token is drawn.
         uniform: [b] in [0, 1).
-        prefix: As in `truncate`.
-
-    Returns:
-        Tokens [b], log-probabilities [b] and entropies [b], in nats, and which rows are sound [b] (bool): in the others
-        a logit is NaN or infinite, or none is finite.
     """
     # In 16 bits the probabilities of a large vocabulary would not add up to 1.
     logits = logits.float()
@@ -78,17 +88,73 @@ def draw(
     shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=_LEAST)
     weights = shifted.exp()
     total = weights.sum(-1)
+    sound = total.isfinite()
+    if sampling.truncated and sampling.temperature != 0:
+        return _from_set(shifted, total, sampling, uniform, sound)
     log_total = total.log()
     entropy = log_total - dot(weights, shifted) / total
-    if sampling.temperature == 0:
-        tokens = shifted.argmax(-1)
-    else:
-        if sampling.truncated:
-            kept = truncate(shifted, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p, prefix=prefix)
-            weights = weights.masked_fill_(kept == -torch.inf, 0.0)
-        tokens = inverse_cdf(weights, uniform)
+    tokens = shifted.argmax(-1) if sampling.temperature == 0 else inverse_cdf(weights, uniform)
     # [b, V] -> [b, 1] -> [b]
-    return tokens, shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total, entropy, total.isfinite()
+    return Drawn(tokens, shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total, entropy, sound)
+
+
+def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tensor, sound: Tensor) -> Drawn:
+    """`draw` with truncation, from logits [b, V] of which the largest is 0 and the sum [b] of their exponentials."""
+    ids, values, inside = likeliest(
+        shifted, total, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+    )  # [b, K] each
+    weights = values.exp().masked_fill_(~inside, 0.0)
+    place = inverse_cdf(weights, uniform).unsqueeze(-1)  # [b, 1]
+    total = weights.sum(-1)
+    log_total = total.log()
+    return Drawn(
+        ids.gather(-1, place).squeeze(-1),
+        values.gather(-1, place).squeeze(-1) - log_total,
+        log_total - dot(weights, values) / total,
+        sound,
+        ids.where(inside, -1).int(),
+    )
+
+
+def likeliest(
+    logits: Tensor, total: Tensor, *, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that may be drawn, at most `MOST` of them: the likeliest one always may.
+
+    The filters apply one after another: top_k, then top_p on what is left (arXiv:1904.09751), then min_p
+    (arXiv:2407.01082), in the order of transformers' ``generate``. Of equally likely tokens those with the lowest
+    numbers stay, unless there are more of them than are looked at.
+
+    Args:
+        logits: [b, V] of which the largest is 0.
+        total: [b] the sum of their exponentials.
+        top_k: Keep this many; 0 keeps all.
+        top_p: Keep the smallest set of the likeliest tokens whose probabilities reach this; 1 keeps all.
+        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
+
+    Returns:
+        Token ids [b, K], which increase in each row, their logits [b, K], and which of them may be drawn [b, K] (bool).
+    """
+    values, ids = logits.topk(min(top_k or MOST, logits.shape[-1]))
+    weights = values.exp()
+    inside = weights > 0  # what the model rules out is not kept
+    if top_p < 1:
+        whole = (weights.sum(-1) if top_k else total).unsqueeze(-1)
+        # Where probabilities add up to exactly top_p, rounding must not let in the token behind them.
+        inside &= weights.cumsum(-1) - weights < top_p * (1 - _ROUNDING) * whole
+    if min_p > 0:
+        inside &= weights >= min_p
+    values, ids, inside = values[:, :MOST], ids[:, :MOST], inside[:, :MOST]
+    count = inside.sum(-1, keepdim=True).clamp(min=1)
+    least = values.gather(-1, count - 1)  # [b, K] -> [b, 1]
+    if ids.shape[-1] < logits.shape[-1]:
+        ids, order = ids.sort(-1)
+        values = values.gather(-1, order)
+    else:
+        ids, values = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits), logits
+    over, ties = values > least, values == least
+    room = count - over.sum(-1, keepdim=True)
+    return ids, values, over | (ties & (ties.cumsum(-1) <= room))
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -128,47 +194,3 @@ def _passed(sums: Tensor, goal: Tensor) -> Tensor:
     goal = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
     # Where a logit is not finite no sum is, and any token will do.
     return torch.searchsorted(sums, goal.unsqueeze(-1), right=True).squeeze(-1).clamp(max=sums.shape[-1] - 1)
-
-
-def truncate(logits: Tensor, *, top_k: int, top_p: float, min_p: float, prefix: int | None = PREFIX) -> Tensor:
-    """Logits with the tokens that must not be drawn at -inf; the likeliest token always stays.
-
-    The filters apply one after another: top_k, then top_p on what is left (arXiv:1904.09751), then min_p
-    (arXiv:2407.01082), in the order of transformers' ``generate``.
-
-    Args:
-        logits: [b, V]
-        top_k: Keep this many; 0 keeps all.
-        top_p: Keep the smallest set of the likeliest tokens whose probabilities reach this; 1 keeps all.
-        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
-        prefix: How many of the likeliest tokens are sorted at first for ``top_p``, more where a look at the result
-            shows that they are not enough; None sorts all and looks at nothing.
-
-    Returns:
-        The logits [b, V].
-    """
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        logits = _nucleus(logits, top_p, logits.shape[-1] if prefix is None else prefix)
-    if min_p > 0:
-        likeliest = logits.amax(-1, keepdim=True)
-        logits = logits.masked_fill((logits - likeliest).exp() < min_p, -torch.inf)
-    return logits
-
-
-def _nucleus(logits: Tensor, top_p: float, prefix: int) -> Tensor:
-    """Keep the smallest set of the likeliest tokens; of equally likely ones those with the lowest numbers."""
-    size = min(prefix, logits.shape[-1])
-    largest = logits.topk(size).values
-    probabilities = (largest - logits.logsumexp(-1, keepdim=True)).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    # Where probabilities add up to exactly top_p, rounding must not let in the token behind them.
-    count = (before < top_p * (1 - _ROUNDING)).sum(-1, keepdim=True).clamp(min=1)
-    # The set may be larger than what was looked at.
-    if size < logits.shape[-1] and (count == size).any():
-        return _nucleus(logits, top_p, 8 * size)
-    least = largest.gather(-1, count - 1)  # [b, size] -> [b, 1]
-    over, ties = logits > least, logits == least
-    room = count - over.sum(-1, keepdim=True)
-    return logits.masked_fill(~(over | (ties & (ties.cumsum(-1) <= room))), -torch.inf)

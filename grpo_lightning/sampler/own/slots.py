@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.draw import PREFIX, NotFinite, draw
+from grpo_lightning.sampler.own.draw import NotFinite, draw
+from grpo_lightning.sampler.own.sets import Sets
 
 
 class StopTest(Protocol):
@@ -43,6 +45,8 @@ class Begun:
     """[t] in nats."""
     finished: bool = False
     """Whether it has ended of itself."""
+    kept: Kept | None = None
+    """[t] the sets that they were drawn from; None: the whole vocabulary."""
 
     def over(self, max_new_tokens: int) -> bool:
         """Whether nothing more is drawn of it."""
@@ -60,6 +64,7 @@ class Slots:
         uniforms: [N, T] the random numbers that decide the tokens.
         sampling: How tokens are drawn.
         end_ids: The token ids that end a completion; the first of them still belongs to it.
+        draws: The most tokens of a completion that are drawn between two looks.
         begun: Completion -> what it has already.
     """
 
@@ -70,6 +75,7 @@ class Slots:
         *,
         sampling: Sampling,
         end_ids: Sequence[int],
+        draws: int,
         begun: Mapping[int, Begun],
     ) -> None:
         self._cache, self._uniforms, self._sampling = cache, uniforms, sampling
@@ -79,8 +85,8 @@ class Slots:
         self.ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs, self.entropies = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
-        # On a CPU looking at a result costs nothing, and saves sorting a large vocabulary.
-        self._prefix = PREFIX if device.type == "cpu" else None
+        known_sets = {row: known.kept for row, known in begun.items() if known.kept is not None}
+        self.sets = Sets(shape[1], draws, known_sets, device)
         self._row = torch.empty(0, dtype=torch.long, device=device)
         """[b] the completion in each slot."""
         self._count = torch.empty_like(self._row)
@@ -124,6 +130,7 @@ class Slots:
         size = len(rows)
         self._row, self._count, self._token = (self._row.new_zeros(size) for _ in range(3))
         self._alive, self._finished, self._sound = (self._alive.new_zeros(size) for _ in range(3))
+        self.sets.open(size)
         self.held = [None] * size
         self._enter(range(size), rows, self._cache.open(rows))
 
@@ -138,6 +145,7 @@ class Slots:
         self._row, self._count, self._token = self._row[chosen], self._count[chosen], self._token[chosen]
         self._alive, self._finished = self._alive[chosen], self._finished[chosen]
         self._sound = self._sound[chosen]
+        self.sets.keep(chosen)
         self.held = [self.held[slot] for slot in slots]
 
     def step(self) -> None:
@@ -162,6 +170,7 @@ class Slots:
         ).tolist()
         if not all(sound):
             raise NotFinite("the policy's logits are not finite")
+        self.sets.look(self._row, self._count)
         running = self.running
         if stops and running:
             before = [self.lengths[self.held[slot] or 0] for slot in running]
@@ -188,6 +197,10 @@ class Slots:
         mask = torch.arange(longest, device=self._row.device) < lengths
         return self.ids[list(rows), :longest], mask
 
+    def kept(self) -> Kept | None:
+        """The sets [N, longest] of all completions; None where no sampling was truncated."""
+        return self.sets.kept(self.lengths)
+
     def _ends_of(self, slots: Sequence[int], counts: Sequence[int], length: int) -> list[list[int]]:
         """The last ``length`` tokens of the completions in some slots, or all where there are fewer."""
         device = self._row.device
@@ -211,11 +224,13 @@ class Slots:
         row, count, alive = self._row[at], self._count[at], self._alive[at]
         limit = self._sampling.max_new_tokens
         uniform = self._uniforms[row, count.clamp(max=limit - 1)]
-        token, logprob, entropy, is_sound = draw(logits, self._sampling, uniform, prefix=self._prefix)
+        token, logprob, entropy, is_sound, kept = draw(logits, self._sampling, uniform)
         # What a completion draws after its end is written behind it, again and again, and not kept.
         self.ids[row, count] = token
         self.logprobs[row, count] = logprob
         self.entropies[row, count] = entropy
+        if kept is not None:
+            self.sets.add(at, kept, alive)
         # Not torch.isin, which of many end tokens makes a sorted list, whose length a GPU would have to be asked for.
         finished = self._finished[at] | (alive & (token.unsqueeze(-1) == self._ends).any(-1))
         # A slice is a view, so everything is computed before anything is written.

@@ -5,12 +5,14 @@ the left, T completion tokens padded on the right. Log-probabilities are in nats
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo_lightning.batch.rows import Kept, Rows
 
 Message = dict[str, str]
 """A chat message: a dict with the keys "role" and "content"."""
@@ -22,8 +24,8 @@ Prompt = str | list[Message] | list[int]
 class Sampling:
     """How completions are drawn.
 
-    Log-probabilities are always those of logits / temperature: with ``top_p``, ``top_k`` or ``min_p`` switched on,
-    another distribution is sampled than the one that is trained.
+    The logits are divided by the temperature first. Then ``top_k``, ``top_p`` and ``min_p`` leave a set of tokens, at
+    most `sampler.own.draw.MOST` of them, over which the probabilities add up to 1.
 
     Example:
         ``Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=512)`` draws from the policy itself.
@@ -43,7 +45,7 @@ class Sampling:
     """A completion ends with the token that completes one of these, besides the model's own end tokens."""
     kv_cache_gib: float | None = None
     """GiB that keys and values may take; completions beyond wait for others to end. None: all are drawn at once. It
-    changes no completion."""
+    changes no completion, but for rounding."""
 
     @property
     def truncated(self) -> bool:
@@ -91,49 +93,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Prompts and completions as token ids; indexing selects rows.
-
-    Raises:
-        ValueError: On construction, if a field's shape contradicts ``mask``.
-    """
-
-    ids: Tensor
-    """[B, S + T] prompt, then completion."""
-    attention_mask: Tensor
-    """[B, S + T] True on real tokens."""
-    mask: Tensor
-    """[B, T] True on completion tokens, the first end-of-sequence included."""
-
-    def __post_init__(self) -> None:
-        if self.mask.dtype != torch.bool or self.mask.dim() != 2:
-            raise ValueError(f"mask: expected bool [B, T], got {self.mask.dtype} {tuple(self.mask.shape)}")
-        rows, length = self.mask.shape
-        width = max(self.ids.shape[-1], length + 1)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, Tensor):
-                if len(value) != rows:
-                    raise ValueError(f"{field.name}: expected {rows} rows, got {len(value)}")
-            elif tuple(value.shape) != (
-                expected := (rows, width if field.name in ("ids", "attention_mask") else length)
-            ):
-                raise ValueError(f"{field.name}: expected {expected}, got {tuple(value.shape)}")
-
-    def __len__(self) -> int:
-        return len(self.mask)
-
-    def __getitem__(self, rows: Tensor) -> Self:
-        chosen: list[int] = rows.tolist()
-        picked: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            picked[field.name] = value[rows] if isinstance(value, Tensor) else tuple(value[row] for row in chosen)
-        return replace(self, **picked)
-
-
-@dataclass(frozen=True)
-class Sampled(_Rows):
+class Sampled(Rows):
     """Completions of some prompts, as token ids and as text.
 
     Example:
@@ -143,7 +103,7 @@ class Sampled(_Rows):
     """
 
     logprobs: Tensor
-    """[B, T] log-probability of each token when it was drawn, under logits / temperature; 0 where masked."""
+    """[B, T] log-probability with which each token was drawn, out of its set; 0 where masked."""
     entropy: Tensor
     """[B, T] of the distribution that each token was drawn from, in nats; 0 where masked."""
     texts: tuple[str, ...]
@@ -171,9 +131,22 @@ class Sampled(_Rows):
         tensors = {name: joined(name) for name in ("ids", "attention_mask", "mask", "logprobs", "entropy")}
         return cls(
             **tensors,
+            kept=None
+            if all(part.kept is None for part in parts)
+            else Kept.concatenate([part.kept or Kept.everything(part.mask) for part in parts]),
             texts=tuple(text for part in parts for text in part.texts),
             finished=tuple(finished for part in parts for finished in part.finished),
         )
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return known if self.kept is None else {**known, "kept": self.kept.state()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Sampled":
+        """What `state` described."""
+        return cls(**{**state, "kept": Kept.from_state(state["kept"]) if "kept" in state else None})
 
 
 @dataclass(frozen=True)
@@ -240,25 +213,22 @@ class Scored:
 
     def to(self, device: torch.device) -> "Scored":
         """The same with the samples on ``device``; rewards stay on the CPU."""
-        moved: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self.sampled).items()
-        }
-        return replace(self, sampled=Sampled(**moved))
+        return replace(self, sampled=self.sampled.to(device))
 
     def state(self) -> dict[str, Any]:
         """Everything but the columns, as tensors and plain values, for a checkpoint."""
         own = {name: getattr(self, name) for name in ("rewards", "right", "scores", "steps")}
-        return {**own, "prompts": list(self.prompts.texts), "sampled": dict(vars(self.sampled))}
+        return {**own, "prompts": list(self.prompts.texts), "sampled": self.sampled.state()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Scored":
         """What `state` described."""
-        sampled = Sampled(**state["sampled"])
+        sampled = Sampled.from_state(state["sampled"])
         return cls(**{**state, "prompts": Prompts(tuple(state["prompts"]), {}), "sampled": sampled})
 
 
 @dataclass(frozen=True)
-class Rollout(_Rows):
+class Rollout(Rows):
     """Everything an update reads and nothing else.
 
     Example:

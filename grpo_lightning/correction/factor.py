@@ -1,0 +1,99 @@
+"""The factors themselves: how much more or less a token counts because another distribution than the policy drew it.
+
+rho = exp(log_ratio) = pi_old / mu of a sampled token; its exponent is cut to +-20, also that of a product.
+"""
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, per_token
+
+
+def none() -> None:
+    """No correction: for a sampler that computes what the policy computes, up to rounding."""
+
+
+@per_token
+def token_truncation(log_ratio: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """The factor of each token  min(rho, cap).
+
+    Truncated importance sampling (TIS): Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training", after Ionides (2008). What other tokens of the completion have drawn before it stays uncorrected.
+
+    Args:
+        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
+        mask: [B, T] True on the tokens that count.
+        cap: The largest factor, >= 1.
+
+    Returns:
+        The factor [B, T]; 0 where masked.
+    """
+    return torch.where(mask, _ratio(log_ratio).clamp(max=cap), 0.0)
+
+
+@per_token
+def token_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """The factor of each token  rho where low <= rho <= high, else 0.
+
+    IcePop (Ring-1T, arXiv:2510.18855): a token on which policy and sampler disagree that much teaches nothing.
+
+    Args:
+        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
+        mask: [B, T] True on the tokens that count.
+        low: The least ratio that is kept, in [0, 1).
+        high: The largest ratio that is kept, > 1.
+
+    Returns:
+        The factor [B, T]; 0 where masked.
+    """
+    ratio = _ratio(log_ratio)
+    return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)
+
+
+def sequence_truncation(log_ratio: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """The factor of each token  min(product of rho over its completion, cap).
+
+    As one of TRL's modes (huggingface/trl#4493). Without a cap the gradient would be that of samples of the policy
+    itself; the product's variance grows exponentially with the length.
+
+    Args and returns are those of ``token_truncation``; all tokens of a completion have the same factor.
+    """
+    return torch.where(mask, _ratio(_sum(log_ratio, mask)).clamp(max=cap), 0.0)  # [B, 1] -> [B, T]
+
+
+def sequence_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """The factor of each token  R where low <= R <= high, else 0, with R the product of rho over its completion.
+
+    TRL's default mode (huggingface/trl#4493), with a lower bound besides. The product leaves any bounds if the
+    completion is long enough: 0.012 nats per token make it 3.3 after 100 tokens (huggingface/trl#4772).
+
+    Args and returns are those of ``token_mask``, whose bounds are bounds of R here.
+    """
+    ratio = _ratio(_sum(log_ratio, mask))  # [B, 1]
+    return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)  # [B, 1] -> [B, T]
+
+
+def geometric_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """The factor of each token  1 where low <= M <= high, else 0, with M the geometric mean of its completion's rho.
+
+    As in NeMo-RL's recipes of ProRL, with 0.999 and 1.002. It leaves out completions on which policy and sampler differ
+    on the whole, whatever their length, and weighs the others alike: it bounds the error and corrects nothing. The
+    scatter of M falls with the square root of the length, so short completions need wider bounds.
+
+    Args and returns are those of ``token_mask``, whose bounds are bounds of M here.
+    """
+    mean = _sum(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
+    return (mask & _inside(_ratio(mean), low, high)).to(log_ratio.dtype)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The sum [B, 1] over the tokens of each row that count."""
+    return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
+
+
+def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (low <= ratio) & (ratio <= high)

@@ -1,0 +1,197 @@
+"""A reward for Python programs that pass tests: they run in a sandbox, and the right outputs stay outside."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lightning.reward.text import answer_text, tag
+from grpo_lightning.sandbox.client import run
+from grpo_lightning.sandbox.limits import Limits, Outcome
+
+_LONGEST = 100_000  # characters of a program
+_FENCE = "```"
+_LANGUAGES = ("", "py", "python", "python3")
+_TOLERANCE = 1e-9  # of numbers with a fraction, as they come from sums in another order
+_DEEPEST = 100  # lists and mappings in one another, of a result
+
+_CALL = """
+def __call(name, arguments):
+    import json, sys
+    owner, _, own = name.rpartition(".")
+    function = getattr(globals()[owner](), own) if owner else globals()[own]
+    sys.stdout.write("\\n" + json.dumps(function(*json.loads(arguments))))
+__call(%r, %r)
+"""
+"""What is appended to a program whose function is called: the result is its last line, in JSON. Of a
+method's class an object is made."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test of a program, such as ``Case(stdin="7", expected="14", call="")``."""
+
+    stdin: str
+    """What the program reads."""
+    expected: Any
+    """What it has to print, or what its function has to return: stays out of the sandbox."""
+    call: str
+    """What is appended to the program to call a function of it; nothing where it reads and prints."""
+
+
+def code(
+    completions: Sequence[str],
+    tests: Sequence[Any],
+    *,
+    all_or_nothing: bool,
+    seconds: float,
+    cpu_seconds: int,
+    seconds_in_all: float,
+    memory_mb: int,
+    **_: Any,
+) -> list[float | None]:
+    """The share of the tests that the program in the completion passes; 0.0 without a program.
+
+    The program is the last complete block between fences ```python (or py, python3, or no language) of the answer text,
+    and of an answer in tags without a fence all of it. Each test runs it afresh in a sandbox, see
+    `grpo_lightning.sandbox`. It passes if the program ends by itself with status 0 and has printed what is expected,
+    white space at the ends of lines and of the text aside, or if its function has returned it. The first test that runs
+    out of time ends the rest, which count as failed.
+
+    Args:
+        completions: [B]
+        tests: [B] lists of ``{input: text, output: text}``, or of ``{function: name, args: [...], output: value}``, or
+            such a list as JSON. Numbers that a function returns may be off by a billionth if they have fractions.
+        all_or_nothing: Whether a program gets 1.0 for passing all tests and else 0.0.
+        seconds: By the clock, for one test.
+        cpu_seconds: Of computing, for one test.
+        seconds_in_all: By the clock, for all tests of a completion; those that are not begun then count as failed.
+        memory_mb: Of address space, in units of 2**20 bytes.
+
+    Returns:
+        [B] in [0, 1]
+
+    Raises:
+        ValueError: A setting is out of range, or tests are not as above.
+        Unavailable: The machine has no sandbox.
+    """
+    if not isinstance(all_or_nothing, bool):
+        raise ValueError(f"all_or_nothing: expected true or false, got {all_or_nothing!r:.80}")
+    if not (isinstance(seconds_in_all, int | float) and seconds_in_all > 0):
+        raise ValueError(f"seconds_in_all: expected a number > 0, got {seconds_in_all!r:.80}")
+    limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
+    scores: list[float | None] = []
+    for completion, given in zip(completions, tests, strict=True):
+        cases, text = _cases(given), program(completion)
+        passed = 0 if text is None else _passed(text, cases, limits, seconds_in_all, all_or_nothing)
+        scores.append(float(passed == len(cases)) if all_or_nothing else passed / len(cases))
+    return scores
+
+
+def program(completion: str) -> str | None:
+    """The program that a completion gives as its answer, or None.
+
+    Args:
+        completion: What the model wrote.
+    """
+    answer = answer_text(completion)
+    found = _last_block(answer)
+    if found is None and _FENCE not in answer and tag(completion, "answer"):
+        found = answer
+    return found if found is not None and found.strip() and len(found) <= _LONGEST else None
+
+
+def _last_block(text: str) -> str | None:
+    """The lines of the last complete fenced block of Python."""
+    found: str | None = None
+    lines: list[str] | None = None
+    is_python = False
+    for line in text.split("\n"):
+        mark = line.strip()
+        if lines is None and mark.startswith(_FENCE):
+            lines, is_python = [], mark[len(_FENCE) :].strip().lower() in _LANGUAGES
+        elif lines is not None and mark == _FENCE:
+            found = "\n".join(lines) + "\n" if is_python else found
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return found
+
+
+def _cases(given: Any) -> list[Case]:
+    """The tests of a row, checked."""
+    listed = given
+    if isinstance(given, str):
+        try:
+            listed = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tests: expected JSON, got {given!r:.80}: {error}") from error
+    if not isinstance(listed, list | tuple) or not listed:
+        raise ValueError(f"tests: expected a list with at least one test, got {given!r:.80}")
+    return [_case(one) for one in listed]
+
+
+def _case(given: Any) -> Case:
+    # Rows of parquet have all keys, with null where a test has none.
+    known = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    if known.keys() == {"input", "output"} and all(isinstance(value, str) for value in known.values()):
+        if not known["output"].strip():
+            raise ValueError(f"tests: expected an output that is not empty, got {given!r:.80}")
+        return Case(known["input"], known["output"], "")
+    name, arguments = known.get("function"), known.get("args")
+    if known.keys() != {"function", "args", "output"} or not _is_name(name) or not isinstance(arguments, list):
+        raise ValueError(
+            "tests: expected {input: text, output: text} or {function: NAME or CLASS.METHOD, args: [...], output: "
+            f"value other than null}}, got {given!r:.80}"
+        )
+    return Case("", known["output"], _CALL % (name, json.dumps(arguments)))
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.count(".") < 2 and all(part.isidentifier() for part in name.split("."))
+
+
+def _passed(text: str, cases: Sequence[Case], limits: Limits, seconds_in_all: float, all_or_nothing: bool) -> int:
+    """How many tests a program passes, up to the first that settles it."""
+    passed, late = 0, time.monotonic() + seconds_in_all
+    for case in cases:
+        if time.monotonic() >= late:
+            break
+        outcome = run(f"{text}\n{case.call}" if case.call else text, case.stdin, limits)
+        is_right = outcome.is_well and _is_right(outcome, case)
+        passed += is_right
+        if outcome.ended == "time" or (all_or_nothing and not is_right):
+            break
+    return passed
+
+
+def _is_right(outcome: Outcome, case: Case) -> bool:
+    if not case.call:
+        return _lines(outcome.stdout) == _lines(case.expected)
+    try:
+        return _are_equal(json.loads(outcome.stdout.rpartition("\n")[2]), case.expected, _DEEPEST)
+    except (ValueError, ArithmeticError, RecursionError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _are_equal(given: Any, expected: Any, depth: int) -> bool:
+    """Whether two values of JSON are the same; true is no 1, and a tuple has become a list."""
+    if depth == 0 or isinstance(given, bool) != isinstance(expected, bool):
+        return False
+    if isinstance(expected, list | tuple):
+        is_list = isinstance(given, list) and len(given) == len(expected)
+        return is_list and all(_are_equal(*pair, depth - 1) for pair in zip(given, expected, strict=True))
+    if isinstance(expected, Mapping):
+        is_same = isinstance(given, Mapping) and given.keys() == expected.keys()
+        return is_same and all(_are_equal(given[key], value, depth - 1) for key, value in expected.items())
+    if isinstance(expected, int | float) and isinstance(given, int | float):
+        if isinstance(expected, int) and isinstance(given, int):
+            return given == expected
+        return math.isclose(given, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return type(given) is type(expected) and bool(given == expected)

@@ -1,0 +1,185 @@
+"""An OpenAI-compatible server, asked over HTTP; whatever it answers, nothing is followed, and little is read."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import re
+import time
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from grpo_lightning.output.redaction import hide, remember
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.reward.engine.coroutines import Later, Refused
+from grpo_lightning.reward.engine.weighted import RewardError
+
+if TYPE_CHECKING:
+    import httpx2
+
+_MOST_BYTES = 2**20  # of an answer
+_MOST_SHOWN = 200  # characters of what a server says of an error
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_ABOUT_THE_REQUEST = (400, 413, 422)
+_TEMPORARY = (408, 409, 425, 429)
+
+
+class Endpoint:
+    """The chat completions of a server.
+
+    Args:
+        base_url: As OpenAI's client takes it, such as https://api.openai.com/v1; /chat/completions is appended.
+        api_key_env: The environment variable that holds the key; None: no key is sent.
+        allow_http: Whether other machines may be asked without encryption.
+
+    Raises:
+        ValueError: An argument is of no use; the environment is not read yet.
+    """
+
+    def __init__(self, base_url: str, *, api_key_env: str | None, allow_http: bool) -> None:
+        _check_url(base_url, allow_http)
+        if api_key_env is not None and not (isinstance(api_key_env, str) and _VARIABLE.fullmatch(api_key_env)):
+            remember({}, texts=[str(api_key_env)])
+            raise ValueError(
+                "api_key_env: allowed is the name of an environment variable, such as OPENAI_API_KEY, or null; the key "
+                "itself belongs into the environment only"
+            )
+        self.url = f"{base_url.rstrip('/')}/chat/completions"
+        self._api_key_env = api_key_env
+        self._is_local = _is_local(urlsplit(base_url).hostname or "")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx2.AsyncClient | None = None
+
+    async def ask(self, body: bytes) -> str:
+        """The text that the server answers to a request.
+
+        Args:
+            body: JSON.
+
+        Raises:
+            Later: It is busy or broken, or cannot be reached.
+            Refused: It does not answer this request.
+            ValueError: What it answers is no chat completion.
+            RewardError: It would not answer any request: redirects, a key that does not count, an address without it.
+        """
+        headers = self._headers()
+        if self._client is None or self._loop is not asyncio.get_running_loop():
+            self._loop, self._client = asyncio.get_running_loop(), _connected(self._is_local)
+        async with self._client.stream("POST", self.url, content=body, headers=headers) as response:
+            status = response.status_code
+            if 200 <= status < 300:
+                return _content(await _read(response))
+            if 300 <= status < 400:
+                raise RewardError(
+                    f"{self.url} answers {status}, a redirect to {_shown(response.headers.get('location', ''))}, which "
+                    "is not followed: base_url has to be where it leads"
+                )
+            if status in _TEMPORARY or status >= 500:
+                raise Later(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
+            told = f"{self.url} answers {status}: {_shown((await _read(response)).decode(errors='replace'))}"
+            if status in _ABOUT_THE_REQUEST:
+                raise Refused(told)
+            raise RewardError(told)
+
+    async def aclose(self) -> None:
+        """Close its connections, if they are of the loop that this runs on."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            client, self._client = self._client, None
+            await client.aclose()
+
+    def _headers(self) -> dict[str, str]:
+        # Not compressed: a small answer would be read as a huge one.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if self._api_key_env is not None:
+            key = os.environ.get(self._api_key_env, "").strip()
+            remember({}, texts=[key])
+            if not key or not key.isascii() or not key.isprintable():
+                raise RewardError(f"api_key_env={self._api_key_env}: the environment has no key of this name")
+            headers["authorization"] = f"Bearer {key}"
+        return headers
+
+
+def _connected(is_local: bool) -> "httpx2.AsyncClient":
+    import httpx2
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
+    # No time limit of its own, which the reward has. A proxy that the environment names is none to this machine.
+    return httpx2.AsyncClient(
+        timeout=None,
+        follow_redirects=False,
+        trust_env=not is_local,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+    )
+
+
+def _check_url(url: Any, allow_http: bool) -> None:
+    allowed = "an address such as https://api.openai.com/v1, without user, query and fragment"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except (ValueError, AttributeError, TypeError):
+        host = None
+    if (
+        host is None
+        or not isinstance(url, str)
+        or re.search(r"[\s\x00-\x20\x7f]", url)
+        or parts.scheme not in ("http", "https")
+        or parts.query
+        or parts.fragment
+        or "@" in parts.netloc
+    ):
+        remember({}, texts=re.findall("//([^/@]+)@", str(url)))
+        raise ValueError(f"base_url: expected {allowed}, got {hide(repr(url)):.80}")
+    if parts.scheme == "http" and not allow_http and not _is_local(host):
+        raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _read(response: "httpx2.Response") -> bytes:
+    """The body as it was sent, if it is not too large."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise ValueError("its answer is compressed, which was not asked for")
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"its answer is longer than {_MOST_BYTES} bytes")
+    return bytes(body)
+
+
+def _content(body: bytes) -> str:
+    """The text of the first choice of a chat completion."""
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, str):
+        raise ValueError(
+            f"its answer is no chat completion: {_shown(body[: 4 * _MOST_SHOWN].decode(errors='replace'))}"
+        )
+    return content
+
+
+def _seconds(after: str | None) -> float:
+    """What a Retry-After header asks for: seconds, or a date; 0 for anything else."""
+    if after is None:
+        return 0.0
+    if re.fullmatch(r"\s*\d{1,6}(\.\d*)?\s*", after):
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _shown(text: str) -> str:
+    """The beginning of a server's words, without secrets and control characters."""
+    return printable(hide(" ".join(text.split()))[:_MOST_SHOWN])

@@ -1,0 +1,255 @@
+"""Asking the server for a run, and reading what the program prints up to its limit."""
+
+import atexit
+import fcntl
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
+
+_ROOT = str(Path(__file__).parents[2])
+_BEGIN = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; sys.path.pop(); "
+_BEGIN += "main(int(sys.argv[1]), sys.argv[3])"
+_STOP = b"stop"
+_START_SECONDS = 60.0
+_SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
+_MESSAGE = 65_536  # bytes
+_STARTS = 2  # of a server that dies, for one program
+
+_lock = threading.RLock()
+_server: "_Server | None" = None
+
+
+def run(text: str, stdin: str, limits: Limits) -> Outcome:
+    """Run a Python program that nobody trusts; the same program on the same input prints the same.
+
+    Unless it asks for the time or for chance: `random` and hashes begin at the same place every time. One program runs
+    at a time in a process; those of several processes run beside each other.
+
+    Args:
+        text: The program.
+        stdin: What it can read.
+        limits: What it may take.
+
+    Returns:
+        What it printed and how it ended; no program makes this raise.
+
+    Raises:
+        Unavailable: The machine has no sandbox. Nothing was run.
+    """
+    with _lock:
+        for start in range(_STARTS):
+            try:
+                return _started().run(_encoded(text), _encoded(stdin), limits)
+            except (ConnectionError, EOFError, TimeoutError) as error:
+                close()
+                if start == _STARTS - 1:
+                    raise Unavailable(f"the sandbox's server died twice: {type(error).__name__}: {error}") from error
+            except BaseException:  # such as Ctrl-C: the server is still busy
+                close()
+                raise
+    raise Unavailable("the sandbox's server was not started")
+
+
+def check() -> None:
+    """Try whether the sandbox holds on this machine: a program in it attempts what it must not be able to do.
+
+    Raises:
+        Unavailable: The sandbox cannot be had, or something was possible.
+    """
+    with tempfile.NamedTemporaryFile() as outside:
+        outcome = run(_ATTEMPTS.replace("OUTSIDE", repr(outside.name)), "", _FOR_ATTEMPTS)
+    if outcome.stdout != "none\n" or not outcome.is_well:
+        found = (outcome.stdout or outcome.stderr)[-300:].strip() or f"{outcome.ended}, status {outcome.code}"
+        raise Unavailable(f"the sandbox does not hold on this machine; a program in it could, or ended with: {found}")
+
+
+def close() -> None:
+    """End the server, if there is one, with what it runs."""
+    global _server
+    with _lock:
+        if _server is not None:
+            _server.end()
+        _server = None
+
+
+_FOR_ATTEMPTS = Limits(seconds=30.0, cpu_seconds=5, memory_mb=256)
+_ATTEMPTS = """
+import os, socket
+def attempt(name, function, *given):
+    try:
+        function(*given)
+    except OSError:
+        return []
+    return [name]
+print(*(
+    attempt("read a file", open, OUTSIDE)
+    + attempt("write a file", open, OUTSIDE, "a")
+    + attempt("list a directory", os.listdir, os.path.dirname(OUTSIDE))
+    + attempt("fork", os.fork)
+    + attempt("start a program", os.execv, "/bin/true", ["true"])
+    + attempt("open a socket", socket.socket)
+    + attempt("signal its parent", os.kill, os.getppid(), 0)
+    or ["none"]
+), sep=", ")
+"""
+
+
+class _Server:
+    """The process of `grpo_lightning.sandbox.server`."""
+
+    def __init__(self) -> None:
+        if not sys.platform.startswith("linux"):
+            raise Unavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
+        arguments = [str(theirs.fileno()), _ROOT, tempfile.gettempdir()]
+        libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-c", _BEGIN, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=libraries | {"PYTHONHASHSEED": "0"},
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the trainer
+            )
+        try:
+            missing = self._reply(time.monotonic() + _START_SECONDS)["missing"]
+        except (ConnectionError, EOFError, TimeoutError) as error:
+            self.end()
+            code = self._process.returncode
+            raise Unavailable(f"the sandbox cannot start: {sys.executable} ended with status {code}") from error
+        if missing is not None:
+            self.end()
+            raise Unavailable(f"the sandbox cannot start: it needs {missing}")
+
+    def run(self, text: bytes, stdin: bytes, limits: Limits) -> Outcome:
+        """Run one program.
+
+        Raises:
+            Unavailable: It could not be run.
+            ConnectionError: The server died; so do EOFError and TimeoutError say.
+        """
+        with ExitStack() as stack:
+            files = [stack.enter_context(_file(given)) for given in (text, stdin)]
+            (out, to_out), (err, to_err) = stack.enter_context(_pipe()), stack.enter_context(_pipe())
+            message = json.dumps(vars(limits)).encode()
+            socket.send_fds(self._channel, [message], [*files, to_out.fileno(), to_err.fileno()])
+            to_out.close()
+            to_err.close()
+            printed, reply = self._followed(out.fileno(), err.fileno(), limits)
+        if reply["failed"] is not None:
+            raise Unavailable(f"the sandbox cannot start: {reply['failed']}")
+        stdout, stderr = (one.decode(errors="replace") for one in printed)
+        return Outcome(stdout, stderr, reply["ended"], reply["code"])
+
+    def _followed(self, out: int, err: int, limits: Limits) -> tuple[list[bytes], Mapping[str, Any]]:
+        """Read what the program prints until it has ended; returns the bytes of both, and the server's reply."""
+        late = time.monotonic() + limits.seconds + _SPARE_SECONDS
+        parts: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
+        waiting = select.poll()
+        for descriptor in parts:
+            waiting.register(descriptor, select.POLLIN)
+        is_open = len(parts)
+        while is_open:
+            ready = waiting.poll(1000 * max(0.0, late - time.monotonic()))
+            if not ready:
+                raise TimeoutError("it does not end a program")
+            for descriptor, _ in ready:
+                room = limits.output_bytes - len(parts[descriptor])
+                part = os.read(descriptor, min(_MESSAGE, room + 1))
+                parts[descriptor] += part[:room]
+                if not part or len(part) > room:
+                    waiting.unregister(descriptor)
+                    is_open -= 1
+                if len(part) > room:
+                    self._channel.send(_STOP)
+        return [bytes(part) for part in parts.values()], self._reply(late)
+
+    def end(self) -> None:
+        """End the server, which ends its program and removes its directory."""
+        self._channel.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """Close what a forked process has of its parent's server, which would not end before it."""
+        self._channel.close()
+        self._process.returncode = 0  # nothing to wait for here
+
+    def _reply(self, late: float) -> Mapping[str, Any]:
+        waiting = select.poll()
+        waiting.register(self._channel, select.POLLIN)
+        if not waiting.poll(1000 * max(0.0, late - time.monotonic())):
+            raise TimeoutError("it does not answer")
+        message = self._channel.recv(_MESSAGE)
+        if not message:
+            raise EOFError("it ended")
+        reply: Mapping[str, Any] = json.loads(message)
+        return reply
+
+
+def _started() -> _Server:
+    global _server
+    if _server is None:
+        _server = _Server()
+    return _server
+
+
+def _encoded(text: str) -> bytes:
+    """``text`` in UTF-8; half a surrogate pair, which a model can write, becomes bytes that are none."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+@contextmanager
+def _file(content: bytes) -> Iterator[int]:
+    """A file in memory that nobody can change, at its beginning."""
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """A pipe's end to read from and its end to write to."""
+    reading, writing = os.pipe()
+    with FileIO(reading, "r") as to_read, FileIO(writing, "w") as to_write:
+        yield to_read, to_write
+
+
+def _forget() -> None:
+    global _server, _lock
+    _lock = threading.RLock()
+    if _server is not None:
+        _server.forget()
+    _server = None
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,352 @@
+"""What corrects for a sampler that is not the policy, worked by hand on two completions, and staged.
+
+row  rho = policy / sampler    product   geometric mean
+0    1.5   4.0   0.25          1.5       1.1447 = 1.5^(1/3)
+1    0.5   1.0   pad           0.5       0.7071 = 0.5^(1/2)
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import grpo_lightning as grpo
+from grpo_lightning import correction
+from grpo_lightning.batch import Rollout
+from grpo_lightning.correction.statistics import corrections, mismatch
+from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3, token_mean
+from grpo_lightning.module.update import Update, accumulate, mean_metrics
+from grpo_lightning.settings import ConfigError, cautions, check
+from grpo_lightning.transformer import head
+from tests.support.composed import build, composed
+from tests.support.mismatch import NOISE, Staged
+from tests.support.running import small_module, small_run
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+LOG_RATIO = torch.tensor([[1.5, 4.0, 0.25], [0.5, 1.0, 7.0]]).log()
+BY_HAND = {
+    "token_truncation, 2": (partial(correction.token_truncation, cap=2.0), [[1.5, 2.0, 0.25], [0.5, 1.0, 0.0]]),
+    "token_mask, .4 to 3": (partial(correction.token_mask, low=0.4, high=3.0), [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]),
+    "token_mask, .6 to 5": (partial(correction.token_mask, low=0.6, high=5.0), [[1.5, 4.0, 0.0], [0.0, 1.0, 0.0]]),
+    "sequence_truncation, 3": (partial(correction.sequence_truncation, cap=3.0), [[1.5] * 3, [0.5, 0.5, 0.0]]),
+    "sequence_truncation, 1.2": (partial(correction.sequence_truncation, cap=1.2), [[1.2] * 3, [0.5, 0.5, 0.0]]),
+    "sequence_mask, .6 to 3": (partial(correction.sequence_mask, low=0.6, high=3.0), [[1.5] * 3, [0.0] * 3]),
+    "sequence_mask, 0 to 1.4": (partial(correction.sequence_mask, low=0.0, high=1.4), [[0.0] * 3, [0.5, 0.5, 0.0]]),
+    "geometric_mask, .75 to 1.2": (partial(correction.geometric_mask, low=0.75, high=1.2), [[1.0] * 3, [0.0] * 3]),
+    "geometric_mask, .7 to 1.1": (partial(correction.geometric_mask, low=0.7, high=1.1), [[0.0] * 3, [1.0, 1.0, 0.0]]),
+}
+CHOICES = ["token_truncation", "token_mask", "sequence_truncation", "sequence_mask", "geometric_mask"]
+TIGHT = {
+    "token_truncation": partial(correction.token_truncation, cap=1.2),
+    "token_mask": partial(correction.token_mask, low=0.8, high=1.3),
+    "sequence_truncation": partial(correction.sequence_truncation, cap=1.2),
+    "sequence_mask": partial(correction.sequence_mask, low=0.7, high=1.6),
+    "geometric_mask": partial(correction.geometric_mask, low=0.94, high=1.06),
+}
+"""Bounds that some of the tokens and completions of `drawn` are beyond."""
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_factors_by_hand(name):
+    function, expected = BY_HAND[name]
+    assert_close(function(LOG_RATIO, MASK), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_ratios_that_overflow_stay_finite(name):
+    bounds = {"low": 0.0, "high": 1e30} if name.endswith("mask") else {"cap": 1e30}
+    far = torch.tensor([[300.0, 300.0], [-300.0, -math.inf]])
+    factor = getattr(correction, name)(far, torch.ones(2, 2, dtype=torch.bool), **bounds)
+    largest = 1.0 if name == "geometric_mask" else math.exp(20.0)
+    assert_close(factor, torch.tensor([[largest] * 2, [1.0 if largest == 1.0 else math.exp(-20.0)] * 2]))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_stands_behind_a_completion_does_not_count(name):
+    wide = torch.nn.functional.pad(LOG_RATIO, (0, 2), value=math.nan)
+    counts = torch.nn.functional.pad(MASK, (0, 2))
+    expected = torch.nn.functional.pad(TIGHT[name](LOG_RATIO, MASK), (0, 2))
+    assert torch.equal(TIGHT[name](wide, counts), expected)
+    assert not TIGHT[name](LOG_RATIO, torch.zeros_like(MASK)).any()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_rows_by_themselves_have_the_same_factors(name):
+    drawn = 0.3 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    counts = torch.arange(6) < torch.tensor([1, 6, 3, 5, 2, 6, 4, 6])[:, None]
+    whole = TIGHT[name](drawn, counts)
+    assert whole.unique().numel() > 1
+    for index in torch.randperm(8, generator=torch.Generator().manual_seed(2)).split(3):
+        assert torch.equal(TIGHT[name](drawn[index], counts[index]), whole[index])
+
+
+def test_no_correction_is_a_factor_of_exactly_one():
+    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
+    assert torch.equal(loss.correct(LOG_RATIO, MASK, on_policy=True), torch.ones(2, 3))
+    assert build()("loss").correction is None
+
+
+def test_beside_a_ratio_to_the_sampler_only_what_is_left_out_counts():
+    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
+    for name, expected in {
+        "token_truncation, 2": [[1.0] * 3, [1.0, 1.0, 0.0]],
+        "token_mask, .4 to 3": [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]],
+        "sequence_mask, 0 to 1.4": [[0.0] * 3, [1.0, 1.0, 0.0]],
+    }.items():
+        corrected = replace(loss, correction=BY_HAND[name][0])
+        assert_close(corrected.correct(LOG_RATIO, MASK, on_policy=False), torch.tensor(expected))
+
+
+def test_statistics_by_hand():
+    found = mismatch(torch.tensor([[0.5, -1.0, 0.0], [0.25, 0.0, 9.0]]), MASK)
+    assert_close(found["mismatch_mean"].item(), 0.5 + 1.0 + 0.25)
+    assert_close(found["mismatch_max"].item(), 1.0)
+    # e^.5 - 1 - .5, e^-1 - 1 + 1, e^.25 - 1 - .25
+    assert_close(found["mismatch_kl"].item(), 0.1487213 + 0.3678794 + 0.0340254, rtol=1e-6, atol=0)
+    found = corrections(torch.tensor([[1.5, 0.0, 0.25], [0.5, 0.0, 3.0]]), MASK)
+    assert {name: value.item() for name, value in found.items()} == {
+        "correction_mean": 2.25,
+        "correction_max": 1.5,
+        "correction_masked": 2.0,
+    }
+    sums = {
+        "tokens": torch.tensor(5.0),
+        **found,
+        "mismatch_mean": torch.tensor(10.0),
+        "mismatch_max": torch.tensor(4.0),
+    }
+    logged = PolicyLoss.metrics({}, sums)
+    assert {name: round(value.item(), 6) for name, value in logged.items()} == {
+        "correction/mean": 0.45,
+        "correction/max": 1.5,
+        "correction/masked": 0.4,
+        "policy/mismatch_mean": 2.0,
+        "policy/mismatch_max": 4.0,
+    }
+
+
+def test_metrics_that_only_the_first_of_several_updates_has():
+    first = {"correction/max": torch.tensor(2.0), "policy/mismatch_mean": torch.tensor(0.5)}
+    metrics = [first, {"correction/max": torch.tensor(3.0)}, {"correction/max": torch.tensor(1.0)}]
+    updates = [Update(metrics=one, ratio=torch.ones(0), flops=0.0) for one in metrics]
+    assert mean_metrics(updates) == {"correction/max": 3.0, "policy/mismatch_mean": 0.5}
+
+
+def test_a_tiny_mismatch_has_a_divergence_that_rounding_does_not_swallow():
+    found = mismatch(torch.full((1, 4), 1e-5), torch.ones(1, 4, dtype=torch.bool))
+    assert found["mismatch_kl"].item() == pytest.approx(4 * 0.5e-10, rel=0.01)  # x^2 / 2
+
+
+def ragged(dtype):
+    """A policy and a rollout of ragged lengths, by a sampler that is off by about a fifth of a nat."""
+    policy = small_module("loss.kl_coef=0").policy.to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    lengths, prompts, length, width = [1, 7, 3, 5, 2, 6, 4, 7], [3, 5, 2, 4, 5, 1, 4, 3], 7, 5
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    before = torch.arange(width) >= width - torch.tensor(prompts)[:, None]
+    rows = Rollout(
+        ids=torch.randint(5, 90, (8, width + length), generator=generator),
+        attention_mask=torch.cat([before, mask], 1),
+        mask=mask,
+        old_logprobs=torch.zeros(8, length, dtype=dtype),
+        ref_logprobs=torch.zeros(8, length, dtype=dtype),
+        advantages=torch.randn(8, 1, generator=generator).to(dtype) * mask,
+    )
+    with torch.no_grad():
+        logprobs = policy.logprobs(rows, temperature=1.0).to(dtype)
+    noise = 0.2 * torch.randn(2, 8, length, generator=generator).to(dtype) * mask
+    return policy, replace(rows, old_logprobs=logprobs + noise[0], ref_logprobs=logprobs + noise[1])
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return ragged(torch.float64)
+
+
+def updated(policy, rows, chosen, *, tokens=10**6, on_policy=True, entropy_coef=0.0):
+    """The gradient of an optimizer step and its metrics."""
+    surrogate = partial(clipped, epsilon_low=0.1, epsilon_high=0.15)
+    policy.zero_grad()
+    update = accumulate(
+        policy,
+        PolicyLoss(surrogate, k3, token_mean, 0.3, entropy_coef, chosen),
+        rows,
+        temperature=1.0,
+        microbatch_tokens=tokens,
+        skip_dead=True,
+        on_policy_step=on_policy,
+        is_first=True,
+        ranks=ALONE,
+        backward=lambda loss, last: loss.backward(),
+    )
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()]), update.metrics
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("name", CHOICES)
+def test_micro_batches_change_nothing(name, on_policy, drawn):
+    whole, metrics = updated(*drawn, TIGHT[name], on_policy=on_policy)
+    plain, _ = updated(*drawn, None, on_policy=on_policy)
+    if on_policy or name.endswith("mask"):
+        assert (whole - plain).abs().max() > 1e-3
+    else:  # the ratio to the sampler has it already
+        assert torch.equal(whole, plain)
+    for tokens in (40, 1):
+        parts, same = updated(*drawn, TIGHT[name], tokens=tokens, on_policy=on_policy)
+        assert_close(parts, whole, rtol=0, atol=1e-6 * float(whole.abs().max()))
+        assert {key: float(value) for key, value in same.items()} == pytest.approx(
+            {key: float(value) for key, value in metrics.items()}, rel=1e-5, abs=1e-6
+        )
+    is_cut = name.endswith("mask")
+    assert 0 < metrics["correction/masked"] < 1 if is_cut else metrics["correction/masked"] == 0
+    if on_policy:
+        assert metrics["correction/max"] == pytest.approx(
+            {"token_truncation": 1.2, "sequence_truncation": 1.2, "geometric_mask": 1.0}.get(
+                name, metrics["correction/max"]
+            )
+        )
+    assert metrics["policy/mismatch_mean"] == pytest.approx(0.16, abs=0.03)  # .2 sqrt(2 / pi)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.02, abs=0.006)  # .2^2 / 2
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("name", ["token_truncation", "token_mask"])
+def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, monkeypatch):
+    passes = []
+    plain = head._logit_gradients
+
+    def counting(*arguments):
+        passes.append(1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(head, "_logit_gradients", counting)
+    monkeypatch.setattr(head, "CHUNK", 90 * 11)  # about eleven tokens at a time
+    policy, rows = ragged(torch.float32)
+    early, _ = updated(policy, rows, TIGHT[name], on_policy=on_policy)
+    # Were the head's gradient not that of the loss, bit for bit, it would have been made a second time.
+    count = len(passes)
+    passes.clear()
+    monkeypatch.setattr(PolicyLoss, "gradient", lambda *_, **__: None)
+    late, _ = updated(policy, rows, TIGHT[name], on_policy=on_policy)
+    assert count == len(passes) > 2
+    assert_close(early, late, rtol=0, atol=1e-7 * float(late.abs().max()))
+    assert early.abs().max() > 1e-3
+
+
+def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
+    surrogate = partial(clipped, epsilon_low=0.1, epsilon_high=0.15)
+    for name in CHOICES:
+        loss = PolicyLoss(surrogate, k3, token_mean, 0.3, 0.0, TIGHT[name])
+        known = loss.gradient(drawn[1], token_mean(drawn[1].mask), on_policy=True)
+        assert (known is not None) == name.startswith("token"), name
+
+
+def test_the_corrected_gradient_is_nearer_to_that_of_the_policys_own_samples(monkeypatch):
+    left = distances({name: build(f"correction={name}")("loss").correction for name in CHOICES[:4]})
+    # mismatches of 0.02 nats on average and 0.12 at most: no bound is reached, and the product corrects all
+    assert left["sequence_truncation"] < 1e-5
+    assert left["sequence_mask"] < 1e-5
+    # of five tokens that decide a reward together, one is corrected: sqrt(4 / 5) of the distance if all are alike
+    assert left["token_truncation"] == left["token_mask"] == pytest.approx(0.89, abs=0.04)
+    monkeypatch.setattr("tests.support.mismatch.OFFSET", 200.0)
+    left = distances({name: build(f"correction={name}")("loss").correction for name in CHOICES[:4]})
+    # 0.15 nats on average, 0.9 at most, products up to 9: now bounds cost something
+    assert 0.01 < left["sequence_truncation"] < 0.1
+    assert left["sequence_truncation"] < left["sequence_mask"] < 0.4
+    assert left["token_truncation"] < 0.95
+    assert left["token_mask"] < 0.95
+
+
+def distances(corrections):
+    """How far the mean corrected gradient is from the true one, as a fraction of how far the uncorrected one is."""
+    found = {name: [] for name in corrections}
+    for seed in range(6):
+        staged = Staged.of(seed)
+        true = staged.mean(staged.policy().detach(), None)
+        plain = (staged.mean(staged.sampler, None) - true).norm()
+        assert 0.01 < plain / true.norm() < 1
+        for name, function in corrections.items():
+            found[name].append(float((staged.mean(staged.sampler, function) - true).norm() / plain))
+    return {name: sum(each) / len(each) for name, each in found.items()}
+
+
+DISTURBED = ("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false")
+
+
+def test_the_mismatch_of_the_own_sampler_is_rounding(tmp_path):
+    metrics = small_run(tmp_path, "steps=2").metrics
+    assert 0 < metrics["policy/mismatch_max"] < 1e-4
+    assert 0 <= metrics["policy/mismatch_mean"] <= metrics["policy/mismatch_max"]
+    assert abs(metrics["policy/mismatch_kl"]) < 1e-8
+    assert not any(name.startswith("correction/") for name in metrics)
+
+
+def test_a_run_with_another_sampler(tmp_path):
+    plain = small_run(tmp_path / "plain", *DISTURBED, "steps=2")
+    assert 0.5 * NOISE < plain.metrics["policy/mismatch_mean"] < 0.8 * NOISE  # 2 / pi of it
+    assert 0.9 * NOISE < plain.metrics["policy/mismatch_max"] < 1.0001 * NOISE
+    assert plain.metrics["policy/ratio_max"] == 1.0
+    module = small_run(tmp_path / "corrected", *DISTURBED, "correction=token_truncation", "correction.cap=1.1")
+    assert module.metrics["correction/max"] == pytest.approx(1.1)
+    assert 0.8 < module.metrics["correction/mean"] < 1.0
+    assert module.metrics["correction/masked"] == 0
+    gaps = [(a - b).abs().max() for a, b in zip(plain.policy.parameters(), module.policy.parameters(), strict=True)]
+    assert max(gaps) > 1e-5
+
+
+def test_of_several_updates_the_first_one_tells_the_mismatch(tmp_path):
+    module = small_run(
+        tmp_path, "module.ppo_epochs=3", "module.minibatch_size=4", "optimizer.lr=0.05", "loss.kl_coef=0"
+    )
+    assert module.metrics["policy/ratio_max"] > 1.05
+    assert module.metrics["policy/mismatch_max"] < 1e-4
+
+
+def test_bounds_may_vary(tmp_path):
+    words = "correction.cap={_target_: grpo_lightning.varying.Linear, start: 1.2, end: 1.0, steps: 1}"
+    module = small_run(tmp_path, *DISTURBED, "correction=token_truncation", words, "steps=2")
+    assert module.metrics["varying/loss.correction.cap"] == 1.0
+    assert module.metrics["correction/max"] == 1.0
+
+
+def test_from_python_a_correction_is_a_function_and_one_beside_a_loss_is_reported(tmp_path, caplog):
+    own = partial(correction.token_mask, low=0.5, high=2.0)
+    run = grpo.compose(correction=own, run_dir=tmp_path)
+    assert run.module.loss.correction(LOG_RATIO, MASK).tolist() == [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]
+    assert "correction" not in caplog.text
+    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.0, 0.0)
+    grpo.compose("correction=token_mask", "reference=none", loss=loss, run_dir=tmp_path)
+    assert "correction is chosen, and not used: the loss that is given has its own, or none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("token_truncation", "correction.cap=0.9"), "correction.cap=0.9: allowed is a ratio >= 1"),
+        (("sequence_truncation", "correction.cap=null"), "correction.cap=null: allowed is a ratio >= 1"),
+        (("token_mask", "correction.low=1"), "correction.low=1: allowed is a ratio in [0, 1)"),
+        (("sequence_mask", "correction.low=-0.1"), "correction.low=-0.1: allowed is a ratio in [0, 1)"),
+        (("geometric_mask", "correction.high=1.0"), "correction.high=1.0: allowed is a ratio > 1"),
+        (
+            ("token_mask", "+correction.cap=2"),
+            "correction.cap: unknown; grpo_lightning.correction.token_mask takes log_ratio, mask, low, high",
+        ),
+    ],
+)
+def test_wrong_bounds_are_refused_by_key(words, message):
+    with pytest.raises(ConfigError) as refused:
+        check(composed(f"correction={words[0]}", *words[1:]))
+    assert len(refused.value.problems) == 1
+    assert message in refused.value.problems[0]
+
+
+def test_a_truncation_that_does_nothing_is_told():
+    several = ("module.ppo_epochs=2", "correction=token_truncation")
+    [told] = cautions(composed(*several))
+    assert told.startswith("correction=token_truncation has no effect with several optimizer steps per rollout")
+    for words in (("module.ppo_epochs=2", "correction=token_mask"), several[1:], several[:1]):
+        assert cautions(composed(*words)) == []

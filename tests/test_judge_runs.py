@@ -1,0 +1,157 @@
+"""Whole runs with a judge: it fails, it is asked once, runs are killed and go on, and nothing waits for it."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+
+from tests.support.judges import Reply, serving
+from tests.support.processes import finish, start
+from tests.support.provocations import provocation
+from tests.support.running import SMALL, small_run
+from tests.test_processes import KILL, wait_for
+from tests.test_signals import begin, ended
+
+pytestmark = pytest.mark.slow
+KEY = "k3y-of-nobody-at-all"
+
+
+def settings(server, rewards="custom,judge"):
+    return (
+        f"reward=[{rewards}]",
+        f"reward.judge.function.base_url={server.url}",
+        "reward.judge.function.model=m",
+        "reward.judge.function.api_key_env=SOME_KEY",
+    )
+
+
+def by_text(number, text):
+    """A judge who always says the same of the same text, from 0 to 10."""
+    return f"SCORE: {hashlib.sha256(text.encode()).digest()[0] / 25.5:.3f}"
+
+
+def answered(path):
+    """How many different requests the file has answers to."""
+    found = set()
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.add(json.loads(line)["request"])
+    return len(found)
+
+
+def weights(directory):
+    return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", KEY)
+
+
+def test_a_run_bears_a_bad_judge_and_writes_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.reward.engine.coroutines._FIRST_WAIT", 0.01)
+    bad = [Reply(status=500), Reply(text=f"\x1b[2J{KEY} SCORE: 99"), Reply(hangs_up=True)]
+
+    def mixed(number, text):
+        """Every fourth completion gets no answer at all, others one at the second try."""
+        if hashlib.sha256(text.encode()).digest()[1] % 4 == 0:
+            return bad[number % 3]
+        return bad[number % 3] if number % 5 == 0 else f"{KEY}\n{by_text(number, text)}"
+
+    with serving(mixed) as server:
+        module = small_run(tmp_path, *settings(server), "reward.judge.max_failed=1", "steps=2")
+    assert 0 < module.metrics["failure/judge"] < 1
+    assert 0 < module.metrics["reward/judge"] < 1
+    lines = [json.loads(line) for line in (tmp_path / "judge.jsonl").read_text().splitlines()]
+    assert all(0 <= line["score"] <= 1 for line in lines)
+    assert len(lines) == len({line["request"] for line in lines}) < len(server.asked)
+    assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes(), path
+    assert "\x1b" not in (tmp_path / "judge.jsonl").read_text()
+
+
+@provocation("a run with a judge that goes on from a checkpoint, with its server gone", "bitwise the metrics of before")
+def test_a_continued_run_asks_nothing_twice(tmp_path):
+    first, again = tmp_path / "first", tmp_path / "again"
+    more = ("callbacks.checkpoint.every=1", "validation.every=2", "checkpoint=last")
+    # a judge who never says the same again
+    with serving(lambda number, _: f"SCORE: {number * 37 % 100 / 10}") as server:
+        small_run(first, *settings(server), *more[:2], "steps=2")
+        shutil.copytree(first, again)
+        expected = small_run(first, *settings(server), *more, "steps=4")
+        assert len(set(server.messages)) == len(server.messages)
+        own = settings(server)
+    shutil.copy(first / "judge.jsonl", again / "judge.jsonl")
+    found = small_run(again, *own, *more, "steps=4")
+    timed = ("time/", "perf/")
+    for name, value in expected.metrics.items():
+        if not name.startswith(timed):
+            assert found.metrics[name] == value, name
+    assert all(torch.equal(weights(again)[name], value) for name, value in weights(first).items())
+    assert (first / "judge.jsonl").read_bytes() == (again / "judge.jsonl").read_bytes()
+
+
+@provocation(
+    "`kill -9` to one of two processes with a judge, then `checkpoint=last`",
+    "what was answered is not asked again; the weights of an unbroken run of one process, but for rounding",
+)
+def test_two_processes_that_are_killed_continue_exactly(tmp_path):
+    small = [word for word in SMALL if not word.startswith(("reward", "trainer"))]
+    small += ["steps=4", "data.prompts_per_step=4", "validation.every=4", "callbacks.checkpoint.every=1"]
+    with serving(by_text) as server:
+        own = [*small, *settings(server, "judge")]
+        killed = start(2, tmp_path, "ddp", {"broken": [*own, *KILL, "+callbacks.kill.moment=rollout"]})
+        printed = [process.communicate(timeout=300)[0] for process in killed]
+        assert killed[1].returncode == -9, printed[0][-2000:]
+        before = len(server.asked)
+        answers = tmp_path / "broken" / "judge.jsonl"
+        known = answered(answers)
+        assert 0 < known <= before  # some may have been on their way
+        with answers.open("a") as file:
+            file.write('{"request": "half a li')
+        finish(start(2, tmp_path, "ddp", {"broken": [*own, "checkpoint=last"]}))
+        assert len(server.asked) - before == answered(answers) - known  # nothing that was answered is asked again
+        assert len(set(server.messages)) >= answered(answers) > known
+    with serving(by_text) as server:
+        finish(start(1, tmp_path, "cpu", {"alone": [*small, *settings(server, "judge")]}))
+        alone = set(server.messages)
+    expected, found = weights(tmp_path / "alone"), weights(tmp_path / "broken")
+    assert len(alone) > before
+    for name, value in expected.items():
+        assert (found[name] - value).norm() < 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(
+            "marks_and_waits",
+            marks=provocation("Ctrl-C while a coroutine as a reward waits", "saved and ended at once, exit 130"),
+        ),
+        pytest.param(
+            "swallows",
+            marks=provocation(
+                "Ctrl-C while a coroutine as a reward waits that catches every exception",
+                "saved and ended within seconds, exit 130",
+            ),
+        ),
+    ],
+)
+def test_nobody_waits_for_a_coroutine(function, tmp_path):
+    process = begin(
+        tmp_path,
+        f"reward.custom.function._target_=tests.support.judges.{function}",
+        f"+reward.custom.function.path={tmp_path}/begun",
+        "+reward.custom.function.seconds=50",
+        "reward.custom.timeout=60",
+    )
+    wait_for((tmp_path / "begun").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "step 0 is saved" in ended(tmp_path, process, exit_status=130, status="interrupted", seconds=60)

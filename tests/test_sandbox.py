@@ -1,0 +1,568 @@
+"""Programs that try to leave the sandbox, take all there is or mean well"""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pebble
+import pytest
+
+from grpo_lightning.reward.engine import pool
+from grpo_lightning.sandbox import client, landlock, seccomp, syscalls
+from grpo_lightning.sandbox.client import check, run
+from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
+from tests.support.composed import ROOT
+from tests.support.honest_programs import PROGRAMS
+from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
+from tests.support.provocations import provocation
+from tests.support.sandboxed import in_a_worker
+
+SMALL = Limits(seconds=1.5, cpu_seconds=1, memory_mb=256)
+LIMITS = Limits(seconds=20.0, cpu_seconds=10, memory_mb=512)
+QUICK = ("reads a file", "forks", "connects", "ends its victim", "becomes a program", "truncates with neither")
+SHARED = 0x5A4D0001
+TOKEN = "a-secret-of-the-test"
+
+
+def library(name):
+    return ctypes.CDLL(None, use_errno=True)[name]
+
+
+class World:
+    """What programs attack, and whether it is as it was."""
+
+    def __init__(self, place: Path):
+        self.place = place
+        self.secret = place / "secret.txt"
+        self.secret.write_text(TOKEN)
+        self.secret.chmod(0o666)
+        self.victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        self.listening = [socket.socket(), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        names = [("127.0.0.1", 0), str(place / "s"), f"\0{place}"]
+        for one, name in zip(self.listening, names, strict=True):
+            one.bind(name)
+            one.listen()
+        self.packets = [socket.socket(type=socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)]
+        for one, name in zip(self.packets, [("127.0.0.1", 0), str(place / "d")], strict=True):
+            one.bind(name)
+        for one in (*self.listening, *self.packets):
+            one.setblocking(False)
+        tcp, udp = self.listening[0].getsockname()[1], self.packets[0].getsockname()[1]
+        self.targets = (
+            *(str(self.secret), self.victim.pid, os.getpid(), tcp, udp),
+            *(str(place / "s"), str(place / "d"), f"\0{place}", SHARED, pebble.__file__),
+        )
+        self.before = self._files()
+
+    def _files(self):
+        found = self.secret.stat()
+        return (
+            self.secret.read_text(),
+            *(found.st_mode, found.st_uid, found.st_mtime_ns, found.st_nlink),
+            sorted(os.listdir(self.place)),
+            sorted(name for name in os.listdir("/dev/shm") if "escaped" in name),
+            [os.path.exists(f"{at}/escaped") for at in ("/tmp", tempfile.gettempdir(), ".")],
+        )
+
+    def is_as_it_was(self):
+        assert self._files() == self.before
+        assert self.victim.poll() is None
+        assert os.sched_getaffinity(self.victim.pid) == os.sched_getaffinity(0)
+        assert os.getpriority(os.PRIO_PROCESS, self.victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        for one in self.listening:
+            with pytest.raises(BlockingIOError):
+                one.accept()
+        for one in self.packets:
+            with pytest.raises(BlockingIOError):
+                one.recv(9)
+        assert library("shmget")(SHARED, 0, 0) == -1
+        assert library("msgget")(SHARED, 0) == -1
+        if client._server is not None:
+            assert below(client._server._process.pid) == []
+
+    def end(self):
+        self.victim.kill()
+        self.victim.wait()
+        for one in (*self.listening, *self.packets):
+            one.close()
+
+
+def below(process):
+    """The processes that a process has started and that have not ended."""
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("world"))
+    os.environ["SANDBOX_TEST"] = TOKEN
+    expected = "EXPECTED of a test"  # what a program must not find, in a frame of the caller
+    yield world
+    del os.environ["SANDBOX_TEST"]
+    world.end()
+    assert expected
+
+
+def test_a_program_reads_and_prints():
+    assert run("print(int(input()) + 1)", "41", LIMITS) == Outcome("42\n", "", "exit", 0)
+
+
+def test_a_program_that_raises_says_where():
+    outcome = run("def f():\n    return 1 / 0\nprint('so far')\nf()\n", "", LIMITS)
+    assert (outcome.stdout, outcome.ended, outcome.code, outcome.is_well) == ("so far\n", "exit", 1, False)
+    assert outcome.stderr.startswith('Traceback (most recent call last):\n  File "program.py", line 4, in <module>\n')
+    assert "    return 1 / 0\n" in outcome.stderr
+    assert outcome.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "grpo_lightning" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "code"),
+    [
+        ("import sys; sys.exit(3)", "exit", 3),
+        ("import sys; sys.exit('no')", "exit", 1),
+        ("import os; os._exit(0)", "exit", 0),
+        ("import os; os.abort()", "crash", -signal.SIGABRT),
+        ("import os; os.kill(os.getpid(), 9)", "crash", -signal.SIGKILL),
+        ("def (", "exit", 1),
+        ("\x00", "exit", 1),
+        ("\ud800", "exit", 1),
+    ],
+)
+def test_how_a_program_ended(text, ended, code):
+    outcome = run(text, "", LIMITS)
+    assert (outcome.ended, outcome.code) == (ended, code)
+
+
+def test_the_same_program_prints_the_same():
+    text = "import random; print(random.random(), hash('a'), {*'abcdefgh'}, random.sample(range(99), 5))"
+    first = run(text, "", LIMITS).stdout
+    client.close()
+    assert run(text, "", LIMITS).stdout == first != ""
+
+
+def test_nothing_remains_of_the_program_before():
+    assert run("open('a', 'w').write('x'); import json; json.dumps = None; x = 1", "", LIMITS).is_well
+    later = run("import os, json; print(os.listdir('.'), json.dumps(1), 'x' in globals())", "", LIMITS)
+    assert later.stdout == "[] 1 False\n"
+
+
+def test_output_ends_at_its_limit():
+    limits = Limits(seconds=20.0, cpu_seconds=10, memory_mb=256, output_bytes=1000)
+    assert run("print('x' * 999)", "", limits) == Outcome("x" * 999 + "\n", "", "exit", 0)
+    longer = run("import sys\nprint('x' * 1000, flush=True)\nwhile True: pass", "", limits)
+    assert (longer.stdout, longer.ended) == ("x" * 1000, "output")
+    errors = run("import sys\nwhile True: print('x' * 99, file=sys.stderr)", "", limits)
+    assert (len(errors.stderr), errors.ended) == (1000, "output")
+    assert run("print(1)", "", limits).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "least", "most"),
+    [
+        ("import time; time.sleep(60)", "time", 1.5, 4.0),
+        ("while True: pass", "time", 0.9, 4.0),
+        (
+            "import threading, time\nthreading.stack_size(2**16)\n"
+            "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
+            *("threads", 0, 3),
+        ),
+        ("for n in range(99): open(str(n), 'w').close()\nwhile True: pass", "files", 0, 3),
+        ("for n in range(9):\n  with open(str(n), 'w') as f: f.write('x' * 2**22)\nwhile True: pass", "files", 0, 3),
+    ],
+)
+def test_a_program_is_ended_at_its_limits(text, ended, least, most):
+    began = time.monotonic()
+    outcome = run(text, "", SMALL)
+    assert (outcome.ended, outcome.is_well) == (ended, False)
+    assert least < time.monotonic() - began < most
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x = bytearray(10 * 2**30)", "MemoryError"),
+        ("open('x', 'wb').write(bytes(17 * 2**20))", "OSError: [Errno 27] File too large"),
+        ("x = [open(__import__('os').devnull) for _ in range(99)]", "OSError: [Errno 24] Too many open files"),
+        ("import torch", "ModuleNotFoundError: No module named 'torch'"),
+        ("import grpo_lightning", "ModuleNotFoundError: No module named 'grpo_lightning'"),
+    ],
+)
+def test_a_program_meets_its_limits_as_exceptions(text, error):
+    outcome = run(text, "", SMALL)
+    assert (outcome.ended, outcome.code) == ("exit", 1)
+    assert error in outcome.stderr
+
+
+def attacked(world, programs):
+    """Run programs; all ended in time, none had anything, and nothing has changed."""
+    took, had = 0.0, {}
+    for name, text in programs.items():
+        began = time.monotonic()
+        outcome = run(text, "x\n", SMALL)
+        took = max(took, time.monotonic() - began)
+        if any(word in outcome.stdout + outcome.stderr for word in ("ESCAPED", TOKEN)):
+            had[name] = outcome.stdout[:100]
+        world.is_as_it_was()
+        assert len(outcome.stdout) <= 2**20
+    assert had == {}
+    assert took < 8.0
+    assert run("print(1)", "", SMALL) == Outcome("1\n", "", "exit", 0)
+
+
+def test_attacks_fail(world):
+    programs = escapes(world.targets)
+    attacked(world, {name: text for name, text in programs.items() if name.split(",")[0] in QUICK})
+
+
+def test_attacks_fail_because_they_are_refused(world):
+    """An attack that fails of a mistake of its own would prove nothing."""
+    programs = escapes(world.targets)
+    refused = ("Permission denied", "Operation not permitted", "Function not implemented")
+    for name in ATTACKS.keys() - set(SILENT):
+        error = (run(programs[f"{name}, plain"], "x\n", SMALL).stderr.splitlines() or [""])[-1]
+        assert OTHERWISE[name] in error if name in OTHERWISE else any(word in error for word in refused), (name, error)
+    for name in SILENT:
+        outcome = run(programs[f"{name}, plain"], "", SMALL)
+        assert (outcome.stdout, outcome.ended in ("exit", "crash")) == ("", True), name
+
+
+@pytest.mark.slow
+@provocation(
+    "more than 500 programs in the sandbox: files, links and devices, memory and "
+    "environment of other processes, signals, new processes and programs, sockets of all kinds, system calls, endless "
+    "loops, 10 GB, threads, files and output without end",
+    "none reads, writes, sends, signals or starts anything outside; each is ended in time; the next program runs",
+)
+def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
+    programs = escapes(world.targets) | greedy(world.targets)
+    assert len(programs) > 500
+    client.close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the sandbox has its directory
+    began = time.monotonic()
+    attacked(world, programs)
+    print(f"{len(programs)} hostile programs in {time.monotonic() - began:.1f} s")
+    assert len(list(tmp_path.iterdir())) == 1
+    assert list(next(tmp_path.iterdir()).iterdir()) == []
+    client.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_hundred_honest_programs_take_less_than_30_s():
+    assert len(PROGRAMS) >= 100
+    began = time.monotonic()
+    for text, stdin, stdout in PROGRAMS:
+        outcome = run(text, stdin, LIMITS)
+        assert (outcome.stdout, outcome.stderr, outcome.code) == (stdout, "", 0), text
+    took = time.monotonic() - began
+    print(f"{len(PROGRAMS)} honest programs in {took:.1f} s")
+    assert took < 30.0
+
+
+def test_honest_programs_run():
+    for text, stdin, stdout in {text: (text, stdin, stdout) for text, stdin, stdout in PROGRAMS[::5]}.values():
+        assert run(text, stdin, LIMITS) == Outcome(stdout, "", "exit", 0)
+
+
+def test_programs_run_in_workers_of_rewards():
+    pool.configure(2)
+    rows = [{"text": f"print(int(input()) + {n})"} for n in range(6)]
+    found = pool.submit(in_a_worker, rows, seconds=60.0).result()
+    pool.configure(None)
+    assert [one["stdout"] for one in found] == ["7\n", "8\n", "9\n", "10\n", "11\n", "12\n"]
+
+
+def test_computing_is_limited_by_itself():
+    outcome = run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
+    assert (outcome.ended, outcome.code) == ("time", -signal.SIGXCPU)
+    caught = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    outcome = run(caught, "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
+    assert (outcome.ended, outcome.code) == ("time", -signal.SIGKILL)
+
+
+def test_the_server_hears_no_signals_of_the_trainer():
+    run("", "", LIMITS)
+    server = client._server._process.pid
+    assert os.getsid(server) == server != os.getsid(0)  # so that a terminal's are not sent to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(server, number)
+    assert run("print(1)", "", LIMITS).stdout == "1\n"
+    assert client._server._process.pid == server
+
+
+def test_a_program_ends_with_its_server(monkeypatch):
+    run("", "", LIMITS)
+    server, found = client._server._process, []
+
+    def kill():
+        while not below(server.pid):
+            time.sleep(0.01)
+        found.extend(below(server.pid))
+        time.sleep(0.3)  # so that the program has begun
+        server.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # for the second server
+    with pytest.raises(Unavailable, match="cannot start: /bin/false ended with status 1"):
+        run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=60, memory_mb=256))
+    killer.join()
+    late = time.monotonic() + 10
+    while Path(f"/proc/{found[0]}").exists() and time.monotonic() < late:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{found[0]}").exists()
+
+
+def test_a_server_that_was_killed_is_started_again():
+    assert run("print(1)", "", LIMITS).stdout == "1\n"
+    client._server._process.kill()
+    client._server._process.wait()
+    assert run("print(2)", "", LIMITS).stdout == "2\n"
+
+
+@provocation("the trainer is killed while a program runs in the sandbox", "the program and its server end too")
+def test_a_program_ends_with_the_trainer(tmp_path):
+    script = (
+        "from grpo_lightning.sandbox import client; from grpo_lightning.sandbox.limits import Limits\n"
+        "print(client._started()._process.pid, flush=True)\n"
+        "client.run('while True: pass', '', Limits(seconds=99.0, cpu_seconds=99, memory_mb=99))\n"
+    )
+    own = os.environ | {"TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)
+    server = int(trainer.stdout.readline())
+    while not below(server):
+        time.sleep(0.01)
+    program = int(below(server)[0])
+    rights = Path(f"/proc/{program}/status")
+    while "Seccomp:\t2" not in (text := rights.read_text()):  # the last right to be given up
+        time.sleep(0.01)
+    assert "CapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n" in text
+    assert "NoNewPrivs:\t1\n" in text
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    late = time.monotonic() + 10
+    while (Path(f"/proc/{server}").exists() or Path(f"/proc/{program}").exists()) and time.monotonic() < late:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{server}").exists()
+    assert not Path(f"/proc/{program}").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_has_a_server_of_its_own():
+    run("", "", LIMITS)
+    own = os.fork()
+    if own == 0:
+        os._exit(7 if run("print(3)", "", LIMITS).stdout == "3\n" and client.close() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]) == 7
+    assert run("print(4)", "", LIMITS).stdout == "4\n"
+
+
+def test_the_sandbox_is_tried():
+    check()
+
+
+def test_what_a_program_in_it_could_is_named(monkeypatch):
+    monkeypatch.setattr(client, "_ATTEMPTS", "import OUTSIDE".replace("OUTSIDE", "os\nprint('fork', sep=', ')#"))
+    with pytest.raises(Unavailable, match="does not hold on this machine; a program in it could, or ended with: fork"):
+        check()
+
+
+NOBODY = 65534
+PYTHON = "/usr/bin/python3"  # one that every user may run
+
+
+def can_be_nobody():
+    version = "import sys; sys.exit(sys.version_info < (3, 11))"
+    return os.getuid() == 0 and Path(PYTHON).exists() and subprocess.run([PYTHON, "-c", version]).returncode == 0
+
+
+@pytest.mark.skipif("not can_be_nobody()", reason="takes root, and a Python that others may run")
+def test_the_sandbox_holds_for_any_user():
+    script = (
+        "from grpo_lightning.sandbox.client import check, run\n"
+        "from grpo_lightning.sandbox.limits import Limits\n"
+        "check()\n"
+        "print(run('import os; print(os.getuid())', '', Limits(seconds=9.0, cpu_seconds=9, memory_mb=99)).stdout)"
+    )
+    done = subprocess.run(
+        [PYTHON, "-B", "-c", script],
+        cwd=ROOT,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{NOBODY}\n\n", "")
+
+
+BROKEN = """
+import sys
+sys.path.append(sys.argv[2])
+from grpo_lightning.sandbox import kernel, landlock, seccomp, server
+{}
+server.main(int(sys.argv[1]), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(change, message, marks=provocation(what, f"refused before training: {then}"), id=what)
+        for what, change, message, then in [
+            (
+                "`reward=code` on a kernel without Landlock",
+                "landlock._CREATE = 5000",
+                r"cannot start: it needs Landlock, which Linux has from 5\.13 on and which is not there or not allowed",
+                "needs Landlock, which Linux has from 5.13 on",
+            ),
+            (
+                "`reward=code` on a kernel without seccomp filters",
+                "seccomp._PR_SET_SECCOMP = 5000",
+                r"cannot start: it needs seccomp filters, CONFIG_SECCOMP_FILTER of the kernel",
+                "needs seccomp filters",
+            ),
+            (
+                "`reward=code` on a processor whose calls are not known",
+                "seccomp.platform.machine = lambda: 'riscv64'",
+                r"cannot start: it needs Linux on x86_64 or aarch64 \(this is Linux on riscv64\)",
+                "needs Linux on x86_64 or aarch64",
+            ),
+        ]
+    ]
+    + [
+        ("kernel._CAPABILITIES_VERSION = 1", "cannot start: OSError"),
+        ("landlock._RESTRICT = 5000", "cannot start: OSError"),
+        ("raise SystemExit(3)", "ended with status 3"),
+    ],
+)
+def test_nothing_runs_without_all_of_it(change, message, monkeypatch, tmp_path):
+    client.close()
+    monkeypatch.setattr(client, "_BEGIN", BROKEN.format(change))
+    with pytest.raises(Unavailable, match=message):
+        run("import os; os.write(1, b'ran')", "", LIMITS)
+    with pytest.raises(Unavailable, match=message):
+        check()
+    client.close()
+
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_numbers_are_those_of_the_kernels_headers(machine):
+    if not Path(HEADERS[machine]).exists():
+        pytest.skip("no headers of the kernel here")
+    text = Path(HEADERS[machine]).read_text()
+    names = dict(re.findall(r"#define __NR_(\w+)\s+(\w+)", text)) | dict(
+        re.findall(r"#define __NR3264_(\w+)\s+(\d+)", text)
+    )
+    names |= {"newfstatat": names.get("fstatat", names.get("newfstatat"))}
+    named = syscalls.plain(machine) | syscalls.by_argument(machine)
+    assert len(named) > 100
+    assert {name: int(names[name]) for name in named} == named
+
+
+def simulated(instructions, machine, number, *arguments, architecture=None):
+    """What the kernel does with a call: ``allow``, ``kill`` or the number of an error."""
+    words = {0: number, 4: architecture or syscalls.ARCHITECTURES[machine]}
+    words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(arguments)}
+    at = value = 0
+    while True:
+        code, if_true, if_false, constant = instructions[at]
+        at += 1
+        if code == 0x20:
+            value = words.get(constant, 0)
+        elif code == 0x54:
+            value &= constant
+        elif code == 0x06:
+            return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(constant, constant - 0x00050000)
+        else:
+            is_true = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
+            at += if_true if is_true else if_false
+
+
+@pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
+def test_the_filter_reads_arguments(machine):
+    filtered = seccomp.program(machine, own=777)
+    numbers = syscalls.plain(machine) | syscalls.by_argument(machine)
+
+    def what(name, *arguments):
+        return simulated(filtered, machine, numbers[name], *arguments)
+
+    assert {what(name) for name in syscalls.plain(machine)} == {"allow"}
+    assert what("clone", 0x3D0F00) == "allow"  # as the C library starts threads
+    assert [what("clone", flags) for flags in (17, 0x3D0F00 & ~0x10000, 0x3D0F00 | 0x10000000, 0x14F00)] == [1, 1, 1, 1]
+    assert what("clone3") == 38
+    assert [what("kill", own) for own in (777, 778, 0, -1, -777)] == ["allow", 1, 1, 1, 1]
+    assert [what("tgkill", own, own, 9) for own in (777, 778)] == ["allow", 1]
+    assert [what("fcntl", 3, command) for command in (0, 4, 8, 9, 10, 15, 1030, 1033)] == ["allow"] * 2 + [1] * 4 + [
+        "allow",
+        1,
+    ]
+    assert [what("ioctl", 0, command) for command in (0x5401, 0x5412)] == ["allow", 1]
+    assert [what("prctl", option) for option in (15, 16, 1, 22, 38)] == ["allow", "allow", 1, 1, 1]
+    assert [what("prlimit64", own) for own in (0, 777, 1)] == ["allow", "allow", 1]
+    assert [what("socketpair", *kind) for kind in ((1, 1), (1, 0x80801), (1, 2), (1, 5), (2, 1))] == ["allow"] * 2 + [
+        1
+    ] * 3
+    flags = {0: "allow", 1: "allow", 2: "allow", 3: 1, 0o1001: "allow", 0o1002: "allow", 0o1000: 1, 0o1003: 1}
+    assert {flag: what("openat", -100, 0, flag) for flag in flags} == flags
+    assert simulated(filtered, machine, 63, architecture=0x40000003) == "kill"  # of 32 bits
+    assert simulated(filtered, machine, 450) == 38
+    if machine == "x86_64":
+        assert {flag: what("open", 0, flag) for flag in flags} == flags
+        assert simulated(filtered, machine, 0x40000000) == "kill"
+        assert [simulated(filtered, machine, one) for one in (41, 56, 57, 58, 59, 101, 165, 319)] == [1] * 8
+    assert len(filtered) < 4096  # the kernel's most
+
+
+def test_limits_are_checked():
+    with pytest.raises(
+        ValueError, match=r"seconds=0: allowed is a number > 0; cpu_seconds=1\.5: allowed is an integer >= 1"
+    ):
+        Limits(seconds=0, cpu_seconds=1.5, memory_mb=64)
+    with pytest.raises(ValueError, match="memory_mb=8: allowed is an integer >= 64"):
+        Limits(seconds=1, cpu_seconds=1, memory_mb=8)
+
+
+ALONE = """
+import os, socket, sys
+from grpo_lightning.sandbox import kernel, landlock
+rules = landlock.rules(["/"], sys.argv[1])
+kernel.forbid_new_privileges()
+landlock.restrict(rules)
+def attempt(function, *given):
+    try:
+        function(*given)
+    except PermissionError:
+        return "refused"
+    except ConnectionRefusedError:
+        return "done"
+    return "done"
+print(attempt(open, sys.argv[1] + "/a", "w"), attempt(open, sys.argv[1] + "/../b", "w"), attempt(os.listdir, "/"))
+print(attempt(socket.socket().connect, ("127.0.0.1", 9)), attempt(os.kill, os.getppid(), 0))
+"""
+
+
+def knows_files_only():
+    return landlock.version() < 6
+
+
+@pytest.mark.skipif("knows_files_only()", reason="a kernel whose Landlock knows neither TCP nor signals")
+def test_landlock_refuses_by_itself_what_the_filter_refuses_too(tmp_path):
+    (tmp_path / "own").mkdir()
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "own")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done refused done\nrefused refused\n", "")
+    assert [path.name for path in tmp_path.rglob("*")] == ["own", "a"]

@@ -1,0 +1,596 @@
+"""Truncated sampling: every token is scored out of the set that it was drawn from, wherever it is scored."""
+
+import functools
+import itertools
+import json
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from grpo_lightning.advantage import centered
+from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling
+from grpo_lightning.batch.rows import Kept
+from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
+from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
+from grpo_lightning.module.update import accumulate
+from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.shared_prompt import SharedPath
+from grpo_lightning.recording import files
+from grpo_lightning.reference import frozen_copy
+from grpo_lightning.reward import Weighted
+from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.unfinished import Unfinished, restored
+from grpo_lightning.run import Run
+from grpo_lightning.sampler.own import draw
+from grpo_lightning.sampler.own.slots import Begun
+from grpo_lightning.transformer.logprobs import separate
+from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import build, composed
+from tests.support.processes import finish, start
+from tests.support.running import small_run
+
+PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
+FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 12}
+NUCLEUS = FREE | {"temperature": 0.6, "top_p": 0.95}
+CLIPPED = functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def sharpened(policy, factor=6.0):
+    """With random weights all tokens are about as likely; with these some are not."""
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(factor)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", chat=False)
+
+
+@pytest.fixture
+def policy(checkpoint):
+    return sharpened(load(str(checkpoint), dtype="float32", attn_implementation="sdpa", trust_remote_code=False))
+
+
+def rollout(policy, *, group_size=4, seed=1, options=NUCLEUS, noise=0.2):
+    """What the policy samples, with noise on what is compared with it."""
+    sampled = policy.sample(PROMPTS, group_size=group_size, sampling=Sampling(**options), seed=seed)
+    generator = torch.Generator().manual_seed(0)
+    old, ref, advantages = noise * torch.randn(3, *sampled.mask.shape, generator=generator) * sampled.mask
+    return Rollout(
+        sampled.ids,
+        sampled.attention_mask,
+        sampled.mask,
+        sampled.logprobs + old,
+        sampled.logprobs + ref,
+        advantages,
+        kept=sampled.kept,
+    )
+
+
+# --- the sets --------------------------------------------------------------------------------------------------------
+
+# row 0: {5, 7}, {2}, no token; row 1: the whole vocabulary, {0, 3, 9}, {4}
+KEPT = Kept(int32([2, 1, 0], [0, 3, 1]), int32(5, 7, 2, 0, 3, 9, 4))
+
+
+def test_rows_of_sets_by_hand():
+    turned = KEPT[torch.tensor([1, 0, 1])]
+    assert turned.sizes.tolist() == [[0, 3, 1], [2, 1, 0], [0, 3, 1]]
+    assert turned.ids.tolist() == [0, 3, 9, 4, 5, 7, 2, 0, 3, 9, 4]
+    assert KEPT[torch.tensor([], dtype=torch.long)].sizes.shape == (0, 3)
+    chosen = KEPT.of(torch.tensor([4, 3, 0]))
+    assert (chosen.sizes.tolist(), chosen.ids.tolist()) == ([3, 0, 2], [0, 3, 9, 5, 7])
+    assert KEPT.flat.lists() == [[5, 7], [2], [], [], [0, 3, 9], [4]]
+    short = KEPT.narrow(2)
+    assert (short.sizes.tolist(), short.ids.tolist()) == ([[2, 1], [0, 3]], [5, 7, 2, 0, 3, 9])
+    assert [part.lists() for part in KEPT.each([2, 3])] == [[[5, 7], [2]], [[], [0, 3, 9], [4]]]
+    assert [part.lists() for part in KEPT.flat.split(4)] == [[[5, 7], [2], [], []], [[0, 3, 9], [4]]]
+    joined = Kept.concatenate([short, KEPT, Kept.everything(torch.ones(1, 1, dtype=torch.bool))])
+    assert joined.sizes.tolist() == [[2, 1, 0], [0, 3, 0], [2, 1, 0], [0, 3, 1], [0, 0, 0]]
+    assert joined.ids.tolist() == [5, 7, 2, 0, 3, 9, 5, 7, 2, 0, 3, 9, 4]
+
+
+def test_what_is_outside_by_hand():
+    sets = KEPT.of(torch.tensor([4, 3, 5]))
+    inside = [[0, 3, 9], list(range(10)), [4]]
+    assert [(~row).nonzero().flatten().tolist() for row in sets.outside(10)] == inside
+    logits = torch.arange(30.0).view(3, 10)
+    found = sets.restrict_(logits.clone())
+    for row, tokens in enumerate(inside):
+        assert found[row].isfinite().nonzero().flatten().tolist() == tokens
+        assert torch.equal(found[row, tokens], logits[row, tokens])
+
+
+def test_wrong_sets_are_refused():
+    with pytest.raises(ValueError, match=r"ids: expected \[3\], got \[2\]"):
+        Kept(int32([2, 1]), int32(5, 7))
+    with pytest.raises(ValueError, match="sizes: expected int32, got torch.int64"):
+        Kept(torch.tensor([[1]]), int32(5))
+    rows = Rollout(*[torch.zeros(2, 4)] * 2, torch.ones(2, 3, dtype=torch.bool), *[torch.zeros(2, 3)] * 3)
+    with pytest.raises(ValueError, match=r"kept: expected \(2, 3\), got \(2, 2\)"):
+        replace(rows, kept=KEPT.narrow(2))
+    assert replace(rows, kept=KEPT)[torch.tensor([1])].kept.ids.tolist() == [0, 3, 9, 4]
+    assert replace(rows, kept=KEPT).untruncated.kept is None
+
+
+def test_sets_take_4_bytes_for_each_of_their_tokens_and_never_more_than_1024(tmp_path):
+    class Flat(nn.Module):
+        """All of 3,000 tokens equally likely."""
+
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.zeros(3000))
+
+        def forward(self, ids):
+            return self.logits.expand(*ids.shape, 3000)
+
+    policy = PlainPolicy(Flat())
+    sampled = policy.sample([[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_p": 0.9}), seed=0)
+    assert sampled.kept.sizes.tolist() == [[1024] * 12] * 6  # of a nucleus of 2,700
+    bytes_of = [value.numel() * value.element_size() for value in (sampled.kept.sizes, sampled.kept.ids)]
+    assert bytes_of == [4 * 6 * 12, 4 * 6 * 12 * 1024]
+    assert_close(sampled.logprobs, torch.full((6, 12), -6.931472))  # -log 1024
+    assert_close(sampled.entropy, torch.full((6, 12), 6.931472))
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs)
+    few = policy.sample([[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_k": 5}), seed=0)
+    assert len(few.kept.ids) == 5 * 6 * 12
+
+
+# --- the gradient, by enumeration ------------------------------------------------------------------------------------
+
+
+class Bigram(nn.Module):
+    """The next token depends on the last one only; in float64."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.table = nn.Parameter(1.3 * torch.randn(5, 5, dtype=torch.float64, generator=generator))
+
+    def forward(self, ids):
+        return self.table[ids]
+
+
+WORTH = torch.tensor([[0.3, -1.0, 0.7, 0.2, 0.9], [1.1, 0.4, -0.3, 0.8, -0.6]], dtype=torch.float64)
+"""What each token is worth at the first and at the second place; what a completion is worth is their product."""
+
+
+def test_the_expected_gradient_is_that_of_the_truncated_policy():
+    policy, temperature = PlainPolicy(Bigram()), 0.8
+    table = policy.model.table
+    probabilities = (table / temperature).softmax(-1).detach()
+    inside = torch.zeros(5, 5, dtype=torch.bool)
+    for state, row in enumerate(probabilities):
+        order = row.argsort(descending=True)
+        count = int((row[order].cumsum(0) - row[order] < 0.8).sum())
+        inside[state, order[:count]] = True
+    assert 5 < int(inside.sum()) < 20
+    sets = [row.nonzero().flatten().tolist() for row in inside]
+
+    def chance(start, first, second):
+        inner = (table / temperature).masked_fill(~inside, -1e300).softmax(-1)
+        return inner[start, first] * inner[first, second]
+
+    # exactly: the mean worth of completions of the prompt 4 under the truncated policy
+    every = [(first, second) for first in sets[4] for second in sets[first]]
+    worth = {pair: WORTH[0, pair[0]] * WORTH[1, pair[1]] for pair in every}
+    assert float(sum(chance(4, *pair) for pair in every)) == pytest.approx(1.0, abs=1e-12)
+    value = sum(chance(4, *pair) * worth[pair] for pair in every)
+    (exact,) = torch.autograd.grad(value, table)
+    ids = torch.tensor([[4, *pair] for pair in every])
+    real = torch.ones(len(every), 3, dtype=torch.bool)
+    tokens = [[sets[4], sets[first]] for first, _ in every]
+    rows = Rollout(
+        ids=ids,
+        attention_mask=real,
+        mask=real[:, 1:],
+        old_logprobs=torch.zeros(len(every), 2, dtype=torch.float64),
+        ref_logprobs=torch.zeros(len(every), 2, dtype=torch.float64),
+        advantages=torch.stack([worth[pair] for pair in every]).unsqueeze(-1).expand(-1, 2),
+        kept=Kept(
+            int32(*[[len(one) for one in row] for row in tokens]),
+            int32(*[token for row in tokens for one in row for token in one]),
+        ),
+    )
+    logprobs, entropy = policy.logprobs_and_entropy(rows, temperature=temperature, entropy=True)
+    chances = torch.stack([chance(4, *pair) for pair in every])
+    assert_close(logprobs.sum(-1), chances.log(), rtol=0, atol=1e-12)
+    loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=1), 0.0, 0.0)
+    rows = replace(rows, old_logprobs=logprobs.detach())
+    weights = chances.detach().unsqueeze(-1).expand(-1, 2)  # how often each comes, in place of drawing it
+    found, _ = loss(logprobs, entropy, rows, weights)
+    (gradient,) = torch.autograd.grad(found, table, retain_graph=True)
+    assert_close(-gradient, exact, rtol=0, atol=1e-10)
+    assert exact.abs().max() > 0.05
+    assert gradient[~inside].count_nonzero() == 0
+    # and of the entropy
+    own = (table / temperature).masked_fill(~inside, -1e300).softmax(-1)
+    expected = -(own * own.clamp(min=1e-300).log()).sum(-1)
+    assert_close(entropy, torch.stack([expected[ids[:, 0]], expected[ids[:, 1]]], -1), rtol=0, atol=1e-12)
+    (one,) = torch.autograd.grad(entropy[:, 0].mean() + entropy[0, 1], table)
+    (other,) = torch.autograd.grad(expected[4] + expected[every[0][0]], table)
+    assert_close(one, other, rtol=0, atol=1e-10)
+    # The whole softmax trains another policy.
+    whole = policy.logprobs(rows.untruncated, temperature=temperature)
+    (untruncated,) = torch.autograd.grad(loss(whole, None, rows.untruncated, weights)[0], table)
+    assert (untruncated + exact).abs().max() > 0.01
+
+
+# --- what was sampled is what is scored ------------------------------------------------------------------------------
+
+
+def warped(logits, sampling):
+    """transformers' own filters, in the order of its ``generate``."""
+    filters = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature != 1 else []
+    filters += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    filters += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    filters += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    return LogitsProcessorList(filters)(None, logits)
+
+
+CHOICES = [
+    dict(zip(("top_k", "top_p", "min_p", "temperature"), values))
+    for values in itertools.product((0, 1, 7, 2000), (1.0, 0.9, 0.3), (0.0, 0.05), (1.0, 0.6, 1.7))
+]
+
+
+@pytest.mark.parametrize("options", [one for one in CHOICES if Sampling(**FREE | one).truncated], ids=str)
+def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy, options):
+    sampling = Sampling(**FREE | options)
+    sampled = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=sampling.temperature, entropy=True)
+    assert_close(logprobs, sampled.logprobs, rtol=0, atol=1e-5)
+    assert_close(entropy, sampled.entropy, rtol=0, atol=1e-5)
+    length, sets = sampled.mask.shape[1], sampled.kept.flat.lists()
+    with torch.no_grad():
+        for row in range(len(sampled)):
+            real = sampled.attention_mask[row]
+            ids, count = sampled.ids[row][real], int(sampled.mask[row].sum())
+            logits = policy.model(ids.unsqueeze(0)).logits[0, len(ids) - count - 1 : -1]
+            for place, one in enumerate(warped(logits, sampling)):
+                kept = sets[row * length + place]
+                assert int(ids[len(ids) - count + place]) in kept
+                assert kept == one.isfinite().nonzero().flatten().tolist()
+                expected = one.log_softmax(-1)[ids[len(ids) - count + place]]
+                assert_close(sampled.logprobs[row, place], expected, rtol=0, atol=1e-5)
+    if options["top_k"] == 1:
+        assert sampled.logprobs.count_nonzero() == sampled.entropy.count_nonzero() == 0
+
+
+def test_of_a_set_that_was_cut_the_rest_is_scored(policy, monkeypatch):
+    monkeypatch.setattr(draw, "MOST", 3)
+    sampled = policy.sample(PROMPTS, group_size=3, sampling=Sampling(**FREE | {"top_p": 0.99}), seed=2)
+    assert sampled.kept.sizes.max() == 3
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-5)
+    whole = policy.logprobs(sampled.untruncated, temperature=1.0)
+    assert (sampled.logprobs - whole)[sampled.mask].min() > -1e-5
+    assert (sampled.logprobs - whole).max() > 0.5
+
+
+def test_greedy_and_free_sampling_make_no_sets(policy):
+    assert policy.sample(PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=2).kept is None
+    greedy = Sampling(**NUCLEUS | {"temperature": 0.0})
+    assert policy.sample(PROMPTS, group_size=1, sampling=greedy, seed=2).kept is None
+
+
+def gradients(policy, value):
+    policy.zero_grad()
+    value.backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.01], ids=["known beforehand", "entropy bonus"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["all from sets", "some from the whole vocabulary"])
+def test_the_shared_and_the_plain_path_agree(policy, bonus, mixed):
+    rows = rollout(policy, group_size=5)
+    if mixed:
+        sizes = rows.kept.sizes * (torch.arange(len(rows)) % 3 > 0).unsqueeze(-1)
+        chosen = sizes.flatten().nonzero().flatten()
+        rows = replace(rows, kept=Kept(sizes, rows.kept.of(chosen).ids))
+    loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=12), 0.04, bonus)
+    weights = loss.weights(rows.mask)
+    known = loss.gradient(rows, weights, on_policy=False)
+    assert (known is None) == bool(bonus)
+    found = []
+    for logprobs, entropy in (
+        SharedPath.of(policy.model).logprobs_and_entropy(
+            rows, temperature=0.6, entropy=bool(bonus), loss_gradient=known
+        ),
+        separate(policy.model, rows, temperature=0.6, entropy=bool(bonus)),
+        PlainPolicy(policy.model).logprobs_and_entropy(rows, temperature=0.6, entropy=bool(bonus)),
+    ):
+        value = loss(logprobs, entropy, rows, weights)[0]
+        slopes = gradients(policy, value)
+        found.append((logprobs.detach(), slopes, entropy.detach() if bonus else torch.zeros(1)))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert_close(one, two, rtol=0, atol=1e-5 * max(1.0, float(one.abs().max())))
+    assert found[0][1].abs().max() > 1e-2
+
+
+def test_micro_batches_change_no_gradient(policy):
+    rows = rollout(policy, group_size=4, noise=0.05)
+    loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=12), 0.04, 0.0)
+    found = []
+    for tokens, share in ((10_000, True), (60, True), (60, False)):
+        policy.share_prompts = share
+        policy.zero_grad()
+        update = accumulate(
+            policy,
+            loss,
+            rows,
+            temperature=0.6,
+            microbatch_tokens=tokens,
+            skip_dead=False,
+            on_policy_step=False,
+            ranks=ALONE,
+            backward=lambda value, last: value.backward(),
+        )
+        found.append((torch.cat([p.grad.flatten() for p in policy.parameters()]), update))
+    assert len(found[0][1].microbatches) < len(found[1][1].microbatches)
+    for gradient, _ in found[1:]:
+        assert_close(gradient, found[0][0], rtol=0, atol=1e-5 * float(found[0][0].abs().max()))
+
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def collector(**settings):
+    return Collector(
+        **NUCLEUS | {"stop": [], "advantage": centered, "outcome": None, "threshold": 1.0, "group_size": 4} | settings,
+        reward={"long": Weighted(lambda completions: [float(len(text)) for text in completions], 1.0)},
+    )
+
+
+def test_the_reference_is_not_truncated(policy):
+    reference = frozen_copy(policy)
+    found = collector().collect(
+        policy, reference, Prompts(tuple(PROMPTS), {}), microbatch_tokens=99, context=StepContext(seed=1)
+    )
+    rows = found.rollout
+    assert_close(rows.ref_logprobs, policy.logprobs(rows.untruncated, temperature=0.6), rtol=0, atol=1e-5)
+    # The two differ by the logarithm of the probability of the set, which is at least .95.
+    gap = (rows.old_logprobs - rows.ref_logprobs)[rows.mask]
+    assert -1e-5 < gap.min() < gap.max() < 0.0513  # -log .95
+    assert gap.max() > 0.02
+    check_rollout(policy, reference, rows, Sampling(**NUCLEUS), 99)
+    with pytest.raises(SelfCheckError, match="differ from the sampler's"):
+        check_rollout(policy, reference, rows.untruncated, Sampling(**NUCLEUS), 99)
+    sizes = rows.kept.sizes[rows.mask].float()
+    assert found.metrics["completion/set_size_mean"] == pytest.approx(float(sizes.mean()))
+    assert found.metrics["completion/set_full_fraction"] == 0
+    free = collector(top_p=1.0).collect(
+        policy, reference, Prompts(tuple(PROMPTS), {}), microbatch_tokens=99, context=StepContext(seed=1)
+    )
+    assert not any(name.startswith("completion/set") for name in free.metrics)
+
+
+def test_full_sets_are_counted():
+    from grpo_lightning.rollout.metrics import set_metrics
+
+    kept = Kept(int32([1024, 2, 0], [1024, 1, 0], [3, 0, 0]), torch.zeros(2054, dtype=torch.int32))
+    found = set_metrics(kept)
+    assert float(found["completion/set_full_fraction"]) == pytest.approx(2 / 5)
+    assert float(found["completion/set_size_mean"]) == pytest.approx(2054 / 5)
+
+
+def test_carried_completions_keep_their_sets(policy):
+    begun = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**NUCLEUS | {"max_new_tokens": 5}), seed=3)
+    left = Unfinished(Prompts(tuple(PROMPTS), {}), replace(begun, finished=(False,) * 6))
+    state = restored(torch.load(saved(left.state()), weights_only=True))
+    assert torch.equal(state.sampled.kept.ids, begun.kept.ids)
+    known = state.begun()
+    assert [known[row].kept.lists() for row in known] == [
+        begun.kept.flat.lists()[row * 5 : row * 5 + int(begun.mask[row].sum())] for row in range(6)
+    ]
+    narrower = NUCLEUS | {"top_p": 0.5}  # what comes now is drawn from smaller sets
+    for options in (narrower, FREE | {"temperature": 0.6}):
+        found = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**options), seed=4, begun=known)
+        for row in range(6):
+            count = int(begun.mask[row].sum())
+            assert torch.equal(found.kept.sizes[row, :count], begun.kept.sizes[row, :count])
+            assert torch.equal(found.logprobs[row, :count], begun.logprobs[row, :count])
+            if options is not narrower:
+                assert found.kept.sizes[row, count:].count_nonzero() == 0  # the whole vocabulary
+        assert_close(policy.logprobs(found, temperature=0.6), found.logprobs, rtol=0, atol=1e-5)
+    # Begun without sets, they go on with them.
+    free = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**FREE | {"max_new_tokens": 5}), seed=3)
+    known = {
+        row: Begun(free.ids[row, -5:].tolist(), free.logprobs[row].tolist(), free.entropy[row].tolist())
+        for row in (1, 4)
+    }
+    found = policy.sample(
+        PROMPTS, group_size=2, sampling=Sampling(**NUCLEUS | {"temperature": 1.0}), seed=4, begun=known
+    )
+    assert found.kept.sizes[1, :5].count_nonzero() == 0 < found.kept.sizes[1, 5]
+    assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-5)
+
+
+def test_groups_left_over_by_a_filter_keep_their_sets(policy):
+    passing = iter([[True, False], [True, True], [False, True]])
+    settings = {"group_filter": lambda outcomes: torch.tensor(next(passing)), "max_tries": 2}
+    four = Prompts((*PROMPTS, "I am"), {})
+
+    def collect(asked, carried, seed):
+        context = StepContext(seed=seed)
+        made = collector(**settings)
+        return made.collect(policy, None, asked, microbatch_tokens=99, context=context, carried=carried)
+
+    first = collect(four, None, 1)
+    assert first.carried.prompts.texts == ("I am",)
+    again = restored(torch.load(saved(first.carried.state()), weights_only=True))
+    assert torch.equal(again.sampled.kept.ids, first.carried.sampled.kept.ids)
+    second = collect(Prompts(four.texts[:4], {}), again, 2)
+    assert second.scored.prompts.texts == ("I am", PROMPTS[1])
+    assert len(again.sampled.kept.ids) < len(second.rollout.kept.ids)
+    for found in (first, second):
+        rows = found.rollout
+        assert_close(policy.logprobs(rows, temperature=0.6), rows.old_logprobs, rtol=0, atol=1e-5)
+
+
+def saved(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_rows_of_different_lengths_are_joined_with_and_without_sets(policy):
+    one = policy.sample(PROMPTS[:1], group_size=2, sampling=Sampling(**NUCLEUS | {"max_new_tokens": 3}), seed=3)
+    two = policy.sample(PROMPTS[1:], group_size=2, sampling=Sampling(**NUCLEUS), seed=3)
+    three = policy.sample(PROMPTS[:1], group_size=2, sampling=Sampling(**FREE | {"temperature": 0.6}), seed=5)
+    together = Sampled.concatenate([one, two, three])
+    assert_close(policy.logprobs(together, temperature=0.6), together.logprobs, rtol=0, atol=1e-5)
+    assert Sampled.concatenate([three, three]).kept is None
+    again = Sampled.from_state(together.state())
+    assert torch.equal(again.kept.sizes, together.kept.sizes)
+    assert "kept" not in three.state()
+    old = {name: value for name, value in together.state().items() if name != "kept"}
+    assert Sampled.from_state(old).kept is None
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    place = tmp_path_factory.mktemp("math")
+    rows = [(f"What is {a} + {b}?", "Add them.", str(a + b), "olympiads") for a in range(10) for b in range(10)]
+    columns = dict(zip(("problem", "solution", "answer", "source"), map(list, zip(*rows))))
+    datasets.Dataset.from_dict(columns).save_to_disk(place)
+    return place
+
+
+@pytest.mark.parametrize("more", [[], ["module.ppo_epochs=2"], ["policy.share_prompts=false"]], ids=str)
+def test_the_first_update_of_the_open_r1_recipe_is_on_policy(sums, tmp_path, more):
+    overrides = [
+        *("experiment=open_r1", "trainer=cpu", "steps=1", "data.prompts_per_step=2", "rollout.group_size=3"),
+        *("rollout.max_new_tokens=12", "data.validation_size=4", "validation.samples_per_prompt=1"),
+        *("validation.ks=[1]", f"data.path={sums}", "logger=none", f"run_dir={tmp_path / 'run'}"),
+        *("reward=[accuracy,format,custom]", "reward.custom.function._target_=tests.support.rewards.vowels"),
+        f"policy.path={write_checkpoint(tmp_path / 'policy', 'qwen2', chat=True)}",
+        *more,
+    ]
+    config = composed(*overrides)
+    assert (config["rollout"]["top_p"], config["rollout"]["temperature"]) == (0.95, 0.6)
+    run = Run(config, build(*overrides), overrides=overrides, directory_given=True)
+    ratios = []
+
+    def spied(*given, **named):
+        ratios.append(plain(*given, **named))
+        return ratios[-1]
+
+    from grpo_lightning.module import grpo
+
+    plain = grpo.accumulate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "accumulate", spied)
+        run.execute()
+    assert len(ratios) == (2 if "module.ppo_epochs=2" in more else 1)
+    for name in ("ratio_mean", "ratio_max"):
+        assert float(ratios[0].metrics[f"policy/{name}"]) == pytest.approx(1.0, rel=0, abs=1e-6)
+    # against the sampler's own log-probabilities, also where the policy's take their place
+    assert float(ratios[0].ratio.max()) == pytest.approx(1.0, rel=0, abs=2e-5)
+    assert float(ratios[0].ratio.min()) == pytest.approx(1.0, rel=0, abs=2e-5)
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert metrics["completion/set_size_mean"] > 2
+    assert metrics["optim/grad_norm"] > 1e-3
+
+
+def weights(module):
+    return torch.cat([value.flatten() for value in module.policy.state_dict().values()])
+
+
+RUN = (
+    *("logger=none", "optimizer.lr=0.02", "validation.every=4", "rollout.top_p=0.8", "rollout.temperature=0.7"),
+    *("steps=4", "data.prompts_per_step=4", "loss.kl_coef=0.05"),
+)
+CARRIED = {
+    "over-sampled": ["rollout.over_sample=1.5"],
+    "filtered": ["algorithm=dapo", "reward=[custom]", "data.prompts_per_step=3", "loss.kl_coef=0.0"],
+}
+
+
+def test_a_run_that_is_broken_off_goes_on_with_the_carried_sets(tmp_path):
+    run = (*RUN, *CARRIED["over-sampled"])
+    whole = small_run(tmp_path / "whole", *run)
+    broken = small_run(tmp_path / "broken", *run, "steps=2")
+    assert len(broken.carried.sampled.kept.ids) > 0
+    continued = small_run(tmp_path / "broken", *run, "checkpoint=last")
+    assert torch.equal(weights(continued), weights(whole))
+
+
+@pytest.mark.parametrize("name", ["plain", *CARRIED])
+def test_recorded_sets_train_the_same_weights(tmp_path, name):
+    one = small_run(tmp_path / "one", *RUN, *CARRIED.get(name, []), "callbacks=rollouts")
+    plain = [setting for setting in CARRIED.get(name, []) if "over_sample" not in setting]
+    other = small_run(
+        tmp_path / "other", *RUN, *plain, "callbacks=rollouts", "rollout=recorded", f"rollout.path={tmp_path / 'one'}"
+    )
+    assert torch.equal(weights(one), weights(other))
+    assert one.metrics["completion/set_size_mean"] == other.metrics["completion/set_size_mean"] > 1
+    for step, path in files.steps(tmp_path / "one" / "rollouts").items():
+        header, rows = files.read(path)
+        assert files.read(tmp_path / "other" / "rollouts" / path.name)[1] == rows, step
+        assert all(token in one for row in rows for token, one in zip(row["ids"], row["kept"], strict=True))
+        if step == 1:
+            from grpo_lightning.recording.rows import restored as read
+
+            found = read(header, rows, torch.device("cpu"))
+            assert_close(
+                found.logprobs[found.scored.sampled.mask], found.scored.sampled.logprobs[found.scored.sampled.mask]
+            ) if header["microbatches"] else None
+
+
+def test_numbers_of_truncation_may_vary(tmp_path):
+    small_run(
+        tmp_path,
+        *("steps=4", "logger=none", "rollout.temperature=0.7", "callbacks=rollouts", "validation.every=4"),
+        "rollout.top_p={_target_: grpo_lightning.varying.Linear, start: 0.3, end: 1.0, steps: 3}",
+    )
+    found = [files.read(path)[1] for path in files.steps(tmp_path / "rollouts").values()]
+    means = [
+        sum(len(one) for row in rows for one in row["kept"]) / sum(len(row["kept"]) for row in rows)
+        for rows in found
+        if "kept" in rows[0]
+    ]
+    assert len(means) == 3
+    assert means[0] < means[1] < means[2]
+    assert "kept" not in found[3][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp"])
+def test_two_processes_hand_the_sets_to_each_other(tmp_path, trainer):
+    common = [
+        *("rollout.top_p=0.8", "data.prompts_per_step=3", "rollout.group_size=4", "steps=2", "schedule=constant"),
+        *("validation.every=2", "data.validation_size=4", "validation.samples_per_prompt=1", "validation.ks=[1]"),
+        *("optimizer.lr=0.001",),
+    ]
+    finish(start(2, tmp_path, trainer, {"two": common}))
+    lines = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["metrics"]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert line["metrics"]["completion/set_size_mean"] > 1
