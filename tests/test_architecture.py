@@ -37,7 +37,9 @@ USED_BY = {
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
+    "safetensors": {"sampler"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
+    "vllm": {"sampler"},
     "wandb": {"logger"},
     "yaml": {"data", "report"},
 }

@@ -16,8 +16,8 @@ from grpo_lightning.reference import of_model
 from grpo_lightning.reward import Weighted
 
 PARTS = (
-    *("policy", "data", "reward", "advantage", "loss", "rollout", "reference", "validation", "optimizer", "schedule"),
-    *("correction", "trainer", "callbacks", "logger"),
+    *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
+    *("schedule", "correction", "trainer", "callbacks", "logger"),
 )
 _PLACE = "grpo_lightning.composition.part"
 _FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")

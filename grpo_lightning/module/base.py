@@ -6,8 +6,9 @@ the latter, so nothing here relies on it.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule
@@ -22,6 +23,8 @@ from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
 from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.sampler.engine import Sampler, WeightSource
+from grpo_lightning.sampler.own.sampler import Own
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -40,6 +43,7 @@ class StepModule(LightningModule):
         seed: Decides all sampling and shuffling.
         gather_weights: Where weights are sharded, whether each process holds all of them while it samples; else all
             make every forward pass together, layer by layer, until the last completion ends.
+        sampler: Draws the policy's completions; None: the policy itself.
         max_grad_norm: As in `GradientStep`, like ``max_skipped``.
         max_skipped: As in `GradientStep`.
         settings: The run's settings as plain values, which callbacks write into checkpoints, logs and model cards.
@@ -60,6 +64,7 @@ class StepModule(LightningModule):
         max_grad_norm: float,
         max_skipped: int,
         gather_weights: bool = True,
+        sampler: Sampler | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -71,6 +76,7 @@ class StepModule(LightningModule):
         self.steps = steps
         self.seed = seed
         self.gather_weights = gather_weights
+        self.sampler: Sampler = sampler or Own()
         self.settings = dict(settings or {})
         self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
         self.base = adapter.fingerprint(policy)
@@ -98,6 +104,15 @@ class StepModule(LightningModule):
             poll=self.poll,
             ranks=self.loop.ranks,
         )
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, the policy may be sampled from, with its weights as they are."""
+        policy = cast(WeightSource, self.policy)
+        with self.loop.sampling(self.policy):
+            ready = self.sampler.ready(policy, version=self.completed_steps, clock=self.clock, ranks=self.loop.ranks)
+            with ready:
+                yield
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
@@ -197,7 +212,7 @@ class StepModule(LightningModule):
             metrics["perf/gemm_fraction"] = flops / possible
         metrics["perf/tokens_per_second"] = num_tokens / seconds["step"]
         metrics["perf/peak_memory_gb"] = peak / 1e9
-        return metrics
+        return metrics | dict(self.sampler.metrics)
 
     @property
     def _validation_due(self) -> bool:
@@ -212,7 +227,7 @@ class StepModule(LightningModule):
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
         if not self._validation_due:
             return None
-        with self.loop.sampling(self.policy), self.gradient_step.blamed(self.completed_steps, "validation"):
+        with self.sampling(), self.gradient_step.blamed(self.completed_steps, "validation"):
             scored = self.validation.step(
                 self.policy, prompts, completed_steps=self.completed_steps, context=self.context("validation")
             )

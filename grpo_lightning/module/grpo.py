@@ -94,7 +94,7 @@ class GRPOLightningModule(StepModule):
         self.clock.restart()
         numbers = varying.values(self._varying, step)
         rollout, loss = varying.at(self.rollout, step), varying.at(self.loss, step)
-        with self.loop.sampling(self.policy), self.gradient_step.blamed(step, "rollout"):
+        with self.sampling(), self.gradient_step.blamed(step, "rollout"):
             collected = rollout.collect(
                 self.policy,
                 self.reference,
@@ -105,7 +105,8 @@ class GRPOLightningModule(StepModule):
             )
         self.carried = collected.carried
         if self.self_check and step == 0 and collected.is_fresh:
-            check_rollout(self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
+            checked = (self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
+            check_rollout(*checked, coarse=self.sampler.is_coarse)
         with self.clock("update"):
             updates = self._updates(collected, loss, rollout.temperature)
         flops = collected.flops + 3 * sum(update.flops for update in updates)  # backward costs two forwards

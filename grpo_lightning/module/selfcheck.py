@@ -19,6 +19,7 @@ def check_rollout(
     microbatch_tokens: int,
     *,
     tolerance: float = 1e-3,
+    coarse: bool = False,
 ) -> None:
     """Check a rollout made with weights that were not updated since.
 
@@ -29,6 +30,7 @@ def check_rollout(
         sampling: How it was drawn.
         microbatch_tokens: Most tokens in one forward pass.
         tolerance: Largest difference in nats; in 16-bit or 8-bit arithmetic the mean may be 0.05 instead.
+        coarse: Whether what sampled computes in 16 bits, whatever the policy does.
 
     Raises:
         SelfCheckError: Scoring the same tokens twice differs (something random is left on, so that no ratio is 1);
@@ -39,8 +41,12 @@ def check_rollout(
     if not len(rows):
         return  # every completion was cut at the limit, and rollout.mask_truncated leaves those out
     rows = rows[policy.microbatches(rows, microbatch_tokens)[0]]
-    coarse = (torch.bfloat16, torch.float16, torch.int8)
-    half = any(p.dtype in coarse for p in policy.parameters()) or torch.is_autocast_enabled(rows.ids.device.type)
+    rounded = (torch.bfloat16, torch.float16, torch.int8)
+    half = (
+        coarse
+        or any(p.dtype in rounded for p in policy.parameters())
+        or torch.is_autocast_enabled(rows.ids.device.type)
+    )
     allowed = 0.05 if half else tolerance
     gap_of = _mean_gap if half else _gap
     first = policy.logprobs(rows, temperature=sampling.temperature)

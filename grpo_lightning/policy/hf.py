@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from grpo_lightning.policy.loading import check_embeddings, evaluation, named, p
 from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
+from grpo_lightning.policy.weights import named_weights
 from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
 from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
@@ -182,6 +183,22 @@ class HFPolicy(TextPolicy):
             model = model.merge_and_unload()
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight with its names in the model's files, adapters merged, whole where weights are sharded."""
+        return named_weights(self.model)
+
+    def describe(self, directory: Path) -> torch.dtype:
+        """Write the model's configuration for an engine; returns the type of the numbers that it computes with.
+
+        Its head is no longer tied to the embedding: vLLM on a CPU keeps a packed copy of a tied head, which new weights
+        do not reach.
+        """
+        config = copy.deepcopy(self._base.config)
+        config.tie_word_embeddings = False
+        config.architectures = [type(self._base).__name__]
+        config.save_pretrained(directory)
+        return compute_dtype(self.model)
 
     def _shared_path(self, longest: int) -> SharedPath | None:
         """The way on which a group's prompt is computed once, for rows of this length; None if it is not exact."""

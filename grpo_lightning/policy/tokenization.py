@@ -2,8 +2,8 @@
 
 import bisect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from grpo_lightning.policy import OnFinished, Policy
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids
 from grpo_lightning.policy.replies import Replies, is_templated
+from grpo_lightning.policy.stop_strings import StopStrings
+from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.decode import Enough, OnRowsFinished, Poll, decode
+from grpo_lightning.sampler.own.decode import Decoded, Enough, OnRowsFinished, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.slots import Begun
 
@@ -65,6 +67,16 @@ class TextPolicy(Policy):
             system_prompt=system_prompt,
             end_ids=self.end_ids,
         )
+        self._engine: Engine | None = None
+
+    @contextmanager
+    def sampled_by(self, engine: Engine) -> Iterator[None]:
+        """Inside, `sample` returns what ``engine`` draws."""
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = None
 
     @property
     def context(self) -> int | None:
@@ -150,6 +162,25 @@ class TextPolicy(Policy):
         ids, attention_mask = self._pad_left(tokens)
         longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
         self._check_context(longest, "rollout.max_new_tokens")
+        stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
+        if self._engine is not None:
+            if begun or enough is not None:
+                raise ValueError("begun and enough: allowed is None with an engine, which draws to the end")
+            if poll and ranks.lockstep:
+                ranks.together(poll)  # whoever left alone while drawing would be waited for
+            asked = Asked(
+                prompts=tokens,
+                group_size=group_size,
+                sampling=sampling,
+                seed=seed,
+                end_ids=self.end_ids,
+                first_prompt=first_prompt,
+                stops=stops,
+                poll=None if ranks.lockstep else poll,
+                on_finished=on_finished and one_by_one(self.tokenizer, on_finished),
+            )
+            drawn = as_decoded(self._engine.draw(asked), pad_id=self.pad_id, device=ids.device)
+            return self._sampled(ids, attention_mask, drawn, group_size)
         begun = {row: known for row, known in (begun or {}).items() if known.ids}
         # Completions that are over are not read: nothing is drawn behind them.
         going_on = {row: known.ids for row, known in begun.items() if not known.over(sampling.max_new_tokens)}
@@ -162,7 +193,7 @@ class TextPolicy(Policy):
                 sampling=sampling,
                 end_ids=self.end_ids,
                 pad_id=self.pad_id,
-                stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
+                stops=stops,
                 poll=poll,
                 on_finished=reporter(self.tokenizer, on_finished),
                 ranks=ranks,
@@ -170,6 +201,10 @@ class TextPolicy(Policy):
                 begun=begun,
                 enough=enough,
             )
+        return self._sampled(ids, attention_mask, drawn, group_size)
+
+    def _sampled(self, ids: Tensor, attention_mask: Tensor, drawn: Decoded, group_size: int) -> Sampled:
+        """Prompts [P, S] with their completions [B, T]."""
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]
             attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.mask], 1),
@@ -255,30 +290,11 @@ def reporter(tokenizer: Any, on_finished: OnFinished | None) -> OnRowsFinished |
     return report
 
 
-class StopStrings:
-    """Which completions contain a stop string in the last of their tokens.
+def one_by_one(tokenizer: Any, on_finished: OnFinished) -> Callable[[int, Sequence[int]], None]:
+    """``on_finished`` as an engine calls it: with one row, not decoded."""
 
-    Args:
-        tokenizer: Decodes the tokens.
-        stop: The texts that end a completion, at least one.
-    """
+    def report(row: int, ids: Sequence[int]) -> None:
+        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        on_finished(row, text, list(ids))
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
-        self.tail = max(len(text.encode()) for text in stop) + 1
-
-    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
-        kept = [0] * len(ends)
-        # All new tokens of a completion together first, and one by one only where a stop string is among them.
-        for row, has_stop in enumerate(self._have(ends)):
-            if has_stop:
-                end, new = ends[row], news[row]
-                places = range(len(end) - new + 1, len(end) + 1)
-                each = self._have([end[max(0, place - self.tail) : place] for place in places])
-                kept[row] = next((number for number, found in enumerate(each, 1) if found), 0)
-        return kept
-
-    def _have(self, tokens: Sequence[Sequence[int]]) -> list[bool]:
-        texts = self._tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
-        return [any(text in decoded for text in self._stop) for decoded in texts]
+    return report

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import cast
 
 import torch
 
@@ -19,8 +20,10 @@ from grpo_lightning.module.update import accumulate
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.sampler.engine import WeightSource
 
 _PHASES = ("rollout", "reward", "score")
+_OF_ENGINES = ("wake", "sync")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         collected.append(one)
         seconds.append(phases)
         if module.self_check and number == 0:
-            check_rollout(module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
+            checked = (module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
+            check_rollout(*checked, coarse=module.sampler.is_coarse)
     fits, update = True, float("nan")
     try:
         # the first one also tries which ways of computing the model allows
@@ -110,12 +114,18 @@ def _collect(
     clock = Clock()
     clock.restart()
     context = StepContext(seed=module.seed_of("preflight", step), clock=clock)
-    with module.gradient_step.blamed(module.completed_steps, "rollout"):
+    policy = cast(WeightSource, module.policy)
+    with (
+        module.sampler.ready(policy, version=module.completed_steps, clock=clock, ranks=ALONE),
+        module.gradient_step.blamed(module.completed_steps, "rollout"),
+    ):
         collected = collector.collect(
             module.policy, module.reference, prompts, microbatch_tokens=module.microbatch_tokens, context=context
         )
     seconds = clock.read()
-    return collected, {phase: seconds.get(phase, 0.0) for phase in _PHASES}
+    found = {phase: seconds.get(phase, 0.0) for phase in _PHASES}
+    found["rollout"] += sum(seconds.get(phase, 0.0) for phase in _OF_ENGINES)
+    return collected, found
 
 
 def _trained(collector: Collector, collected: Collected) -> Rollout:

@@ -15,6 +15,7 @@ from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
+from grpo_lightning.settings.engines import engine_problems
 from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
@@ -48,7 +49,7 @@ def check(config: Mapping[str, Any]) -> None:
     """
     values = dict(_values(config))
     contradictions = []
-    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems):
+    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems, engine_problems):
         try:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:
@@ -142,8 +143,8 @@ TOP = (
         "task_name",
         "tags",
     ),
-    *("data", "reference", "reward", "advantage", "loss", "rollout", "validation", "optimizer", "schedule", "module"),
-    *("trainer", "callbacks", "logger", "policy", "taught", "correction"),
+    *("data", "reference", "reward", "advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule"),
+    *("module", "trainer", "callbacks", "logger", "policy", "taught", "correction"),
 )
 """The parts and the settings that belong to none."""
 

@@ -22,7 +22,8 @@ OWN = (
     *(f"reward.length.{name}" for name in ("cosine_length", "length", "repetition", "soft_overlong", "word_variety")),
     *("reward.code.code", "reward.countdown.countdown", "reward.json_schema.json_schema", "reward.judge.ChatJudge"),
     *("reward.mathematics.math", "reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern"),
-    *("reward.text.answer_text",),
+    *("reward.text.answer_text", "sampler.own.sampler.Own"),
+    *("sampler.vllm.inside.VLLM", "sampler.vllm.server.VLLMServer"),
     *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "rollout.Recorded", "validation.Validation"),
 )
 """What of this package settings may name: modules of plain arithmetic with all that they define, and single members.

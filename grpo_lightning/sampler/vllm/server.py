@@ -1,0 +1,182 @@
+"""A server of vLLM's beside the run: completions over HTTP, weights as files that both see.
+
+How the server is started says docs/engines.md. A key is read from the environment, as `KEY`, and is never written
+anywhere.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from grpo_lightning.clock import Clock
+from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check, row_seed
+from grpo_lightning.sampler.vllm.http import Connection
+
+KEY = "VLLM_API_KEY"
+AT_ONCE = 64
+"""Requests that wait for an answer at a time; each is one prompt with all its completions."""
+_LOOK_EVERY = 0.2
+"""Seconds between two looks at whether the run was asked to end."""
+_NEUTRAL = {
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "use_beam_search": False},
+}
+"""Said with every request, so that no default of the server's shapes the distribution."""
+
+
+class VLLMServer:
+    """Completions of a ``vllm serve``d model, which reads the policy's weights from files before every rollout.
+
+    Args:
+        url: Of the server, without a path.
+        directory: Where the weights are written for it, on a file system that both see.
+        model: Its name at the server; null: the only one that is served.
+        dtype: Of the weights that are written: float32, bfloat16 or float16; null: the type in which the policy
+            computes. The server computes in its own.
+        timeout: Seconds that the server may take for one answer.
+    """
+
+    is_engine = True
+
+    def __init__(
+        self, *, url: str, directory: str, model: str | None = None, dtype: str | None = None, timeout: float = 600.0
+    ) -> None:
+        self.directory = Path(directory)
+        self.model = model
+        self.dtype = dtype
+        self._server = Connection(url, timeout=timeout, key_name=KEY)
+        self._version: int | None = None
+        self._ranks = ALONE
+
+    @property
+    def is_coarse(self) -> bool:
+        return self.dtype in ("bfloat16", "float16")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {} if self._version is None else {"sampler/weight_version": float(self._version)}
+
+    @contextmanager
+    def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
+        """As in `Sampler.ready`.
+
+        Raises:
+            ValueError: The server serves no model, or several.
+            RuntimeError: It does not answer, or has kept keys and values of older weights.
+        """
+        if not hasattr(policy, "weights"):
+            raise ValueError(
+                f"sampler=vllm_server: allowed are policies of transformers; this is a {type(policy).__name__}"
+            )
+        self._version, self._ranks = None, ranks
+        with clock("sync"):
+            self.model = self.model or ranks.together(self._only_model)[ranks.rank]
+            place = self.directory.resolve() / f"weights-{version}"
+            self._write(policy, place, ranks)
+            ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
+        with policy.sampled_by(self):
+            yield
+        self._version = version
+
+    def draw(self, asked: Asked) -> Sequence[Completion]:
+        """[B] completions, with the weights that the server has.
+
+        Raises:
+            ValueError: Something is asked that engines cannot do.
+            RuntimeError: The server does not answer, or without log-probabilities.
+        """
+        check(asked, "sampler=vllm_server")
+        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(asked.prompts)))
+        try:
+            answers = [pool.submit(self._group, asked, number) for number in range(len(asked.prompts))]
+            waiting = set(answers)
+            while waiting:
+                _, waiting = wait(waiting, timeout=_LOOK_EVERY)
+                if asked.poll:
+                    asked.poll()
+            groups = [answer.result() for answer in answers]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._server.post("/abort_requests", {})  # what has begun is of no use to anybody
+            raise
+        pool.shutdown()
+        completions = [one for group in groups for one in group]
+        for row, one in enumerate(completions):
+            if asked.on_finished and one.finished:
+                asked.on_finished(row, one.ids)
+        return completions
+
+    def _only_model(self) -> str:
+        names = [str(one["id"]) for one in self._server.get("/v1/models")["data"]]
+        if len(names) != 1:
+            raise ValueError(f"sampler.model=null: allowed is one of the models that are served: {', '.join(names)}")
+        return names[0]
+
+    def _write(self, policy: WeightSource, place: Path, ranks: Ranks) -> None:
+        """The weights as a model's directory; all processes iterate, the first one writes."""
+        is_first = ranks.rank == 0
+        if is_first:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            dtype = policy.describe(place)
+        kept = {}
+        for name, weight in policy.weights():
+            if is_first:
+                wanted = getattr(torch, self.dtype) if self.dtype else dtype
+                kept[name] = weight.to("cpu", wanted, copy=True).contiguous()  # files hold no tied weights
+        if is_first:
+            save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+
+    def _hand_over(self, place: Path, version: int) -> None:
+        """Let the server read the weights, and forget what it computed with older ones."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
+        self._server.post("/collective_rpc", call)
+        if self._server.post("/reset_prefix_cache", {}).get("success") is not True:
+            raise RuntimeError(
+                "sampler=vllm_server: keys and values of older weights could not be dropped from its cache: somebody "
+                "else may be using it"
+            )
+        self._server.post("/update_weight_version", {"new_version": str(version)})
+        shutil.rmtree(place)
+
+    def _group(self, asked: Asked, number: int) -> list[Completion]:
+        """[G] completions of one prompt."""
+        sampling = asked.sampling
+        answer = self._server.post(
+            "/v1/completions",
+            {
+                **_NEUTRAL,
+                "model": self.model,
+                "prompt": list(asked.prompts[number]),
+                "n": asked.group_size,
+                "seed": row_seed(asked.seed, asked.first_prompt + number, 0),
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_new_tokens,
+                "stop_token_ids": list(asked.end_ids),
+                "ignore_eos": True,
+                "logprobs": 0,
+                "return_token_ids": True,
+            },
+        )
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        if len(choices) != asked.group_size:
+            raise RuntimeError(
+                f"{self._server.url}: {len(choices)} completions of a prompt came, not {asked.group_size}"
+            )
+        return [self._completion(choice, asked) for choice in choices]
+
+    def _completion(self, choice: Mapping[str, Any], asked: Asked) -> Completion:
+        ids, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not ids or not told or len(ids) != len(told):
+            raise RuntimeError(f"{self._server.url}: a completion came without its token ids or log-probabilities")
+        kept = asked.stops([ids], [len(ids)])[0] if asked.stops else 0
+        if kept:
+            return Completion(ids[:kept], told[:kept], finished=True)
+        return Completion(ids, told, finished=ids[-1] in asked.end_ids)

@@ -1,0 +1,205 @@
+"""``sampler=vllm_server`` against a small server that speaks vLLM's protocol; tests/vllm has the real one."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_lightning.sampler.vllm.http import Connection
+from grpo_lightning.sampler.vllm.server import VLLMServer
+from grpo_lightning.settings import ConfigError, check
+from tests.support.composed import composed
+from tests.support.running import small_run
+from tests.vllm.support import PROMPTS, disturb, gap, ready, sample, sampling, tiny
+
+
+class Server(ThreadingHTTPServer):
+    """Holds a model of its own; ``log`` is what was asked of it, ``answers`` what it says in place of the truth."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.policy = tiny()
+        self.log, self.keys, self.bodies, self.answers = [], [], [], {}
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def reload(self, place):
+        config = json.loads((Path(place) / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        self.policy.model.load_state_dict(load_file(Path(place) / "model.safetensors"))
+
+    @torch.no_grad()
+    def complete(self, asked):
+        choices = []
+        for index in range(asked["n"]):
+            generator = torch.Generator().manual_seed(asked["seed"] % 2**40 + index)
+            ids, told = [], []
+            while len(ids) < asked["max_tokens"] and not set(ids) & set(asked["stop_token_ids"]):
+                logits = self.policy.model(torch.tensor([[*asked["prompt"], *ids]])).logits[0, -1]
+                logprobs = (logits / asked["temperature"]).log_softmax(-1)
+                ids.append(int(logprobs.exp().multinomial(1, generator=generator)))
+                told.append(float(logprobs[ids[-1]]))
+            choices.append({"index": index, "token_ids": ids, "logprobs": {"token_logprobs": told}})
+        return {"choices": choices[::-1]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, asked):
+        server = self.server
+        with server.lock:
+            server.log.append(self.path)
+            server.bodies.append(asked)
+            server.keys.append(self.headers.get("Authorization"))
+            status, said = server.answers.get(self.path, (200, None))
+            if said is None:
+                said = {"data": [{"id": "start"}]} if self.path == "/v1/models" else {"success": True}
+                if self.path == "/collective_rpc":
+                    server.reload(asked["kwargs"]["weights_path"])
+                if self.path == "/v1/completions":
+                    said = server.complete(asked)
+        body = json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), "Location": "http://127.0.0.1:9/"}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server():
+    served = Server()
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture
+def sampler(server, tmp_path):
+    return VLLMServer(url=server.url, directory=str(tmp_path / "weights"), timeout=20)
+
+
+def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp_path):
+    policy = tiny()
+    for version in (0, 1):
+        found = sample(sampler, policy, version=version)
+        assert gap(policy, found) < 1e-4
+        assert sampler.metrics == {"sampler/weight_version": version}
+        disturb(policy)
+    assert gap(policy, found) > 0.05
+    asked = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", *["/v1/completions"] * 3]
+    assert server.log == ["/v1/models", *asked, *asked]
+    assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
+
+
+def test_every_request_says_that_nothing_shapes_the_distribution(server, sampler):
+    sample(sampler, tiny())
+    body = server.bodies[-1]
+    assert body["model"] == "start"
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert (body["presence_penalty"], body["frequency_penalty"], body["ignore_eos"]) == (0.0, 0.0, True)
+    assert (body["temperature"], body["n"], body["max_tokens"]) == (0.7, 4, 24)
+
+
+def test_stop_strings_and_what_is_told_early(server, sampler):
+    policy, told = tiny(), {}
+    with ready(sampler, policy):
+        whole = policy.sample(PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
+        cut = policy.sample(
+            PROMPTS,
+            group_size=4,
+            sampling=sampling(temperature=1.3, stop=("l",)),
+            seed=3,
+            on_finished=lambda row, text, ids: told.update({row: text}),
+        )
+    for part, full in zip(cut.texts, whole.texts):
+        assert part == (full[: full.index("l") + 1] if "l" in full else full)
+    assert any("l" in text for text in cut.texts)
+    assert told == {row: cut.texts[row] for row in range(12) if cut.finished[row]}
+
+
+def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret-of-a-test")
+    server.answers["/v1/models"] = (302, {})
+    with pytest.raises(RuntimeError, match=r"/v1/models: status 302") as told:
+        sample(sampler, tiny())
+    assert server.keys == ["Bearer secret-of-a-test"]
+    assert "secret-of-a-test" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "told"),
+    [
+        ("/v1/models", (200, {"data": [{"id": "a"}, {"id": "b"}]}), r"sampler\.model=null: allowed is one of .* a, b"),
+        ("/v1/models", (401, {"error": "no"}), r"/v1/models: status 401: .*no"),
+        ("/collective_rpc", (404, {"detail": "Not Found"}), r"/collective_rpc: status 404: .*Not Found"),
+        ("/reset_prefix_cache", (200, {"success": False}), "older weights could not be dropped"),
+        ("/v1/completions", (500, {"error": "broken"}), r"/v1/completions: status 500"),
+        ("/v1/completions", (200, {"choices": []}), "0 completions of a prompt came, not 4"),
+        (
+            "/v1/completions",
+            (200, {"choices": [{"index": number, "token_ids": [5], "logprobs": None} for number in range(4)]}),
+            "came without its token ids or log-probabilities",
+        ),
+    ],
+)
+def test_what_a_server_may_answer(server, sampler, path, answer, told):
+    server.answers[path] = answer
+    with pytest.raises((RuntimeError, ValueError), match=told):
+        sample(sampler, tiny())
+
+
+def test_a_server_that_is_not_there(tmp_path):
+    gone = VLLMServer(url="http://127.0.0.1:9", directory=str(tmp_path), timeout=2)
+    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:9/v1/models: no answer"):
+        sample(gone, tiny())
+
+
+def test_who_leaves_a_rollout_ends_its_requests(server, sampler):
+    def poll():
+        raise KeyboardInterrupt
+
+    policy = tiny()
+    with pytest.raises(KeyboardInterrupt), ready(sampler, policy):
+        policy.sample(PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
+    assert "/abort_requests" in server.log
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "host:8000", "http://user:word@host", "http://host?x=1"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(ValueError, match=r"sampler\.url=.*: allowed is http://HOST:PORT") as told:
+        Connection(url, timeout=1, key_name="VLLM_API_KEY")
+    assert "word" not in str(told.value)
+
+
+def test_a_run_with_a_server(server, tmp_path):
+    words = ("sampler=vllm_server", f"sampler.url={server.url}", f"sampler.directory={tmp_path / 'shared'}")
+    module = small_run(tmp_path / "run", "policy=tiny", *words, "rollout.max_new_tokens=8", "rollout.stop=[]")
+    assert module.metrics["sampler/weight_version"] == 0
+    assert module.metrics["time/sync"] > 0
+
+
+def test_its_settings_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match=r"sampler\.timeout=0: allowed"):
+        check(composed("sampler=vllm_server", f"sampler.directory={tmp_path}", "sampler.timeout=0"))
+    with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.9: allowed with sampler=vllm_server is 1"):
+        check(composed("sampler=vllm_server", f"sampler.directory={tmp_path}", "rollout.top_p=0.9"))

@@ -1,0 +1,336 @@
+"""What holds for every engine, shown on a stand-in for vLLM; tests/vllm has the real one."""
+
+import copy
+import os
+import pickle
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_lightning import compose
+from grpo_lightning.clock import Clock
+from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.sampler.engine import Asked, Completion, as_decoded, row_seed
+from grpo_lightning.sampler.own.sampler import Own
+from grpo_lightning.sampler.vllm import arguments
+from grpo_lightning.sampler.vllm.inside import VLLM
+from grpo_lightning.settings import ConfigError, check
+from tests.support import stand_in
+from tests.support.composed import composed
+from tests.support.running import small_run
+from tests.vllm.support import PROMPTS, disturb, engine, gap, random_policy, ready, sample, sampling, tiny
+
+NAMES = {*dict(tiny().model.named_parameters()), "lm_head.weight"}
+"""Of the shipped policy, whose head is tied to its embedding."""
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    stand_in.install(monkeypatch)
+    return engine()
+
+
+def problems(*overrides):
+    try:
+        check(composed(*overrides))
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def test_completions_become_tensors():
+    drawn = as_decoded(
+        [Completion([7, 2], [-0.5, -0.25], True), Completion([8, 9, 6], [-1.0, -2.0, -3.0], False)],
+        pad_id=0,
+        device=torch.device("cpu"),
+    )
+    assert drawn.ids.tolist() == [[7, 2, 0], [8, 9, 6]]
+    assert drawn.mask.tolist() == [[True, True, False], [True, True, True]]
+    assert drawn.logprobs.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0]]
+    assert drawn.entropies.tolist() == [[0.5, 0.25, 0.0], [1.0, 2.0, 3.0]]
+    assert drawn.finished.tolist() == [True, False]
+
+
+def test_every_completion_has_a_seed_of_its_own():
+    seeds = [row_seed(seed, prompt, member) for seed in (0, 1) for prompt in range(20) for member in range(20)]
+    assert len(set(seeds)) == 800
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    asked = Asked(prompts=[[5], [6]], group_size=2, sampling=sampling(), seed=9, end_ids=[2], first_prompt=3)
+    assert asked.rows == [([ids], row_seed(9, prompt, member)) for ids, prompt in ((5, 3), (6, 4)) for member in (0, 1)]
+
+
+def test_the_own_sampler_hands_nothing_over():
+    policy = tiny()
+    own = policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3)
+    with Own().ready(policy, version=0, clock=Clock(), ranks=ALONE):
+        again = policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3)
+    assert torch.equal(own.ids, again.ids)
+    assert torch.equal(own.logprobs, again.logprobs)
+
+
+def test_an_engine_draws_from_the_distribution_that_is_trained(vllm):
+    policy = tiny()
+    for version in (0, 1):
+        found = sample(vllm, policy, version=version)
+        assert gap(policy, found) < 1e-4
+        assert vllm.metrics == {"sampler/weight_version": version}
+        disturb(policy)
+    assert gap(policy, found) > 0.05
+
+
+def test_an_adapter_is_merged_and_named_as_the_model_names_its_weights(vllm):
+    policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+    disturb(policy, scale=0.1)
+    assert gap(policy, sample(vllm, policy)) < 1e-4
+    assert dict(policy.weights()).keys() == dict(tiny().weights()).keys() == NAMES
+    merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
+    for name, weight in policy.weights():
+        assert torch.allclose(weight, merged[name], atol=1e-6), name
+
+
+def test_an_adapter_that_is_no_product_is_refused():
+    policy = tiny(adapter={"r": 4, "target_modules": "all-linear", "use_dora": True})
+    with pytest.raises(ValueError, match=r"policy\.adapter: .* allowed with an engine are plain LoRA adapters"):
+        list(policy.weights())
+
+
+def test_copies_that_peft_trains_beside_an_adapter_are_taken():
+    policy = tiny(adapter={"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["down_proj"]})
+    disturb(policy)
+    merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
+    found = dict(policy.weights())
+    assert found.keys() == NAMES
+    for name, weight in found.items():
+        assert torch.allclose(weight, merged[name], atol=1e-6), name
+
+
+def test_memory_is_awake_before_weights_are_written_and_the_cache_is_dropped_before_it_is_used(vllm, monkeypatch):
+    policy = tiny()
+    sample(vllm, policy)
+    monkeypatch.setattr(VLLM, "_sleeps", True)
+    stand_in.LLM.last.log.clear()
+    with ready(vllm, policy, 5):
+        assert stand_in.LLM.last.log == [
+            "wake ['weights']",
+            "reload_weights",
+            "reset_prefix_cache",
+            "wake ['kv_cache']",
+        ]
+        assert stand_in.LLM.last.llm_engine.version == "5"
+    assert stand_in.LLM.last.log[4:] == ["sleep 2"]
+
+
+def test_a_cache_that_cannot_be_dropped_ends_the_run(vllm):
+    policy = tiny()
+    sample(vllm, policy)
+    stand_in.LLM.last.drops_its_cache = False
+    with pytest.raises(RuntimeError, match="older weights could not be dropped"):
+        sample(vllm, policy)
+    assert vllm.metrics == {}
+
+
+def test_what_the_loader_complains_of_ends_the_run(vllm, monkeypatch):
+    import logging
+
+    policy = tiny()
+    sample(vllm, policy)
+
+    def complain(*_, **__):
+        logging.getLogger("vllm.model_executor.model_loader.reload.inplace").warning("not loaded: %s", {"a.weight"})
+
+    monkeypatch.setattr(stand_in.LLM.last, "collective_rpc", complain)
+    with pytest.raises(RuntimeError, match=r"some weights were not taken over: not loaded: \{'a\.weight'\}"):
+        sample(vllm, policy)
+
+
+def test_completions_of_other_weights_end_the_run(vllm, monkeypatch):
+    policy = tiny()
+    sample(vllm, policy, version=3)
+    monkeypatch.setattr(stand_in.Engine, "set_weight_version", lambda *_: None)
+    with pytest.raises(RuntimeError, match="drawn with weights of version 3, not 4"):
+        sample(vllm, policy, version=4)
+
+
+def test_what_is_told_to_the_engine(vllm):
+    sample(vllm, tiny())
+    told = stand_in.LLM.last.arguments
+    assert told["logprobs_mode"] == "processed_logprobs"
+    assert told["generation_config"] == "vllm"
+    assert told["enable_prefix_caching"] is True
+    assert told["distributed_executor_backend"] == "external_launcher"
+    assert told["dtype"] == "float32"
+    assert told["kv_cache_memory_bytes"] == int(0.1 * 2**30)
+    assert told["block_size"] == 32
+    assert told["enable_chunked_prefill"] is False  # on a CPU
+    assert told["max_num_batched_tokens"] == 4096
+    assert told["enable_sleep_mode"] is False
+
+
+def test_heads_that_the_kernels_do_not_know_are_told(vllm):
+    policy = random_policy("llama", head_dim=24)
+    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 8, 32"):
+        sample(vllm, policy)
+
+
+def test_an_engine_is_no_part_of_a_policy(vllm, tmp_path):
+    policy = tiny()
+    before = sorted(policy.state_dict())
+    with ready(vllm, policy):
+        pass
+    assert sorted(policy.state_dict()) == before
+    copied = copy.deepcopy(policy)
+    assert copied._engine is None
+    assert pickle.loads(pickle.dumps(policy))._engine is None
+    assert copy.deepcopy(vllm) is vllm
+
+
+def test_stop_strings_polls_and_early_ends(vllm):
+    policy, told, polls = tiny(), {}, []
+    with ready(vllm, policy):
+        found = policy.sample(
+            PROMPTS,
+            group_size=4,
+            sampling=sampling(stop=(" ",), temperature=1.3),
+            seed=3,
+            poll=lambda: polls.append(1),
+            on_finished=lambda row, text, ids: told.update({row: (text, ids)}),
+        )
+        own = policy.sample(PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
+    assert len(polls) > 5
+    assert set(told) == {row for row, finished in enumerate(found.finished) if finished}
+    for row, (text, ids) in told.items():
+        assert found.texts[row] == text
+        assert len(ids) == int(found.mask[row].sum())
+    for part, whole in zip(found.texts, own.texts):
+        assert part == (whole[: whole.index(" ") + 1] if " " in whole else whole)
+    stopped = [finished for text, finished in zip(found.texts, found.finished) if " " in text]
+    assert stopped
+    assert all(stopped)
+
+
+def test_who_leaves_a_rollout_leaves_no_request(vllm):
+    policy = tiny()
+
+    def poll():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), ready(vllm, policy):
+        policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3, poll=poll)
+    assert sorted(stand_in.LLM.last.llm_engine.aborted) == [str(number) for number in range(6)]
+    assert policy._engine is None
+
+
+def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
+    class Seeding(stand_in.LLM):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            random.seed(1)
+            np.random.seed(1)
+            torch.manual_seed(1)
+            torch.set_num_threads = print
+            assert os.environ["WORLD_SIZE"] == "1"
+            assert not torch.is_inference_mode_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", Seeding)
+    before = (random.getstate(), torch.get_rng_state(), torch.set_num_threads, dict(os.environ))
+    numbers = np.random.get_state()[1].tolist()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        sample(vllm, tiny())
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert torch.set_num_threads is before[2]
+    assert dict(os.environ) == before[3]
+    assert np.random.get_state()[1].tolist() == numbers
+    assert stand_in.LLM.last.arguments["dtype"] == "bfloat16"  # as the policy computes, where it is first asked
+
+
+def test_what_engines_cannot_do_is_refused_where_it_is_asked(vllm):
+    policy = tiny()
+    from dataclasses import replace
+
+    with ready(vllm, policy):
+        for change, told in (
+            ({"top_p": 0.9}, r"top_p=0\.9, top_k=0, min_p=0\.0: allowed with sampler=vllm are 1, 0 and 0"),
+            ({"top_k": 3}, "top_k=3"),
+            ({"min_p": 0.1}, r"min_p=0\.1"),
+            ({"kv_cache_gib": 1.0}, r"kv_cache_gib=1\.0: allowed with sampler=vllm is null"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                policy.sample(PROMPTS, group_size=2, sampling=replace(sampling(), **change), seed=3)
+        with pytest.raises(ValueError, match="begun and enough: allowed is None with an engine"):
+            policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3, enough=lambda _: True)
+        with pytest.raises(ValueError, match=r"up to 5\d\d tokens, the engine holds 512"):
+            vllm.draw(Asked(prompts=[[5] * 500], group_size=1, sampling=sampling(), seed=1, end_ids=[2]))
+    with pytest.raises(ValueError, match="allowed are policies of transformers; this is a PlainPolicy"):
+        sample(vllm, PlainPolicy(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.top_p=0.9", "rollout.top_p=0.9: allowed with sampler=vllm is 1"),
+        ("validation.top_k=5", "validation.top_k=5: allowed with sampler=vllm is 0"),
+        ("rollout.min_p=0.1", "rollout.min_p=0.1: allowed with sampler=vllm is 0"),
+        ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2: allowed with sampler=vllm is null"),
+        ("rollout.over_sample=2", "rollout.over_sample=2: allowed with sampler=vllm is 1"),
+        ("rollout.top_entropy=0.2", "rollout.top_entropy=0.2: allowed with sampler=vllm is 1"),
+        ("policy.quantization=4bit", "policy.quantization=4bit: allowed with sampler=vllm is null"),
+        ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: allowed are arguments"),
+        ("sampler.engine={logit_bias: 3}", "sampler.engine.logit_bias=3: allowed are arguments that leave"),
+        ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: allowed are async_scheduling"),
+        ("sampler.engine={seed: 3}", "sampler.engine.seed=3: allowed are async_scheduling"),
+        ("sampler.dtype=int8", "sampler.dtype=int8: allowed"),
+        ("sampler.gpu_memory_utilization=2", "sampler.gpu_memory_utilization=2: allowed"),
+        ("sampler.tensor_parallel_size=0", "sampler.tensor_parallel_size=0: allowed"),
+        ("sampler.kv_cache_gib=-1", "sampler.kv_cache_gib=-1: allowed"),
+    ],
+)
+def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
+    stand_in.install(monkeypatch)
+    assert problems("sampler=vllm") == ()
+    found = problems("sampler=vllm", override)
+    assert any(told in problem for problem in found), found
+
+
+def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
+    sentence = (
+        "sampler=vllm: vLLM is not installed; allowed is sampler=own, or an environment of its own with: "
+        "pip install -r requirements-vllm.txt"
+    )
+    assert problems("sampler=vllm") == (sentence,)
+    assert problems("sampler=vllm", "mode=export") == ()
+    assert problems("sampler=vllm_server", "sampler.directory=/tmp/x") == ()
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        VLLM(seed=0)
+
+
+def test_a_run_with_an_engine_and_one_that_continues_it(monkeypatch, tmp_path):
+    stand_in.install(monkeypatch)
+    words = ["sampler=vllm", "validation.every=1", "rollout.temperature=0.8"]
+    whole = small_run(tmp_path / "whole", *words, "steps=2")
+    assert whole.metrics["sampler/weight_version"] == 1
+    assert whole.metrics["time/sync"] > 0
+    assert whole.metrics["time/wake"] >= 0
+    assert whole.metrics["policy/entropy"] > 0
+    small_run(tmp_path / "parts", *words, "steps=1")
+    parts = small_run(tmp_path / "parts", *words, "steps=2", "checkpoint=last")
+    assert parts.completed_steps == 2
+    for (name, one), other in zip(whole.policy.state_dict().items(), parts.policy.state_dict().values()):
+        assert torch.equal(one, other), name
+    stored = torch.load(tmp_path / "whole" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert not [name for name in stored["state_dict"] if "engine" in name or "sampler" in name]
+
+
+def test_from_python_a_sampler_is_a_live_part(monkeypatch, tmp_path):
+    stand_in.install(monkeypatch)
+    made = engine()
+    run = compose(
+        "steps=1", "trainer=cpu", "data.validation_size=4", "data.train_size=20", run_dir=tmp_path, sampler=made
+    )
+    assert run.module.sampler is made

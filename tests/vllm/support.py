@@ -1,0 +1,70 @@
+"""Engines and policies small enough for seconds."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.clock import Clock
+from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.sampler.vllm.inside import VLLM
+
+TINY = "pkg://grpo_lightning/policy/tiny"
+PROMPTS = ["Spell backward: lamp", "Spell backward: winter", "What is 12 + 31?"]
+SHARED = "Spell backward the last of these words: " + "cat dog sun moon tree house river stone " * 6
+"""More than a block of keys and values, so that the engine keeps them."""
+
+
+def tiny(**options):
+    return load(TINY, dtype="float32", attn_implementation="sdpa", trust_remote_code=False, **options)
+
+
+def random_policy(kind, **config):
+    """A model of 2 layers with the shipped tokenizer."""
+    tokenizer = tiny().tokenizer
+    shape = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3},
+        **config,
+    }
+    torch.manual_seed(0)
+    made = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config)}[kind]
+    return HFPolicy(made[0](made[1](**shape)), tokenizer)
+
+
+def engine(**options):
+    own = {"seed": 0, "kv_cache_gib": 0.1, "enforce_eager": True, "engine": {"block_size": 32, "max_num_seqs": 32}}
+    return VLLM(**{**own, **options})
+
+
+def sampling(temperature=0.7, max_new_tokens=24, stop=()):
+    return Sampling(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=max_new_tokens, stop=stop)
+
+
+def ready(sampler, policy, version=0):
+    return sampler.ready(policy, version=version, clock=Clock(), ranks=ALONE)
+
+
+def sample(sampler, policy, prompts=PROMPTS, *, group_size=4, seed=3, first_prompt=0, version=0, **options):
+    """What the engine draws with the policy's weights as they are."""
+    with ready(sampler, policy, version):
+        return policy.sample(
+            prompts, group_size=group_size, sampling=sampling(**options), seed=seed, first_prompt=first_prompt
+        )
+
+
+def gap(policy, sampled, temperature=0.7):
+    """The largest difference in nats between the engine's log-probabilities and the policy's of the same tokens."""
+    with torch.no_grad():
+        own = policy.logprobs(sampled, temperature=temperature)
+    return float((own - sampled.logprobs).abs()[sampled.mask].max())
+
+
+def disturb(policy, scale=0.05, seed=1):
+    """Other weights, as after an optimizer step that is far too large."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight += scale * torch.randn(weight.shape, generator=generator)

@@ -1,0 +1,229 @@
+"""vLLM inside this process, against the policy's own sampler and scores, in float32."""
+
+import pytest
+import torch
+
+from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, random_policy, ready, sample, sampling, tiny
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    return engine()
+
+
+@pytest.fixture
+def policy():
+    return tiny()
+
+
+def own_sample(policy, prompts=PROMPTS, *, group_size=4, seed=3, **options):
+    return policy.sample(prompts, group_size=group_size, sampling=sampling(**options), seed=seed)
+
+
+def top_two(policy, ids):
+    """The two largest logits after some token ids."""
+    with torch.no_grad():
+        values = policy.model(torch.tensor([ids])).logits[0, -1].topk(2).values
+    return values.tolist()
+
+
+def completions(sampled):
+    length = sampled.mask.shape[1]
+    return [row[mask].tolist() for row, mask in zip(sampled.ids[:, -length:], sampled.mask)]
+
+
+def test_the_likeliest_tokens_are_those_of_the_own_sampler_but_for_ties(vllm, policy):
+    own, theirs = (
+        own_sample(policy, group_size=1, temperature=0.0),
+        sample(vllm, policy, group_size=1, temperature=0.0),
+    )
+    assert theirs.finished == own.finished
+    assert theirs.texts == own.texts
+    prompts = policy.tokenize(PROMPTS)
+    for prompt, one, other in zip(prompts, completions(own), completions(theirs)):
+        assert len(one) > 3
+        for place, (mine, its) in enumerate(zip(one, other)):
+            if mine != its:
+                first, second = top_two(policy, [*prompt, *one[:place]])
+                assert first - second < 1e-4
+                break
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy, temperature):
+    found = sample(vllm, policy, temperature=temperature)
+    assert gap(policy, found, temperature) < 1e-3
+    assert gap(policy, found, temperature + 0.1) > 1e-2  # not before the temperature, which is vLLM's default
+    assert len(set(found.texts)) > len(PROMPTS)  # the completions of a group differ
+    assert torch.equal(found.entropy, -found.logprobs)  # an estimate, which is right on average
+
+
+def test_frequencies_are_the_probabilities(vllm, policy):
+    found = sample(vllm, policy, PROMPTS[:1], group_size=400, max_new_tokens=1, temperature=1.6)
+    tokens, counts = found.ids[:, -1].unique(return_counts=True)
+    share = {int(token): int(count) / 400 for token, count in zip(tokens, counts)}
+    expected = {int(found.ids[row, -1]): float(found.logprobs[row, 0].exp()) for row in range(400)}
+    for token, probability in expected.items():
+        spread = (probability * (1 - probability) / 400) ** 0.5
+        assert abs(share[token] - probability) < 4.5 * spread + 1e-9, token
+
+
+def test_what_is_drawn_depends_on_neither_neighbours_nor_processes(vllm, policy):
+    together = sample(vllm, policy, PROMPTS)
+    alone = sample(vllm, policy, PROMPTS[1:2], first_prompt=1)
+    assert alone.texts == together.texts[4:8]
+    assert sample(vllm, policy, PROMPTS).texts == together.texts
+    assert sample(vllm, policy, PROMPTS, seed=4).texts != together.texts
+
+
+def test_new_weights_are_used(vllm, policy):
+    before = sample(vllm, policy)
+    disturb(policy)
+    after = sample(vllm, policy, version=1)
+    assert gap(policy, before) > 0.05
+    assert gap(policy, after) < 1e-3
+    assert vllm.metrics == {"sampler/weight_version": 1.0}
+
+
+def test_without_new_weights_the_gap_would_show(vllm, policy, monkeypatch):
+    sample(vllm, policy)
+    disturb(policy)
+    monkeypatch.setattr(vllm._llm, "collective_rpc", lambda *_, **__: None)
+    assert gap(policy, sample(vllm, policy)) > 0.05
+
+
+def test_keys_and_values_of_older_weights_are_not_used(vllm, policy):
+    prompts = [SHARED + word for word in ("cat", "dog")]
+    sample(vllm, policy, prompts)
+    disturb(policy)
+    assert gap(policy, sample(vllm, policy, prompts)) < 1e-3
+
+
+def test_with_keys_and_values_of_older_weights_the_gap_would_show(vllm, policy, monkeypatch):
+    prompts = [SHARED + word for word in ("cat", "dog")]
+    sample(vllm, policy, prompts)
+    disturb(policy)
+    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: True)
+    assert gap(policy, sample(vllm, policy, prompts)) > 0.05
+
+
+def test_a_cache_that_cannot_be_dropped_is_an_error(vllm, policy, monkeypatch):
+    sample(vllm, policy)
+    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="older weights could not be dropped"):
+        sample(vllm, policy)
+
+
+def test_a_weight_that_is_not_taken_over_is_an_error(vllm, policy, monkeypatch):
+    whole = type(policy).weights
+    monkeypatch.setattr(
+        type(policy), "weights", lambda self: (pair for pair in whole(self) if "layers.1.mlp.down_proj" not in pair[0])
+    )
+    with pytest.raises(RuntimeError, match=r"not taken over: .*down_proj"):
+        sample(vllm, policy)
+    monkeypatch.undo()
+    assert gap(policy, sample(vllm, policy)) < 1e-3
+
+
+@pytest.mark.parametrize("stop", [(" ",), (" l", " i", "zz")])
+def test_stop_strings_end_a_completion_with_the_token_that_completes_them(vllm, policy, stop):
+    free, cut = (sample(vllm, policy, stop=texts, temperature=1.3) for texts in ((), stop))
+    assert free.texts != cut.texts
+    for whole, part, finished in zip(free.texts, cut.texts, cut.finished):
+        places = [whole.index(text) + len(text) for text in stop if text in whole]
+        assert part == (whole[: min(places)] if places else whole)
+        assert finished or len(part) >= 20
+    assert gap(policy, cut, 1.3) < 1e-3
+
+
+def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy):
+    told, polls = {}, []
+
+    class Left(Exception):
+        pass
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 5:
+            raise Left
+
+    with ready(vllm, policy):
+        found = policy.sample(
+            PROMPTS, group_size=4, sampling=sampling(), seed=3, on_finished=lambda *one: told.update({one[0]: one[1:]})
+        )
+    assert told == {row: (found.texts[row], ids) for row, ids in enumerate(completions(found)) if found.finished[row]}
+    with pytest.raises(Left), ready(vllm, policy):
+        policy.sample(PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
+    assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
+
+
+def test_end_tokens_belong_to_completions(vllm, policy):
+    found = sample(vllm, policy)
+    assert any(found.finished)
+    for ids, finished in zip(completions(found), found.finished):
+        assert (ids[-1] in policy.end_ids) == finished
+        assert not set(ids[:-1]) & set(policy.end_ids)
+        assert len(ids) == 24 or finished
+
+
+def test_more_prompts_than_fit_into_one_pass(vllm, policy):
+    prompts = [f"{number} {SHARED}" for number in range(20)]
+    assert sum(map(len, policy.tokenize(prompts))) > 4096
+    assert gap(policy, sample(vllm, policy, prompts, max_new_tokens=4)) < 1e-3
+
+
+def test_a_validation_may_come_first(policy):
+    sampler = engine()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=False):
+        sample(sampler, policy)
+    disturb(policy)
+    assert gap(policy, sample(sampler, policy)) < 1e-3
+
+
+def test_too_long_prompts_are_told_by_key(policy):
+    sampler = engine(max_model_len=64)
+    with pytest.raises(ValueError, match=r"the engine holds 64: lower .* or raise sampler\.max_model_len"):
+        sample(sampler, policy, [SHARED])
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)])
+def test_embeddings_may_be_tied_or_not(kind, tied):
+    policy = random_policy(kind, tie_word_embeddings=tied)
+    sampler = engine()
+    assert gap(policy, sample(sampler, policy)) < 1e-3
+    disturb(policy)
+    assert gap(policy, sample(sampler, policy)) < 1e-3
+
+
+def test_heads_that_the_kernels_do_not_know_are_told():
+    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 32, 64, 80"):
+        sample(engine(), random_policy("llama", head_dim=24))
+
+
+def test_an_adapter_is_merged():
+    policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+    sampler = engine()
+    assert gap(policy, sample(sampler, policy)) < 1e-3
+    before = sample(sampler, policy).texts
+    disturb(policy, scale=0.2)
+    after = sample(sampler, policy)
+    assert gap(policy, after) < 1e-3
+    assert after.texts != before
+    with policy.model.disable_adapter():
+        assert gap(policy, after) > 0.05
+
+
+def test_the_random_state_of_the_process_stays_as_it_was(policy):
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.set_num_threads
+    sample(engine(), policy)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.set_num_threads is threads
+
+
+def test_half_precision_is_close_on_average(policy):
+    found = sample(engine(dtype="bfloat16"), policy)
+    with torch.no_grad():
+        own = policy.logprobs(found, temperature=0.7)
+    mean = float((own - found.logprobs).abs()[found.mask].mean())
+    assert 0 < mean < 0.05
