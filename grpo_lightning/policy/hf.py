@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
-from grpo_lightning.policy.loading import check_embeddings, evaluation, named, pretrained, without_dropout
+from grpo_lightning.policy.loading import check_embeddings, end_ids, evaluation, named, pretrained, without_dropout
 from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
-from grpo_lightning.policy.weights import named_weights
+from grpo_lightning.policy.weights import named_weights, write_untied
 from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
 from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
@@ -189,15 +189,8 @@ class HFPolicy(TextPolicy):
         return named_weights(self.model)
 
     def describe(self, directory: Path) -> torch.dtype:
-        """Write the model's configuration for an engine; returns the type of the numbers that it computes with.
-
-        Its head is no longer tied to the embedding: vLLM on a CPU keeps a packed copy of a tied head, which new weights
-        do not reach.
-        """
-        config = copy.deepcopy(self._base.config)
-        config.tie_word_embeddings = False
-        config.architectures = [type(self._base).__name__]
-        config.save_pretrained(directory)
+        """Write the model's configuration for an engine; returns the type of the numbers that it computes with."""
+        write_untied(self._base, directory)
         return compute_dtype(self.model)
 
     def _shared_path(self, longest: int) -> SharedPath | None:
@@ -214,21 +207,6 @@ class HFPolicy(TextPolicy):
     def _reaches(self, longest: int) -> bool:
         """Whether the model's attention sees all of rows of this length."""
         return longest <= (window(self.model) or longest)
-
-
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
-
-    Raises:
-        ValueError: There is none.
-    """
-    own = model.generation_config or GenerationConfig()
-    ids: set[int] = set()
-    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        ids |= {value} if isinstance(value, int) else set(value or ())
-    if not ids:
-        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
-    return sorted(ids)
 
 
 def load(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_boolean, only_data
@@ -214,3 +214,18 @@ def evaluation(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train()
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
+
+    Raises:
+        ValueError: There is none.
+    """
+    own = model.generation_config or GenerationConfig()
+    ids: set[int] = set()
+    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids |= {value} if isinstance(value, int) else set(value or ())
+    if not ids:
+        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
+    return sorted(ids)

@@ -1,7 +1,9 @@
 """A model's weights as others know them: by their names in its files, adapters merged, whole."""
 
+import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         return
     # Some architectures are held otherwise than their files have them, such as all experts in one tensor.
     yield from revert_weight_conversion(base_of(model), dict(own)).items()
+
+
+def write_untied(model: Any, directory: Path) -> None:
+    """Write the configuration of a model, without an adapter, whose head is no longer tied to the embedding.
+
+    vLLM on a CPU keeps a packed copy of a tied head, which new weights do not reach.
+    """
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
 
 
 def _is_converted(model: Any) -> bool:
