@@ -46,6 +46,7 @@ def test_a_command_composes(command, tmp_path, monkeypatch):
     (tmp_path / "my_judge.py").write_text("async def tidy(completion):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("grpo_lightning.sampler.vllm.arguments.find_spec", lambda name: name)  # as if it were installed
     check(with_directories(composed(*arguments(command)), tmp_path))
 
 
