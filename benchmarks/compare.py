@@ -22,6 +22,7 @@ CASES = [
     Setting("full_length", mean=None),
     Setting("large_vocabulary", vocabulary=151_936, prompts=2),
     Setting("thousand_tokens", mean=None, cap=1024, prompts=2),
+    Setting("base_bf16", bf16=True),
 ]
 
 

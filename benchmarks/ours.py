@@ -107,7 +107,8 @@ def main() -> None:
         )
         for start in range(0, len(rows), setting.prompts)
     ]
-    bare_trainer(callbacks=[Lockstep()]).fit(module, DataLoader(batches, batch_size=None))
+    precision = "bf16-mixed" if setting.bf16 else "32-true"
+    bare_trainer(callbacks=[Lockstep()], precision=precision).fit(module, DataLoader(batches, batch_size=None))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Setting:
     layers: int = 6
     kl: float = 0.0
     keys: int | None = None  # key heads; None: as many as query heads, which are of size 64
+    bf16: bool = False  # whether products are computed in bfloat16, by both systems' own mixed precision
 
     @property
     def end_ids(self) -> list[int]:

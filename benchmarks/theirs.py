@@ -43,7 +43,7 @@ def built(setting: Setting, directory: str, **changed):
                 "top_k": 0,
                 "gradient_checkpointing": False,
                 "use_cpu": not on_gpu,
-                "bf16": False,
+                "bf16": setting.bf16,
                 "fp16": False,
                 "shuffle_dataset": False,
                 "logging_strategy": "no",
