@@ -131,7 +131,7 @@ def test_a_cpu_has_none() -> None:
 @pytest.mark.parametrize(("device", "number"), [("cpu", 2**24), ("cuda", 2**28)])
 def test_chunks_are_larger_on_a_gpu(device: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(head._Logprobs, "apply", lambda *given: asked.append(given[-1]) or (given[0], given[0]))
+    monkeypatch.setattr(head._Logprobs, "apply", lambda *given: asked.append(given[-2]) or (given[0], given[0]))
 
     place = torch.device(device)
 
