@@ -104,6 +104,7 @@ def test_in_float32_nothing_is_rounded(path: Path, mesh: DeviceMesh) -> None:
         assert {p.dtype for p in sharded.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_gradients_of_two_processes_add_up_to_those_of_one(path: Path) -> None:
     torch.multiprocessing.spawn(one_of_two, args=(path,), nprocs=2)  # type: ignore[attr-defined]
 

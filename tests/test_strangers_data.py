@@ -159,6 +159,7 @@ def test_media_are_not_opened(tmp_path, monkeypatch, caplog):
 @provocation(
     "`data.task_config={operators: [CODE]}`, which a task evaluates, with `python -O` too", "refused by its key"
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_operators_of_a_task_are_operators(nested, tmp_path):
     """In a process without assertions, by which the library checks them."""

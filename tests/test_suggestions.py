@@ -30,7 +30,7 @@ def explained(override: str) -> str:
     [
         pytest.param(override, message, id=override, marks=provocation(override, what))
         for what, override, message in [
-            (NEAREST, "reward=[accuracy,formt]", "reward=[…,formt]: allowed is one of accuracy, cosine_length,"),
+            (NEAREST, "reward=[accuracy,formt]", "reward=[…,formt]: allowed is one of accuracy, code, cosine_length,"),
             (NEAREST, "algorithm=gpro", "algorithm=gpro: allowed is one of cispo, dapo, dr_grpo,"),
             (NEAREST, "stepps=3", "stepps=3: unknown; the nearest is steps=3"),
             (NEAREST, "algoritm=dapo", "algoritm=dapo: unknown; the nearest is algorithm=dapo, a part"),
