@@ -225,7 +225,7 @@ class Run:
     def _recorded(self, mode: str) -> Iterator[Path | None]:
         """Yields the checkpoint to start from; whatever happens inside, ``summary.json`` tells of it."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
-        warnings.filterwarnings("ignore", ".*LeafSpec")  # between Lightning and PyTorch
+        warnings.filterwarnings("ignore", ".*(LeafSpec|sync_dist=True)")  # PyTorch's; values are the same everywhere
         self.directory.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         trained_already = "module" in vars(self) and self.module.completed_steps > 0
