@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from grpo_lightning import compose
 from grpo_lightning.reward import RewardError, Scoring, Weighted
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.reward.engine import pool
@@ -13,7 +14,6 @@ from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.built import check_built
 from tests.support.composed import composed
 from tests.support.provocations import provocation
-from tests.support.running import small_run
 from tests.support.sandboxed import SETTINGS, without_landlock
 
 DOUBLES = [{"input": "2\n", "output": "4\n"}, {"input": "5", "output": "10"}, {"input": "0", "output": "0"}]
@@ -232,8 +232,7 @@ def test_settings_are_checked_early(override, message):
 @pytest.mark.slow
 def test_a_run_with_programs(tmp_path):
     rows = [{"prompt": f"Double it, {n}.", "tests": DOUBLES} for n in range(8)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run = small_run(
-        tmp_path / "run", "data=jsonl", f"data.path={tmp_path}/train.jsonl", "reward=[code,length]", "steps=1"
-    )
+    small = ("steps=1", "data.prompts_per_step=2", "rollout.group_size=2", "validation.every=1")
+    run = compose(*small, "reward=[code,length]", run_dir=tmp_path / "run", data=rows)
+    run.fit()
     assert run.metrics["reward/code"] == 0.0  # the shipped policy writes no programs
