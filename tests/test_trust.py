@@ -352,3 +352,21 @@ def test_a_settings_file_may_name_mlflows_servers_and_files(store):
 def test_the_environment_is_the_users(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://host/db")
     assert given.ungiven(composed("trusted=[]", "run_dir=runs/x", "logger=mlflow"), []) == []
+
+
+@provocation(
+    "a settings file that names `sampler.url`, to which weights and the key in `VLLM_API_KEY` would be sent",
+    REFUSED_IN_A_FILE,
+)
+def test_where_weights_are_sent_only_the_command_line_says(monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "")
+    words = ["sampler=vllm_server", "sampler.url=http://elsewhere:1", "sampler.directory=/shared"]
+    config = {"sampler": composed(*words)["sampler"]}
+    told = [text.partition("=")[0] for text in given.ungiven(config, ["sampler=vllm_server"])]
+    assert told == ["sampler.url", "sampler.directory"]
+    assert given.ungiven(config, words) == []
+    given.say_words(words)
+    assert given.ungiven(config) == []
+    assert given.ungiven(config, ["sampler={url: http://elsewhere:1, directory: /shared}"]) == []
+    local = {"sampler": config["sampler"] | {"url": "http://127.0.0.1:8000"}}
+    assert given.ungiven(local, words[2:]) == []

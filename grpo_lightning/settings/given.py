@@ -17,7 +17,9 @@ from grpo_lightning.settings.walk import each_target
 _WORDS = "GRPO_LIGHTNING_GIVEN"
 _DIRECTORIES = ("directory", "events_directory")
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
-_NAMES = ("trusted", "trust_remote_code", "base_url", *_DIRECTORIES, _TRACKING, _ARTIFACTS)
+_NAMES = ("trusted", "trust_remote_code", "base_url", "sampler", *_DIRECTORIES, _TRACKING, _ARTIFACTS)
+_LOCAL = "http://127.0.0.1:8000"
+"""The address of conf/sampler/vllm_server.yaml."""
 _STORE = re.compile(r"https?://.*|file:.*|sqlite:///.*|[^:]*", re.DOTALL)
 """Where MLflow may log without being told so by the user: other stores are opened by code that their address names."""
 
@@ -49,6 +51,9 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> li
         address = f"{key.rpartition('.')[0]}.base_url"
         if variable is not None and not _is_given(config, address, given):
             found.append(address)
+    for key, value in _server(config):
+        if not _is_given(config, key, given):
+            found.append(printable(f"{key}={value}"))
     for key, value in _outside(config):
         if not _is_given(config, key, given):
             found.append(printable(f"{key}={value}"))
@@ -75,6 +80,13 @@ def _at(node: Any, path: Sequence[str]) -> Any:
         else:
             node = node.get(part) if isinstance(node, Mapping) else None
     return node
+
+
+def _server(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Where weights, and a key of the environment, are sent for sampling, if not to this machine."""
+    sampler = config.get("sampler")
+    if isinstance(sampler, Mapping) and str(sampler.get("_target_")).endswith(".VLLMServer"):
+        yield from ((f"sampler.{name}", sampler[name]) for name in ("url", "directory") if sampler.get(name) != _LOCAL)
 
 
 def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
