@@ -1,0 +1,119 @@
+"""Problems for the environments calculator and guess, each with a demonstration of an episode for module=sft.
+
+Row i is a function of the seed and of i. Demonstrations are mediocre on purpose: most do not use what the environment
+offers, so that there is something to learn for a policy that has been taught by them.
+"""
+
+import random
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from grpo_lightning.batch import Message
+from grpo_lightning.data.source import Row
+
+
+class _Problems(Sequence[Row]):
+    """Rows that are made on access."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"size: {size}; allowed: 1 or more")
+        self._size, self._seed = size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        """Prompt and columns of one problem.
+
+        Raises:
+            IndexError: If the index is not in [0, size).
+        """
+        if not 0 <= index < self._size:
+            raise IndexError(f"index: {index}; allowed: 0 to {self._size - 1}")
+        number = self._seed + index
+        return self._row(number, random.Random(f"{type(self).__name__} {number}"))
+
+    @abstractmethod
+    def _row(self, number: int, rng: random.Random) -> Row:
+        """Problem ``number`` and a demonstration, drawn with ``rng``."""
+
+
+class Sums(_Problems):
+    """Problems such as ``Calculate 47*86+359.``, whose column ``answer`` is ``4401``.
+
+    The column ``completion`` demonstrates a calculator's use, ``calc(47*86+359)=``, or the mere right answer.
+
+    Args:
+        size: How many there are.
+        seed: Of the first one; that of the next one is greater by 1.
+        call_rate: Share of the demonstrations that ask the calculator.
+    """
+
+    def __init__(self, size: int, seed: int, call_rate: float) -> None:
+        super().__init__(size, seed)
+        self._call_rate = _rate("call_rate", call_rate)
+
+    def _row(self, number: int, rng: random.Random) -> Row:
+        first, second, third = rng.randint(12, 99), rng.randint(12, 99), rng.randint(100, 999)
+        sign = rng.choice("+-")
+        result = str(first * second + (third if sign == "+" else -third))
+        turns = [f"<answer>{result}</answer>"]
+        if rng.random() < self._call_rate:
+            turns = [f"calc({first}*{second}{sign}{third})=", result, *turns]
+        return f"Calculate {first}*{second}{sign}{third}.", {"answer": result, "completion": _messages(turns)}
+
+
+class Numbers(_Problems):
+    """Games in which a number from 1 to ``highest`` is guessed; it is not in the prompt but in a column ``number``, and
+    as a text in ``answer``.
+
+    The column ``completion`` demonstrates a game. Each guess is any number that the replies have left, all equally
+    likely; or now and then any number at all.
+
+    Args:
+        size: How many games there are.
+        seed: Of the first one; that of the next one is greater by 1.
+        highest: The greatest number.
+        guesses: How many guesses there are in a game.
+        slip_rate: Probability that a guess does not heed the replies.
+    """
+
+    def __init__(self, size: int, seed: int, highest: int, guesses: int, slip_rate: float) -> None:
+        super().__init__(size, seed)
+        for name, count in (("highest", highest), ("guesses", guesses)):
+            if count < 1:
+                raise ValueError(f"{name}: {count}; allowed: 1 or more")
+        self._highest, self._guesses, self._slip_rate = highest, guesses, _rate("slip_rate", slip_rate)
+
+    def _row(self, number: int, rng: random.Random) -> Row:
+        number = number % self._highest + 1
+        prompt = f"Guess my number from 1 to {self._highest}. You have {self._guesses} guesses."
+        completion = _messages(self._game(number, rng))
+        return prompt, {"number": number, "answer": str(number), "completion": completion}
+
+    def _game(self, number: int, rng: random.Random) -> list[str]:
+        """Guesses in turn with replies; the last guess is right, or one too few."""
+        least, most, turns = 1, self._highest, []
+        for _ in range(self._guesses):
+            guessed = rng.randint(1, self._highest) if rng.random() < self._slip_rate else rng.randint(least, most)
+            turns.append(str(guessed))
+            if guessed == number:
+                break
+            if guessed < number:
+                least = max(least, guessed + 1)
+            else:
+                most = min(most, guessed - 1)
+            turns.append("higher" if guessed < number else "lower")
+        return turns if len(turns) % 2 else turns[:-1]
+
+
+def _rate(name: str, rate: float) -> float:
+    if not 0 <= rate <= 1:
+        raise ValueError(f"{name}: {rate}; allowed: 0 to 1")
+    return rate
+
+
+def _messages(turns: Sequence[str]) -> list[Message]:
+    """The assistant's turns and the user's replies to them, in turn."""
+    return [{"role": "user" if number % 2 else "assistant", "content": text} for number, text in enumerate(turns)]

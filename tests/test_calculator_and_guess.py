@@ -1,0 +1,220 @@
+"""The calculator and the guessing game by hand, and their problems, whose demonstrations they reply to in the same words."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from grpo_lightning.data.episodes import Numbers, Sums
+from grpo_lightning.environment.calculator import calculator, value
+from grpo_lightning.environment.guess import guess
+
+
+@pytest.mark.parametrize(
+    "expression, expected",
+    [
+        ("12*34", "408"),
+        ("47*86+359", "4401"),  # 4042 + 359
+        ("359+47*86", "4401"),  # products first
+        ("2-3-4", "-5"),  # from left to right
+        ("2*(3+4)", "14"),
+        ("7/2", "3.5"),
+        ("1/3", "0.333333"),
+        ("6/3", "2"),
+        ("0.1+0.2", "0.3"),  # exact, not in binary
+        ("-5*-2", "10"),
+        ("+7", "7"),
+        (" 1 + 1 ", "2"),
+        ("1." + "0" * 20, "1"),
+        ("9" * 99 + "*" + "9" * 99, "9" * 98 + "8" + "0" * 98 + "1"),  # (10^99 - 1)^2
+        ("9" * 190 + "/7", "142857" * 31 + "1428"),  # the nearest float overflows at 10^308; this one is 1.4e189
+    ],
+)
+def test_results_by_hand(expression, expected):
+    reply = calculator([f"calc({expression})="])
+    if expression.endswith("/7"):
+        assert float(reply) == pytest.approx(float(expected))
+    else:
+        assert reply == expected
+
+
+@pytest.mark.parametrize(
+    "expression, problem",
+    [
+        ("9**9**9", "not an expression"),
+        ("9//2", "not an expression"),
+        ("", "not an expression"),
+        ("12*", "not an expression"),
+        ("1 2", "not an expression"),
+        ("(1", "not an expression"),
+        ("1(2)", "not an expression"),
+        ("()", "not an expression"),
+        ("007", "not an expression"),
+        ("1,2", "',' is not allowed"),
+        ("1e9", "'e' is not allowed"),
+        ("0x10", "'x' is not allowed"),
+        ("__import__('os')", '"\'" is not allowed'),
+        ("1_0", "'_' is not allowed"),
+        ("²", "'²' is not allowed"),
+        ("1\n", "'\\n' is not allowed"),
+        ("1/0", "division by zero"),
+        ("1/(2-2)", "division by zero"),
+        ("1+" * 100 + "1", "more than 200 characters"),
+        ("(" * 100 + ")" * 100, "not an expression"),
+        ("-" * 199 + "1", None),
+        ("(" * 99 + "1" + ")" * 99, None),
+    ],
+)
+def test_what_cannot_be_calculated_is_an_error_that_the_model_reads(expression, problem):
+    reply = calculator([f"calc({expression})="])
+    if problem is None:  # deep, and at the parser's limit or below it
+        assert reply in ("-1", "1") or "not an expression" in reply
+    else:
+        assert reply.startswith("error: ")
+        assert problem in reply
+    assert len(reply) < 120
+
+
+def test_calls_and_answers():
+    assert calculator(["calc(2*3)=", "<answer>7</answer>"]) is None
+    assert calculator(["calc(2*3)=", "calc(6*7)="]) == "42"  # the last turn counts
+    assert calculator(["first calc(1+1)= and then calc(2+2)="]) == "4"  # its last call does
+    assert calculator(["calc(2*3)=7, so it is 7"]) == "6"  # what the model says itself changes nothing
+    assert calculator(["calc(2*3)=6 <answer>6</answer>"]) is None
+    assert calculator(["calc(2*3)= <answer>6"]) == "6"  # no complete answer
+    assert calculator(["it is 6"]) is None
+    assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
+    assert calculator([""]) is None
+
+
+def test_numbers_stay_small():
+    product = "*".join(["99999"] * 33)  # 197 characters
+    assert value(product) == Fraction(99999**33)
+    assert len(calculator([f"calc({product})="])) == 165
+
+
+def play(turns, number, *, seed=0, **settings):
+    return guess(turns, number, random.Random(seed), **{"guesses": 5, "highest": 31, **settings})
+
+
+def test_a_game_by_hand():
+    assert play(["16"], 21) == "higher"
+    assert play(["16", "24"], 21) == "lower"
+    assert play(["16", "24", " 21\n"], 21) == 1.0
+    assert play(["21"], 21, guesses=1) == 1.0  # the last guess may be right
+    assert play(["1", "2", "3", "4"], 21) == "higher"
+    assert play(["1", "2", "3", "4", "5"], 21) == 0.0
+    assert play(["1", "2", "3", "4", "21"], 21) == 1.0
+    for odd in ("", "twenty", "-3", "2.5", "٣", "9" * 5000, "021"):
+        assert play([odd], 21) == "a whole number from 1 to 31"
+    assert play(["99"], 21) == "lower"
+    for number in (0, 32):
+        with pytest.raises(ValueError, match=f"column 'number': {number}; allowed: 1 to 31"):
+            play(["16"], number)
+
+
+def test_halving_always_finds_the_number_in_five():
+    for number in range(1, 32):
+        least, most, turns = 1, 31, []
+        while True:
+            turns.append(str((least + most) // 2))
+            reply = play(turns, number)
+            if isinstance(reply, float):
+                break
+            least, most = (least, int(turns[-1]) - 1) if reply == "lower" else (int(turns[-1]) + 1, most)
+        assert reply == 1.0, number
+
+
+def test_random_replies_say_nothing_of_the_number_and_are_those_of_the_generator():
+    turns = ["16", "16", "16", "16"]
+    replies = [
+        tuple(play(turns[:n], number, seed=seed, random_replies=1.0) for n in range(1, 5))
+        for seed in range(400)
+        for number in (1, 31)
+    ]
+    assert replies[::2] == replies[1::2]  # whatever the number
+    assert len(set(replies)) == 16  # each turn has a draw of its own
+    assert {play(turns, 1, seed=seed, random_replies=0.0) for seed in range(50)} == {"lower"}
+    share = sum(play(turns, 1, seed=seed, random_replies=0.5) == "higher" for seed in range(2000)) / 2000
+    assert share == pytest.approx(0.25, abs=0.04)  # half are drawn, half of those are wrong; 4 deviations
+    assert play(["21"], 21, random_replies=1.0) == 1.0
+    assert play([*turns, "1"], 21, random_replies=1.0) == 0.0
+
+
+def talk(columns):
+    """The turns and replies of a row's demonstration."""
+    messages = columns["completion"]
+    assert [message["role"] for message in messages[:2]] == ["assistant", "user"][: len(messages)]
+    texts = [message["content"] for message in messages]
+    return texts[::2], texts[1::2]
+
+
+def test_demonstrated_calls_are_replied_to_as_demonstrated():
+    problems = Sums(2000, seed=3, call_rate=0.4)
+    called = 0
+    for prompt, columns in problems:
+        expression = prompt.removeprefix("Calculate ").removesuffix(".")
+        assert str(value(expression)) == columns["answer"]
+        turns, replies = talk(columns)
+        for number, reply in enumerate(replies):
+            assert calculator(turns[: number + 1]) == reply
+        assert calculator(turns) is None
+        assert turns[-1] == f"<answer>{columns['answer']}</answer>"
+        assert turns[:-1] in ([], [f"calc({expression})="])
+        called += len(replies)
+    assert abs(called / 2000 - 0.4) < 4 * (0.4 * 0.6 / 2000) ** 0.5
+    assert {len(talk(row)[0]) for _, row in Sums(50, seed=0, call_rate=1.0)} == {2}
+    assert {len(talk(row)[0]) for _, row in Sums(50, seed=0, call_rate=0.0)} == {1}
+
+
+@pytest.mark.parametrize(
+    "slip_rate, won",
+    [
+        (0.0, 0.544),  # of the numbers left, each equally likely: measured with 20,000 games
+        (1.0, 0.151),  # blind: 1 - (30/31)^5
+    ],
+)
+def test_demonstrated_games_are_replied_to_as_demonstrated(slip_rate, won):
+    right = 0
+    for prompt, columns in Numbers(4000, seed=5, highest=31, guesses=5, slip_rate=slip_rate):
+        assert prompt == "Guess my number from 1 to 31. You have 5 guesses."
+        assert columns["answer"] == str(columns["number"])
+        turns, replies = talk(columns)
+        assert len(turns) == len(replies) + 1 <= 5
+        for number, reply in enumerate(replies):
+            assert play(turns[: number + 1], columns["number"]) == reply
+        score = play(turns, columns["number"])
+        assert score == 1.0 or (score, len(turns)) == (0.0, 5)
+        right += score
+        if slip_rate == 0.0:
+            least = max([1, *(int(turn) + 1 for turn, reply in zip(turns, replies) if reply == "higher")])
+            assert int(turns[-1]) >= least
+    assert abs(right / 4000 - won) < 4 * (won * (1 - won) / 4000) ** 0.5
+
+
+def test_rows_are_a_function_of_seed_and_index():
+    settings = {"highest": 31, "guesses": 5, "slip_rate": 0.5}
+    for make, more in ((Sums, {"call_rate": 0.5}), (Numbers, settings)):
+        one, two = (make(60, seed=3, **more) for _ in range(2))
+        forward = [one[index] for index in range(60)]
+        assert forward == [two[index] for index in reversed(range(60))][::-1]
+        assert make(60, seed=58, **more)[0] == forward[55]
+        assert len({repr(row) for row in forward}) > 50
+        for index in (60, -1):
+            with pytest.raises(IndexError, match=f"index: {index}; allowed: 0 to 59"):
+                one[index]
+    assert {columns["number"] for _, columns in Numbers(1000, seed=0, **settings)} == set(range(1, 32))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="size: 0; allowed: 1 or more"):
+        Sums(0, seed=0, call_rate=0.5)
+    with pytest.raises(ValueError, match="highest: 0; allowed: 1 or more"):
+        Numbers(1, seed=0, highest=0, guesses=5, slip_rate=0.5)
+    with pytest.raises(ValueError, match="guesses: 0; allowed: 1 or more"):
+        Numbers(1, seed=0, highest=5, guesses=0, slip_rate=0.5)
+    for rate in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"call_rate: {rate}; allowed: 0 to 1"):
+            Sums(1, seed=0, call_rate=rate)
+        with pytest.raises(ValueError, match=f"slip_rate: {rate}; allowed: 0 to 1"):
+            Numbers(1, seed=0, highest=31, guesses=5, slip_rate=rate)
