@@ -119,6 +119,6 @@ def _returned(value: Any, number: int, replies: Sequence[str]) -> Any:
 
 def _inconstant(now: str, before: str) -> AnswerError:
     return AnswerError(
-        f"is not a function of its turns: {now}, where it had replied {shown(before)} (randomness comes from `rng`, and "
-        "nothing may be kept between calls)"
+        f"is not a function of its turns: {now}, where it had replied {shown(before)} (randomness comes from `rng`, "
+        "and nothing may be kept between calls)"
     )
