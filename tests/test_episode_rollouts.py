@@ -1,6 +1,7 @@
 """Rollouts of episodes: what rewards are told, whose scores count where, and what an environment's failures cost."""
 
 import itertools
+import re
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 from grpo_lightning import advantage
 from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.batch.turns import spans
+from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.environment import of_environment
@@ -211,3 +213,19 @@ def test_to_go_by_hand():
     assert advantage.to_go(alone).count_nonzero() == 0
     with pytest.raises(ValueError, match="at least 2"):
         advantage.to_go(torch.zeros(2, 1, 3))
+
+
+def test_a_table_says_who_said_what_and_what_it_was_worth(policy):
+    scored, _ = judged(policy)
+    table = completions_table("c", scored, max_rows=9, max_characters=10_000)
+    for row, cells in enumerate(table.rows):
+        turns, replies = scored.sampled.turns[row], scored.sampled.replies[row]
+        said = cells[table.columns.index("completion")].split("reply: ")
+        assert len(said) == len(turns)
+        assert said[0].startswith("model: ")
+        for number in range(len(replies)):
+            assert said[number].removesuffix("\n").endswith(" (0.1)")
+            assert said[number + 1].startswith(replies[number] + "\nmodel: ")
+    last, _ = judged(policy, lambda turns, number: chatty(turns) or 1.0, rewards=None)
+    cells = completions_table("c", last, max_rows=9, max_characters=10_000).rows
+    assert not any(re.search(r"\(\d", row[1]) for row in cells)  # the score of the whole has a column of its own
