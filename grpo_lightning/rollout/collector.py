@@ -74,7 +74,7 @@ class Collector:
     stop: Sequence[str]
     kv_cache_gib: float | None = None
     environment: Environment | None = None
-    """Whom the policy talks to; None: a completion is one turn."""
+    """Whom the model talks to; None: completions have one turn."""
     kl_penalty: float = 0.0
     """k1 to the reference, summed over the completion, is taken off the total reward times this."""
     group_filter: GroupFilter | None = None
