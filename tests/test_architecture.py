@@ -48,6 +48,7 @@ WITHOUT_TORCH = {
     "allowed",
     "clock",
     "composition",
+    "environment",
     "memory",
     "output",
     "report",

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
+from grpo_lightning.environment.reply import BadCall
 from grpo_lightning.reward.text import tag
 
 OPENING, CLOSING = "calc(", ")="
@@ -42,11 +43,11 @@ def calculator(turns: Sequence[str]) -> str | None:
         return None
     expression, closing, _ = text[start + len(OPENING) :].partition(CLOSING)
     if not closing:
-        return f"error: {_EXAMPLE}"
+        return BadCall(f"error: {_EXAMPLE}")
     try:
         return written(value(expression))
     except ValueError as error:
-        return f"error: {error}"
+        return BadCall(f"error: {error}")
 
 
 def value(expression: str) -> Fraction:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, Scored
+from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
@@ -57,6 +58,8 @@ class Collector:
 
     reward: Mapping[str, Weighted]
     """Name -> function and weight."""
+    environment: Environment | None = None
+    """Whom the model talks to; None: completions have one turn."""
     advantage: Advantage
     outcome: str | None
     """The reward that says whether a completion is right, as in `Judge`."""
@@ -103,7 +106,7 @@ class Collector:
     @property
     def judge(self) -> Judge:
         """What samples completions and scores them."""
-        return Judge(self.reward, self.outcome, self.threshold)
+        return Judge(self.reward, self.outcome, self.threshold, self.environment)
 
     @torch.no_grad()
     def collect(

@@ -1,0 +1,14 @@
+"""Environments: functions of what the model has said so far, which reply to it or end the episode.
+
+An environment keeps nothing between two turns: it is called with all turns so far, and with the columns of the row. So
+any process can play any turn, and a run that is continued plays the same. Nothing here needs torch: worker processes
+import it.
+"""
+
+from grpo_lightning.environment.answer import Answer, AnswerError
+from grpo_lightning.environment.environment import Environment
+from grpo_lightning.environment.episodes import EpisodeError, Episodes, check_columns
+from grpo_lightning.environment.played import Played
+from grpo_lightning.environment.reply import BadCall
+
+__all__ = ["Answer", "AnswerError", "BadCall", "Environment", "EpisodeError", "Episodes", "Played", "check_columns"]

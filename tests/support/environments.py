@@ -1,0 +1,220 @@
+"""Environments of the tests: of a module, so that worker processes can import them."""
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+
+from grpo_lightning.environment import BadCall, Environment
+
+
+def begun(function, columns=None, size=None, **settings):
+    """Episodes of one environment, with settings of its own."""
+    columns = columns or {}
+    size = size or len(next(iter(columns.values()), "1"))
+    environment = Environment(function, **{"max_turns": 4, "max_failed": 1.0, **settings})
+    return environment.episodes(["p"] * size, columns, [(0, 0, row) for row in range(size)])
+
+
+def told(episodes, row, *texts):
+    """What a row is told, turn by turn."""
+    replies = []
+    for text in texts:
+        episodes.said(row, text)
+        replies.append(episodes.reply(row))
+    return replies
+
+
+seen = []
+"""What `noting` was called with, in this process."""
+
+
+def guess(turns, number):
+    """Say whether a number is higher or lower; 1 for the number, None for what is no number."""
+    said = turns[-1].strip()
+    if said == str(number):
+        return 1.0
+    if not said.isdigit():
+        return None
+    return "higher" if int(said) < number else ("lower", 0.25)
+
+
+def noting(turns, number, mood="plain", **others):
+    """Keep what it was given, and change all of it."""
+    seen.append((list(turns), number, mood, {name: repr(value) for name, value in others.items() if name != "rng"}))
+    turns.append("changed")
+    others["parts"].append("changed")
+    others["replies"].append("changed")
+    return "go on"
+
+
+def drawn(turns, rng):
+    """Reply with a random number."""
+    return str(rng.randrange(10**9))
+
+
+def by_position(turns, /, number):
+    """Take its turns by position only."""
+    return float(len(turns) * number)
+
+
+def odd(turns, what):
+    """Return what a column names."""
+    return {
+        "true": True,
+        "nan": float("nan"),
+        "infinite": float("inf"),
+        "huge": 10**400,
+        "list": ["text", 0.5],
+        "long": ("text", 0.5, 1),
+        "turned": (0.5, "text"),
+        "unscored": ("text", None),
+        "scored_true": ("text", True),
+        "bytes": b"text",
+        "mapping": {"reply": "text"},
+        "function": odd,
+    }[what]
+
+
+class Text(str):
+    """A text that lies about itself."""
+
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Lying:
+    """A value of no kind, which shows itself as nothing."""
+
+    def __repr__(self):
+        raise KeyError("no representation")
+
+
+def fine(turns, what):
+    """Return what a column names."""
+    import numpy as np
+
+    return {
+        "int": 2,
+        "numpy": np.float32(0.5),
+        "numpy_text": np.str_("text"),
+        "text": Text("text"),
+        "bad": BadCall("no such tool"),
+        "bad_scored": (BadCall("no such tool"), -0.5),
+        "empty": "",
+        "surrogate": "a\ud83d b \udcff",
+        "control": "\x00\x1b[2J\u202e\r\n",
+        "giant": "x" * 3_000_000,
+    }[what]
+
+
+def ends_itself(turns, how):
+    """Do what a column names."""
+    if how == "raise":
+        raise KeyError("\x1b[31mred")
+    if how == "exit":
+        sys.exit("leaving")
+    if how == "lie":
+        return Lying()
+    if how == "deep":
+        return ends_itself(turns, how)
+    if how == "hang":
+        time.sleep(600)
+    if how == "hang_in_c":
+        ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+    if how == "_exit":
+        os._exit(0)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "memory":
+        return "x" * 10**11
+    return 1.0
+
+
+def countdown(start, rng=None):
+    """Count down with the model: a generator."""
+    left = start
+    said = yield
+    while said != "stop":
+        left -= int(said)
+        if left <= 0:
+            return 1.0 if left == 0 else -1.0
+        said = yield (f"{left} left", 0.125) if left % 2 else f"{left} left"
+
+
+def shop(goal, rng):
+    """Draw its goods at random."""
+    said, stock = (yield), rng.sample(["egg", "oil", "tea", "rye", "fig"], 3)
+    while said != "done":
+        said = yield " ".join(stock)
+    return float(goal in stock)
+
+
+def moody(start):
+    """Reply otherwise every time."""
+    said = yield
+    while said:
+        said = yield str(random.random())
+
+
+def forgetful(start, calls=[]):  # noqa: B006
+    """End earlier when it is played again."""
+    calls.append(1)
+    yield
+    if len(calls) < 2:
+        yield "go on"
+
+
+def hasty(start):
+    """Speak first."""
+    yield "hello"
+
+
+def absent(start):
+    """End before it was told anything."""
+    if start:
+        return 1.0
+    yield
+
+
+def pausing(start):
+    """Yield no text."""
+    yield
+    yield None
+
+
+def returning(start):
+    """Return a reply."""
+    yield
+    return "reply"
+
+
+def clinging(start):
+    """Do not let itself be closed."""
+    try:
+        yield
+        yield "go on"
+    finally:
+        yield "still here"
+
+
+async def later(turns):
+    """Be a coroutine."""
+    return 1.0
+
+
+class Tool:
+    """An environment that is an object."""
+
+    role = "tool"
+    tools = ({"type": "function", "function": {"name": "add", "description": "Sums up ${a} and ${b}."}},)
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, turns):
+        return float(len(turns)) if len(turns) >= self.most else "more"
