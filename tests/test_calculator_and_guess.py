@@ -5,9 +5,12 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_lightning.data.episodes import Numbers, Sums
+from grpo_lightning.data.episodes import Numbers, Products
+from grpo_lightning.environment import BadCall
 from grpo_lightning.environment.calculator import calculator, value
 from grpo_lightning.environment.guess import guess
+from tests.support.composed import ROOT
+from tests.test_readme import FENCE
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,7 @@ def test_calls_and_answers():
     assert calculator(["calc(2*3)= <answer>6"]) == "6"  # no complete answer
     assert calculator(["it is 6"]) is None
     assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
+    assert [type(calculator([text])) for text in ("calc(2*3", "calc(2**3)=", "calc(2*3)=")] == [BadCall, BadCall, str]
     assert calculator([""]) is None
 
 
@@ -111,6 +115,28 @@ def test_a_game_by_hand():
     for number in (0, 32):
         with pytest.raises(ValueError, match=f"column 'number': {number}; allowed: 1 to 31"):
             play(["16"], number)
+
+
+def test_the_games_of_the_page_are_this_one():
+    page = (ROOT / "docs" / "episodes.md").read_text(encoding="utf-8")
+    code = [block for language, block in FENCE.findall(page) if block.startswith("# my_game.py")]
+    assert [len(block.splitlines()) for block in code] == [8, 7]  # with the line that names the file
+    names: dict = {}
+    exec("\n".join(code), names)
+    rng = random.Random(0)
+    for _ in range(300):
+        number, turns = rng.randint(1, 31), [str(rng.randint(1, 31)) for _ in range(5)]
+        expected = [play(turns[:n], number) for n in range(1, 6)]
+        expected = expected[: expected.index(next(one for one in expected if isinstance(one, float))) + 1]
+        game = names["guess_played"](number)
+        replies = [next(game)]
+        for n, reply in enumerate(expected, 1):
+            assert names["guess"](turns[:n], number) == reply
+            try:
+                replies.append(game.send(turns[n - 1]))
+            except StopIteration as end:
+                replies.append(end.value)
+        assert replies == [None, *expected]
 
 
 def test_halving_always_finds_the_number_in_five():
@@ -150,11 +176,12 @@ def talk(columns):
 
 
 def test_demonstrated_calls_are_replied_to_as_demonstrated():
-    problems = Sums(2000, seed=3, call_rate=0.4)
+    problems = Products(2000, seed=3, call_rate=0.4)
     called = 0
     for prompt, columns in problems:
         expression = prompt.removeprefix("Calculate ").removesuffix(".")
         assert str(value(expression)) == columns["answer"]
+        assert len(columns["answer"]) == 5
         turns, replies = talk(columns)
         for number, reply in enumerate(replies):
             assert calculator(turns[: number + 1]) == reply
@@ -163,20 +190,21 @@ def test_demonstrated_calls_are_replied_to_as_demonstrated():
         assert turns[:-1] in ([], [f"calc({expression})="])
         called += len(replies)
     assert abs(called / 2000 - 0.4) < 4 * (0.4 * 0.6 / 2000) ** 0.5
-    assert {len(talk(row)[0]) for _, row in Sums(50, seed=0, call_rate=1.0)} == {2}
-    assert {len(talk(row)[0]) for _, row in Sums(50, seed=0, call_rate=0.0)} == {1}
+    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=1.0)} == {2}
+    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=0.0)} == {1}
 
 
 @pytest.mark.parametrize(
-    "slip_rate, won",
+    "careful_rate, won",
     [
-        (0.0, 0.544),  # of the numbers left, each equally likely: measured with 20,000 games
-        (1.0, 0.151),  # blind: 1 - (30/31)^5
+        (0.0, 0.151),  # 1 - (30/31)^5
+        (1.0, 0.856),  # measured with 12,400 games
+        (0.3, 0.363),  # 0.3 * 0.856 + 0.7 * 0.151
     ],
 )
-def test_demonstrated_games_are_replied_to_as_demonstrated(slip_rate, won):
+def test_demonstrated_games_are_replied_to_as_demonstrated(careful_rate, won):
     right = 0
-    for prompt, columns in Numbers(4000, seed=5, highest=31, guesses=5, slip_rate=slip_rate):
+    for prompt, columns in Numbers(4030, seed=5, highest=31, guesses=5, careful_rate=careful_rate):
         assert prompt == "Guess my number from 1 to 31. You have 5 guesses."
         assert columns["answer"] == str(columns["number"])
         turns, replies = talk(columns)
@@ -186,15 +214,23 @@ def test_demonstrated_games_are_replied_to_as_demonstrated(slip_rate, won):
         score = play(turns, columns["number"])
         assert score == 1.0 or (score, len(turns)) == (0.0, 5)
         right += score
-        if slip_rate == 0.0:
-            least = max([1, *(int(turn) + 1 for turn, reply in zip(turns, replies) if reply == "higher")])
-            assert int(turns[-1]) >= least
-    assert abs(right / 4000 - won) < 4 * (won * (1 - won) / 4000) ** 0.5
+        if careful_rate == 1.0:
+            check_thirds(turns, replies)
+    assert abs(right / 4030 - won) < 4 * (won * (1 - won) / 4030) ** 0.5
+
+
+def check_thirds(turns, replies):
+    """Every guess leaves at least a third, rounded down, of the numbers that are left on either side of it."""
+    least, most = 1, 31
+    for turn, reply in zip(turns, [*replies, None], strict=True):
+        third = (most - least + 1) // 3
+        assert least + third <= int(turn) <= most - third
+        least, most = (int(turn) + 1, most) if reply == "higher" else (least, int(turn) - 1)
 
 
 def test_rows_are_a_function_of_seed_and_index():
-    settings = {"highest": 31, "guesses": 5, "slip_rate": 0.5}
-    for make, more in ((Sums, {"call_rate": 0.5}), (Numbers, settings)):
+    settings = {"highest": 31, "guesses": 5, "careful_rate": 0.5}
+    for make, more in ((Products, {"call_rate": 0.5}), (Numbers, settings)):
         one, two = (make(60, seed=3, **more) for _ in range(2))
         forward = [one[index] for index in range(60)]
         assert forward == [two[index] for index in reversed(range(60))][::-1]
@@ -203,18 +239,18 @@ def test_rows_are_a_function_of_seed_and_index():
         for index in (60, -1):
             with pytest.raises(IndexError, match=f"index: {index}; allowed: 0 to 59"):
                 one[index]
-    assert {columns["number"] for _, columns in Numbers(1000, seed=0, **settings)} == set(range(1, 32))
+    assert sorted(columns["number"] for _, columns in Numbers(31, seed=7, **settings)) == list(range(1, 32))
 
 
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="size: 0; allowed: 1 or more"):
-        Sums(0, seed=0, call_rate=0.5)
+        Products(0, seed=0, call_rate=0.5)
     with pytest.raises(ValueError, match="highest: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=0, guesses=5, slip_rate=0.5)
+        Numbers(1, seed=0, highest=0, guesses=5, careful_rate=0.5)
     with pytest.raises(ValueError, match="guesses: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=5, guesses=0, slip_rate=0.5)
+        Numbers(1, seed=0, highest=5, guesses=0, careful_rate=0.5)
     for rate in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=f"call_rate: {rate}; allowed: 0 to 1"):
-            Sums(1, seed=0, call_rate=rate)
-        with pytest.raises(ValueError, match=f"slip_rate: {rate}; allowed: 0 to 1"):
-            Numbers(1, seed=0, highest=31, guesses=5, slip_rate=rate)
+            Products(1, seed=0, call_rate=rate)
+        with pytest.raises(ValueError, match=f"careful_rate: {rate}; allowed: 0 to 1"):
+            Numbers(1, seed=0, highest=31, guesses=5, careful_rate=rate)

@@ -39,10 +39,10 @@ class _Problems(Sequence[Row]):
         """Problem ``number`` and a demonstration, drawn with ``rng``."""
 
 
-class Sums(_Problems):
-    """Problems such as ``Calculate 47*86+359.``, whose column ``answer`` is ``4401``.
+class Products(_Problems):
+    """Problems such as ``Calculate 473*86.``, whose column ``answer`` is ``40678``; all answers have five digits.
 
-    The column ``completion`` demonstrates a calculator's use, ``calc(47*86+359)=``, or the mere right answer.
+    The column ``completion`` demonstrates a calculator's use, ``calc(473*86)=``, or the mere right answer.
 
     Args:
         size: How many there are.
@@ -55,36 +55,35 @@ class Sums(_Problems):
         self._call_rate = _rate("call_rate", call_rate)
 
     def _row(self, number: int, rng: random.Random) -> Row:
-        first, second, third = rng.randint(12, 99), rng.randint(12, 99), rng.randint(100, 999)
-        sign = rng.choice("+-")
-        result = str(first * second + (third if sign == "+" else -third))
+        first, second = rng.randint(334, 999), rng.randint(32, 99)
+        result = str(first * second)
         turns = [f"<answer>{result}</answer>"]
         if rng.random() < self._call_rate:
-            turns = [f"calc({first}*{second}{sign}{third})=", result, *turns]
-        return f"Calculate {first}*{second}{sign}{third}.", {"answer": result, "completion": _messages(turns)}
+            turns = [f"calc({first}*{second})=", result, *turns]
+        return f"Calculate {first}*{second}.", {"answer": result, "completion": _messages(turns)}
 
 
 class Numbers(_Problems):
     """Games in which a number from 1 to ``highest`` is guessed; it is not in the prompt but in a column ``number``, and
     as a text in ``answer``.
 
-    The column ``completion`` demonstrates a game. Each guess is any number that the replies have left, all equally
-    likely; or now and then any number at all.
+    The column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the middle
+    third of those that the replies have left; in the others the player guesses any number, whatever was replied.
 
     Args:
         size: How many games there are.
         seed: Of the first one; that of the next one is greater by 1.
         highest: The greatest number.
         guesses: How many guesses there are in a game.
-        slip_rate: Probability that a guess does not heed the replies.
+        careful_rate: Share of the games with a careful player.
     """
 
-    def __init__(self, size: int, seed: int, highest: int, guesses: int, slip_rate: float) -> None:
+    def __init__(self, size: int, seed: int, highest: int, guesses: int, careful_rate: float) -> None:
         super().__init__(size, seed)
         for name, count in (("highest", highest), ("guesses", guesses)):
             if count < 1:
                 raise ValueError(f"{name}: {count}; allowed: 1 or more")
-        self._highest, self._guesses, self._slip_rate = highest, guesses, _rate("slip_rate", slip_rate)
+        self._highest, self._guesses, self._careful_rate = highest, guesses, _rate("careful_rate", careful_rate)
 
     def _row(self, number: int, rng: random.Random) -> Row:
         number = number % self._highest + 1
@@ -95,8 +94,10 @@ class Numbers(_Problems):
     def _game(self, number: int, rng: random.Random) -> list[str]:
         """Guesses in turn with replies; the last guess is right, or one too few."""
         least, most, turns = 1, self._highest, []
+        is_careful = rng.random() < self._careful_rate
         for _ in range(self._guesses):
-            guessed = rng.randint(1, self._highest) if rng.random() < self._slip_rate else rng.randint(least, most)
+            third = (most - least + 1) // 3
+            guessed = rng.randint(least + third, most - third) if is_careful else rng.randint(1, self._highest)
             turns.append(str(guessed))
             if guessed == number:
                 break

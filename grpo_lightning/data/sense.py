@@ -36,8 +36,10 @@ def check_prompts(data: PromptData, policy: _Counts, config: Mapping[str, Any]) 
         ValueError: A prompt does not fit into the model's context together with the longest completion; names its
             place, its length, and what to do.
     """
-    _warn_if_equal(data.train)
-    if "rollout" not in config["module"]:
+    is_sampled = "rollout" in config["module"]
+    if is_sampled and config.get("environment") is None:
+        _warn_if_equal(data.train)  # else the same prompt may be continued, or replied to, in another way
+    if not is_sampled:
         return
     for source, part in ((data.train, "rollout"), (data.validation, "validation")):
         if part == "rollout" and config["mode"] not in ("fit", "preflight"):

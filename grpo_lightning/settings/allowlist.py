@@ -12,7 +12,7 @@ OWN = (
     *("composition.part", "data.PromptData"),
     *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
-    *("data.episodes.Numbers", "data.episodes.Sums"),
+    *("data.episodes.Numbers", "data.episodes.Products"),
     *("environment.Environment", "environment.Played"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
     *("environment.calculator.calculator", "environment.guess.guess"),
