@@ -13,6 +13,8 @@ OWN = (
     *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
+    *("environment.gymnasium.Gymnasium", "environment.python.Python", "environment.retry.Retry"),
+    "environment.tools.Tools",
     *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
     *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
     *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
