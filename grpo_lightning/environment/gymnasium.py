@@ -175,7 +175,7 @@ def plain(rendered: str) -> str:
     """
 
     def marked(found: re.Match[str]) -> str:
-        codes = {int(code) for code in found[1].split(";") if code}
+        codes = {int(code) for code in found[1].split(";") if code} - {0}
         opening, closing = "[]" if codes & set(range(40, 48)) else "()" if 1 in codes else "{}"
         return f"{opening}{found[2]}{closing}" if codes else found[2]
 
@@ -217,8 +217,8 @@ def _rendering(environment: Any, kwargs: Mapping[str, Any], *, is_needed: bool) 
         modes = environment.metadata.get("render_modes", [])
     if is_needed and "ansi" not in modes:
         raise ValueError(
-            f"describe: expected a function of observation and info for {environment.spec.id}, which has no rendering as "
-            f"text (it has {', '.join(modes) or 'none'}), got null"
+            f"describe: expected a function of observation and info for {environment.spec.id}, which has no rendering "
+            f"as text (it has {', '.join(modes) or 'none'}), got null"
         )
     return {"render_mode": "ansi"} if is_needed else {}
 

@@ -25,8 +25,8 @@ _SCHEMA = {
     "type": "function",
     "function": {
         "name": _NAME,
-        "description": "Runs Python code. What earlier calls have defined is still there. Only what is printed is seen, "
-        "and the value of the last line.",
+        "description": "Runs Python code. What earlier calls have defined is still there. Only what is printed, and "
+        "the value of the last line, is seen.",
         "parameters": {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The code to run."}},

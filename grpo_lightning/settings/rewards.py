@@ -1,4 +1,4 @@
-"""Rewards of this project are called once without completions, and environments are made: they refuse what is of no use."""
+"""Rewards of this project are called once without completions, and environments made: they refuse what is of no use."""
 
 import inspect
 import os

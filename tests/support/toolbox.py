@@ -18,7 +18,7 @@ def add(a: int, b: int = 1) -> int:
     Args:
         a: The first number.
         b: The second number,
-            which is one where it is left out.
+            which is one if left out.
     """
     return a + b
 
@@ -106,7 +106,7 @@ def _cycle():
 _FAULTS: dict[str, Callable[[], Any]] = {
     "value": lambda: int("no"),
     "exit": lambda: exit(3),
-    "file": lambda: open("/etc/secrets/of/the/machine.txt"),
+    "file": lambda: open("/etc/secrets/of/the/machine.txt"),  # noqa: SIM115
     "path": lambda: (_ for _ in ()).throw(RuntimeError("cannot read '/home/me/own/data.csv': 3/4 of http://a.b/c/d")),
     "unwritable": lambda: (_ for _ in ()).throw(Unwritable()),
     "recursion": _recurse,

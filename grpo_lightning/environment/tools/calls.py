@@ -46,9 +46,7 @@ def calls(turn: str, *, most: int) -> list[Call | Malformed]:
     start = text.find(_OPENING)
     while start >= 0:
         if len(found) == most:
-            found.append(
-                Malformed(f"too many calls in one turn; allowed are {most}, and the others were not carried out")
-            )
+            found.append(Malformed(f"too many calls in one turn; allowed are {most}, others were not carried out"))
             break
         end = text.find(_CLOSING, start)
         if end < 0:

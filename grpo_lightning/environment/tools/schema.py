@@ -58,9 +58,9 @@ class Tool:
             schema = _schema(own, name, shown, hints)
         except Exception as error:  # whatever evaluating a foreign annotation raises
             raise ValueError(
-                f"tools: {name}: {type(error).__name__}: {error} (a tool has a docstring that describes each argument in "
-                "a section `Args:`, and type hints such as int, str, list[float], Literal or Enum; what comes from the "
-                "row stands in `columns`)"
+                f"tools: {name}: {type(error).__name__}: {error} (a tool has a docstring that describes each argument "
+                "in a section `Args:`, and type hints such as int, str, list[float], Literal or Enum; what comes from "
+                "the row stands in `columns`)"
             ) from error
         optional = tuple(one.name for one in hidden if one.default is not one.empty)
         return cls(
