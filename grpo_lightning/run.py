@@ -39,8 +39,8 @@ from grpo_lightning.output.redaction import redacted, redacted_words
 from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
-from grpo_lightning.reward import check_columns
 from grpo_lightning.reward.engine import event_loop
+from grpo_lightning.rollout.columns import check_columns
 from grpo_lightning.settings.built import check_built
 
 log = logging.getLogger(__name__)
@@ -96,11 +96,11 @@ class Run:
 
     @cached_property
     def data(self) -> PromptData:
-        """The prompts, as a ``LightningDataModule``: rewards can be called with its columns."""
+        """The prompts, as a ``LightningDataModule``: rewards and the environment can be called with its columns."""
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
         data: PromptData = self._build("data")
         data.load()
-        check_columns(self._build("reward"), data.columns)
+        check_columns(self._build("reward"), self._build("environment"), data.columns)
         return data
 
     @cached_property

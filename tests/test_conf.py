@@ -24,6 +24,8 @@ NEEDS = {
     ("reward", "judge"): ["reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=some"],
     ("reward", "model"): ["reward.model.function.path=some/model"],
     ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
+    ("environment", "custom"): ["environment.function._target_=tests.support.environments.guess"],
+    ("environment", "played"): ["environment.function.function._target_=tests.support.environments.countdown"],
     ("sampler", "vllm"): ["mode=export"],  # of the others it says that vLLM is missing
     ("sampler", "vllm_server"): ["sampler.directory=some/weights"],
     ("module", "sft"): ["data=demonstrations"],

@@ -259,7 +259,7 @@ def test_settings_are_checked(settings, message):
 
 def test_what_an_object_says_of_itself_is_read():
     environment = Environment(environments.Tool(2), 4)
-    assert environment.tools == ({"type": "function", "function": {"name": "add"}},)
+    assert environment.tools == environments.Tool.tools
     assert environment.reply_role == environment.episodes([], {}, []).role == "tool"
     assert Environment(environments.Tool(2), 4, role="user").reply_role == "user"
     assert Environment(environments.guess, 4).tools is None

@@ -11,13 +11,15 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from grpo_lightning.data import PromptData
+from grpo_lightning.environment import Environment, Played
+from grpo_lightning.environment.played import is_generator
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import Weighted
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
-    *("schedule", "correction", "trainer", "callbacks", "logger"),
+    *("schedule", "correction", "environment", "trainer", "callbacks", "logger"),
 )
 _PLACE = "grpo_lightning.composition.part"
 _FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")
@@ -63,6 +65,8 @@ def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:
             _policy(made, value)
         elif name == "reward":
             _reward(made, value, overrides)
+        elif name == "environment":
+            _environment(made, value)
         elif name == "data":
             _data(made, value)
         elif name == "reference":
@@ -129,6 +133,18 @@ def _reward(made: Choices, value: Any, overrides: Sequence[str]) -> None:
             made.objects[f"reward.{name}"] = one
         else:
             raise ValueError(f"reward[{name!r}]={one!r:.80}: allowed are functions and Weighted objects")
+
+
+def _environment(made: Choices, value: Any) -> None:
+    if value is None or isinstance(value, Environment):
+        _whole(made, "environment", value)
+    elif callable(value):
+        made.overrides.append("environment=live")
+        made.objects["environment.function"] = Played(value) if is_generator(value) else value
+    else:
+        raise ValueError(
+            f"environment={value!r:.80}: allowed are a function, a generator function, an Environment and None"
+        )
 
 
 def _data(made: Choices, value: Any) -> None:

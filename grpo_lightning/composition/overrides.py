@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import start
-from grpo_lightning.composition import CONF
+from grpo_lightning.composition import CONF, episodes
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.loader import installed
@@ -207,13 +207,20 @@ def made(
     def build(name: str, **more: Any) -> Any:
         for key, target in trust.targets(config[name], name):
             trust.resolved(target, trusted, key=key)
-        with _using(live or {}):
+        node, objects = checked[name], dict(live or {})
+        talks = name == "module" and config.get("environment") is not None
+        if talks:
+            environment = build("environment")
+            node, objects[episodes.TOOLS] = episodes.with_replies(node, environment), environment.tools
+        with _using(objects):
             try:
-                if not more:
-                    return instantiate(checked[name], _convert_="all")
-                return instantiate(checked[name], _convert_="all", _partial_=True)(**more)
+                result = instantiate(node, _convert_="all", **({"_partial_": True} if more else {}))
+                result = result(**more) if more else result
             except InstantiationException as error:
                 raise _cause(error, name) from error
+        if talks:
+            episodes.check_replies(result.policy, environment)
+        return result
 
     return Run(config, build, **options)
 

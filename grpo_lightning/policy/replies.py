@@ -126,10 +126,18 @@ class Replies:
         if role not in REPLY_ROLES:
             raise ValueError(f"the role of a reply {role!r}: allowed: {', '.join(REPLY_ROLES)}")
         names = special_texts(self._tokenizer)
+        tools = self._kwargs.get("tools") or ()
         if not self._templated:
+            if tools:
+                raise ValueError(
+                    f"tools ({', '.join(_named(tools))}): the policy has no chat template that would show them, or "
+                    "policy.plain_text=true; allowed: a policy with one, or an environment whose prompts describe them"
+                )
             return _Frame("\n\n", "", names, ())
         try:
             fault, head, tail, markers = self._fault(role)
+            unseen = [name for name in _named(tools) if name not in self._rendered()]
+            fault = fault or (f"does not show the tools {', '.join(unseen)}" if unseen else None)
         except Exception as error:  # a template may raise anything
             fault, head, tail, markers = f"refuses such a conversation: {error}", "", "", ()
         if fault:
@@ -244,6 +252,11 @@ def cleaned(text: str, strange: Collection[str]) -> str:
                 del kept[-len(name) :]
                 break
     return "".join(kept)
+
+
+def _named(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of tools, given as JSON schemas."""
+    return [str((tool.get("function") or tool).get("name")) for tool in tools]
 
 
 def _same(text: str) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, Scored
+from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
@@ -72,6 +73,8 @@ class Collector:
     max_new_tokens: int
     stop: Sequence[str]
     kv_cache_gib: float | None = None
+    environment: Environment | None = None
+    """Whom the policy talks to; None: a completion is one turn."""
     kl_penalty: float = 0.0
     """k1 to the reference, summed over the completion, is taken off the total reward times this."""
     group_filter: GroupFilter | None = None
@@ -103,7 +106,7 @@ class Collector:
     @property
     def judge(self) -> Judge:
         """What samples completions and scores them."""
-        return Judge(self.reward, self.outcome, self.threshold)
+        return Judge(self.reward, self.outcome, self.threshold, self.environment)
 
     @torch.no_grad()
     def collect(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Sampled, Sampling, Scored
 from grpo_lightning.clock import Clock
+from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
 from grpo_lightning.rollout.step_context import StepContext
@@ -34,11 +35,13 @@ class Judge:
         outcome: The reward that says whether a completion is right, for pass@k and the group counts; None goes by
             ``accuracy`` or, where there is none, by the first reward.
         threshold: Its least score that counts as right.
+        environment: Whom the policy talks to; None: a completion is one turn.
     """
 
     rewards: Mapping[str, Weighted]
     outcome: str | None
     threshold: float
+    environment: Environment | None = None
 
     @property
     def outcome_name(self) -> str:

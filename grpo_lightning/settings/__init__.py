@@ -16,6 +16,7 @@ from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
+from grpo_lightning.settings.episodes import episode_problems
 from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
@@ -49,7 +50,8 @@ def check(config: Mapping[str, Any]) -> None:
     """
     values = dict(_values(config))
     contradictions = []
-    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems, engine_problems):
+    apart = (trainer_problems, sweep_metric_problems, recorded_problems, engine_problems, episode_problems)
+    for rule in (*CONTRADICTIONS, *apart):
         try:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:
@@ -144,7 +146,7 @@ TOP = (
         "tags",
     ),
     *("data", "reference", "reward", "advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule"),
-    *("module", "trainer", "callbacks", "logger", "policy", "taught", "correction"),
+    *("module", "trainer", "callbacks", "logger", "policy", "taught", "correction", "environment"),
 )
 """The parts and the settings that belong to none."""
 

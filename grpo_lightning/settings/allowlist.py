@@ -12,6 +12,7 @@ OWN = (
     *("composition.part", "data.PromptData"),
     *(f"data.{name}.prompts" for name in ("demonstrations", "hub", "jsonl", "reasoning_gym", "rows")),
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
+    *("environment.Environment", "environment.Played"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
     *("environment.gymnasium.Gymnasium", "environment.python.Python", "environment.retry.Retry"),
     "environment.tools.Tools",
@@ -35,6 +36,8 @@ A function that others call after a check of its arguments must not be here: set
 DEFINED: Mapping[str, str] = {
     "composition.overrides.part": "composition.part",
     "data.prompt_data.PromptData": "data.PromptData",
+    "environment.environment.Environment": "environment.Environment",
+    "environment.played.Played": "environment.Played",
     "module.grpo.GRPOLightningModule": "module.GRPOLightningModule",
     "module.sft.SFTLightningModule": "module.SFTLightningModule",
     "reward.engine.weighted.PerCompletion": "reward.PerCompletion",

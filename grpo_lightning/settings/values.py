@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_lightning.allowed import REPLY_ROLES, Rule, choice, flag, integer, model_path, number
 from grpo_lightning.data.rules import RULES as DATA
+from grpo_lightning.environment.environment import RULES as ENVIRONMENT
 from grpo_lightning.reward.engine.weighted import RULES as REWARD
 from grpo_lightning.sampler.vllm.arguments import RULES as SAMPLER
 
@@ -81,6 +82,7 @@ RULES: dict[str, Rule] = {
     **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
     **{f"{part}.kv_cache_gib": number(lambda v: v > 0, "GiB > 0", null=True) for part in ("rollout", "validation")},
     **{f"sampler.{name}": rule for name, rule in SAMPLER.items()},
+    **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
     "rollout.kl_penalty": _NOT_NEGATIVE,
     "rollout.max_tries": integer(1),
     "rollout.over_sample": DATA["over_sample"],

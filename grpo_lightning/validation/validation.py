@@ -8,6 +8,7 @@ from torchmetrics import MeanMetric
 
 from grpo_lightning import varying
 from grpo_lightning.batch import Prompts, Sampling, Scored
+from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.text import answer_text
@@ -33,6 +34,7 @@ class Validation(nn.Module):
         max_new_tokens: The longest completion, in tokens.
         stop: Texts that end a completion, besides the model's own end tokens.
         kv_cache_gib: GiB that keys and values may take; completions beyond wait. None: all are drawn at once.
+        environment: Whom the policy talks to, as in training; None: a completion is one turn.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Validation(nn.Module):
         max_new_tokens: int,
         stop: Sequence[str],
         kv_cache_gib: float | None = None,
+        environment: Environment | None = None,
     ) -> None:
         super().__init__()
-        self.judge = Judge(reward, outcome, threshold)
+        self.judge = Judge(reward, outcome, threshold, environment)
         self.seen = 0
         self.every = every
         self.samples_per_prompt = samples_per_prompt

@@ -211,7 +211,7 @@ class Tool:
     """An environment that is an object."""
 
     role = "tool"
-    tools = ({"type": "function", "function": {"name": "add"}},)
+    tools = ({"type": "function", "function": {"name": "add", "description": "Sums up ${a} and ${b}."}},)
 
     def __init__(self, most):
         self.most = most

@@ -1,0 +1,60 @@
+"""Settings that do not go together with an environment."""
+
+from grpo_lightning.settings.contradictions import Reader, Unsound
+
+_PLACES = {
+    "grpo_lightning.sampler.vllm.inside.VLLM": "sampler=vllm",
+    "grpo_lightning.sampler.vllm.server.VLLMServer": "sampler=vllm_server",
+}
+
+
+def episode_problems(get: Reader) -> list[str]:
+    """What the settings ask for that cannot be done in episodes of several turns."""
+    if get("environment") is None:
+        return []
+    found: list[str] = []
+    for rule in (_engine, _over_sampling, _recorded, _process, _supervised):
+        try:
+            found += rule(get)
+        except Unsound:
+            continue  # broken or absent, which is said elsewhere or is no problem here
+    return found
+
+
+def _engine(get: Reader) -> list[str]:
+    name = _PLACES.get(str(get("sampler._target_")))
+    if name is None:
+        return []
+    return [f"{name}: allowed with an environment is sampler=own: engines take no part in episodes"]
+
+
+def _over_sampling(get: Reader) -> list[str]:
+    ratio = get("rollout.over_sample")
+    if ratio == 1:
+        return []
+    return [
+        f"rollout.over_sample={ratio}: allowed with an environment is 1: an episode that has begun is not carried over "
+        "to the next step"
+    ]
+
+
+def _recorded(get: Reader) -> list[str]:
+    if get("rollout._target_") != "grpo_lightning.rollout.Recorded":
+        return []
+    return ["rollout=recorded: allowed without an environment: recorded completions are not sampled, nor replied to"]
+
+
+def _process(get: Reader) -> list[str]:
+    if get("advantage._target_") != "grpo_lightning.advantage.process":
+        return []
+    return [
+        "advantage=process: allowed with an environment is advantage=to_go for the scores of turns, or one for whole "
+        "episodes, such as advantage=standardized: it compares turns with those of other episodes, which is biased "
+        "where what the policy says decides how many there are"
+    ]
+
+
+def _supervised(get: Reader) -> list[str]:
+    if "rollout" in get("module"):
+        return []
+    return ["module=sft: allowed is environment=none: demonstrations hold the replies"]

@@ -1,0 +1,222 @@
+"""Environments as settings and as objects: what composes, what is refused, and what the policy is told."""
+
+from functools import partial
+
+import pytest
+
+import grpo_lightning as grpo
+from grpo_lightning.environment import Environment, EpisodeError, Played
+from grpo_lightning.policy.hf import load
+from grpo_lightning.settings import ConfigError, check
+from tests.support import environments
+from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import build, composed
+from tests.support.provocations import provocation
+from tests.test_settings import problems
+
+SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
+GUESS = "environment=custom environment.function._target_=tests.support.environments.guess"
+ROWS = [{"prompt": f"Guess {number}", "number": number} for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    """A small model whose chat template shows no tools."""
+    return write_checkpoint(tmp_path_factory.mktemp("chatml") / "policy", "qwen2", chat=True)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The same model, whose chat template shows tools before everything."""
+    path = write_checkpoint(tmp_path_factory.mktemp("shown") / "policy", "qwen2", chat=True)
+    template = path / "chat_template.jinja"
+    assert template.exists()
+    template.write_text(
+        "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return path
+
+
+def letters(completions, **columns):
+    return [float(len(set(text))) for text in completions]
+
+
+def test_without_an_environment_nothing_is_built():
+    config = composed()
+    assert config["environment"] is None
+    assert config["rollout"]["environment"] is config["validation"]["environment"] is None
+    assert build()("rollout").judge.environment is None
+
+
+def test_training_and_validation_have_the_same_environment():
+    words = [*GUESS.split(), "environment.max_turns=3", "environment.timeout=2", "environment.role=tool"]
+    rollout, validation = build(*words)("rollout"), build(*words)("validation")
+    assert rollout.judge.environment is rollout.environment
+    for one in (rollout.environment, validation.judge.environment):
+        assert (one.max_turns, one.timeout, one.max_failed, one.failed_score) == (3, 2, 0.5, None)
+        assert (one.max_reply, one.reply_role, one.name) == (10_000, "tool", "tests.support.environments.guess")
+    played = build("environment=played", "environment.function.function._target_=tests.support.environments.shop")
+    assert isinstance(played("environment").function, Played)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("environment.max_turns=0", "environment.max_turns=0: allowed is an integer >= 1"),
+        ("environment.timeout=0", "environment.timeout=0: allowed is seconds > 0 or null"),
+        ("environment.max_failed=2", "environment.max_failed=2: allowed is a fraction from 0 to 1"),
+        ("environment.failed_score=nan", "environment.failed_score=nan: allowed is a finite number or null"),
+        ("environment.max_reply=10", "environment.max_reply=10: allowed is an integer >= 100"),
+        ("environment.role=system", "environment.role=system: allowed is one of user, tool or null"),
+        ("+environment.max_turn=3", "environment.max_turn: "),
+        ("+environment.function.nmber=3", "environment.function.nmber: "),
+        (
+            "environment.function._target_=tests.support.environments.guesss",
+            "environment.function._target_=tests.support.environments.guesss: not found",
+        ),
+        (
+            "environment.function._target_=os.system",
+            "environment.function._target_=os.system: allowed are parts of this package",
+        ),
+        (
+            "environment.function._target_=grpo_lightning.environment.call.generator",
+            "environment.function._target_=grpo_lightning.environment.call.generator: allowed are parts",
+        ),
+        (
+            "sampler=vllm_server sampler.directory=some/weights",
+            "sampler=vllm_server: allowed with an environment is sampler=own: engines take no part in episodes",
+        ),
+        ("rollout.over_sample=1.5", "rollout.over_sample=1.5: allowed with an environment is 1"),
+        (
+            "rollout=recorded rollout.path=some/run mode=validate",
+            "rollout=recorded: allowed without an environment",
+        ),
+        ("advantage=process", "advantage=process: allowed with an environment is advantage=to_go"),
+        ("module=sft data=demonstrations", "module=sft: allowed is environment=none"),
+    ],
+)
+def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
+    (found,) = problems(*GUESS.split(), *override.split())
+    assert message in found
+
+
+def test_engines_are_named():
+    found = problems(*GUESS.split(), "sampler=vllm", "mode=fit")
+    assert any(one.startswith("sampler=vllm: allowed with an environment is sampler=own") for one in found)
+
+
+@pytest.mark.parametrize("override", ["advantage=centered", "rollout=dynamic_sampling", "mode=export"])
+def test_what_is_right_passes(override):
+    check(composed(*GUESS.split(), override))
+
+
+def test_a_function_becomes_an_environment():
+    run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
+    one = run.module.rollout.environment
+    assert one == run.module.validation.judge.environment == Environment(environments.guess, 3)
+    default = grpo.compose(*SMALL, environment=partial(environments.guess, number=3), reward=letters, data=ROWS)
+    assert default.module.rollout.environment.max_turns == 8
+    played = grpo.compose(
+        *SMALL, environment=environments.countdown, reward=letters, data=[row | {"start": 3} for row in ROWS]
+    )
+    assert isinstance(played.module.rollout.environment.function, Played)
+
+
+def test_an_object_or_none_takes_the_place_of_settings():
+    given = Environment(environments.guess, 5, timeout=2.0)
+    run = grpo.compose(*SMALL, environment=given, reward=letters, data=ROWS)
+    assert run.module.rollout.environment is run.module.validation.judge.environment is given
+    assert grpo.compose(*SMALL, environment=None, reward=letters, data=ROWS).module.rollout.environment is None
+
+
+@pytest.mark.parametrize(
+    "words, given, message",
+    [
+        ([], 3, "environment=3: allowed are a function, a generator function, an Environment and None"),
+        (["environment=custom"], environments.guess, "environment is given as an object"),
+        (["environment.max_turns=3"], Environment(environments.guess, 5), "environment is given as an object"),
+        (["rollout.over_sample=1.5"], environments.guess, "rollout.over_sample=1.5: allowed with an environment is 1"),
+        (["rollout.over_sample=1.5"], Environment(environments.guess, 5), "rollout.over_sample=1.5: allowed with an"),
+    ],
+)
+def test_an_object_that_is_none_is_refused(words, given, message):
+    with pytest.raises(ValueError, match=message):
+        grpo.compose(*SMALL, *words, environment=given, reward=letters, data=ROWS)
+
+
+@provocation("an environment that names a column that there is not", "a clear error before weights are read")
+def test_a_missing_column_is_an_early_error(monkeypatch):
+    run = grpo.compose(*SMALL, *GUESS.split(), "trusted=[tests]", reward=letters, data=["a", "b", "c", "d"])
+    with pytest.raises(EpisodeError, match="parameter 'number' is no column of the data"):
+        _ = run.data
+
+
+@provocation("environment=custom without a function", "the key is named")
+def test_a_function_that_is_not_named_is_asked_for():
+    with pytest.raises(ConfigError, match=r"environment\.function\._target_"):
+        grpo.compose(*SMALL, "environment=custom", reward=letters, data=ROWS)
+
+
+TOOL = (
+    "trusted=[tests]",
+    "environment=custom",
+    "environment.function._target_=tests.support.environments.Tool",
+    "environment.function._partial_=false",
+    "+environment.function.most=2",
+)
+
+
+def with_tools(path, *words, **parts):
+    own = [] if "policy" in parts else ["policy=hf", f"policy.path={path}"]
+    return grpo.compose(*SMALL, *own, *TOOL, *words, reward=letters, data=ROWS, **parts)
+
+
+def test_the_chat_template_is_given_the_tools(shown):
+    policy = with_tools(shown).module.policy
+    assert policy.render("How much?").startswith("add: Sums up ${a} and ${b}.\n<|im_start|>user\nHow much?<|im_end|>")
+    assert policy.reply_role == "tool"
+    assert "<|im_start|>tool\nmore" in policy.tokenizer.decode(policy.reply_ids("more", after=None))
+    assert with_tools(shown, "environment.role=user").module.policy.reply_role == "user"
+
+
+@provocation("tools that the chat template does not show", "refused before weights are read, by name")
+def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
+    with pytest.raises(ValueError, match="the chat template does not show the tools add"):
+        _ = with_tools(chatml).module
+    with pytest.raises(ValueError, match=r"tools \(add\): the policy has no chat template"):
+        _ = with_tools(chatml, "policy.plain_text=true").module
+
+
+def unread(*_, **__):
+    raise AssertionError("weights are read")
+
+
+@provocation("a role that the chat template cannot show", "refused before weights are read")
+def test_a_role_that_cannot_be_shown_is_refused(shown, monkeypatch):
+    template = shown / "chat_template.jinja"
+    before = template.read_text()
+    template.write_text(
+        before.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    )
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
+    try:
+        with pytest.raises(ValueError, match="replies of the role tool: the chat template drops them"):
+            _ = with_tools(shown).module
+    finally:
+        template.write_text(before)
+
+
+def test_tools_of_the_settings_are_no_second_truth(shown):
+    with pytest.raises(ValueError, match=r"policy\.template_kwargs\.tools: allowed is null with environment tests"):
+        _ = with_tools(shown, "policy.template_kwargs={tools: []}").module
+
+
+def test_a_policy_that_is_an_object_has_to_show_the_tools_itself(shown):
+    options = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+    with pytest.raises(ValueError, match=r"allowed is one with template_kwargs=\{'tools': environment\.tools\}"):
+        _ = with_tools(shown, policy=load(str(shown), **options)).module
+    own = load(str(shown), **options, template_kwargs={"tools": list(environments.Tool.tools)})
+    assert with_tools(shown, policy=own).module.policy is own
