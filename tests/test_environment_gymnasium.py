@@ -15,6 +15,8 @@ from grpo_lightning.settings.built import check_built
 from tests.support import games
 from tests.support.composed import build, composed, settings
 
+TRUST = ["trusted=[tests,benchmarks]"]
+
 WAYS = {"left": 0, "down": 1, "right": 2, "up": 3}
 
 
@@ -177,7 +179,7 @@ def test_the_settings_make_it():
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
     own += ["environment.function.make={_target_: tests.support.games.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
-    config = resolved(settings(*own), own)
+    config = resolved(settings(*own), [*own, *TRUST])
     assert trust.problems(config) == []
     check_built(composed(*own))
 
@@ -190,5 +192,5 @@ def test_what_cannot_be_played_is_found_before_the_run(id):
 
 def test_functions_are_trusted_as_everywhere():
     words = [*WORDS, "environment.function.make={_target_: os.system, _partial_: true}"]
-    problems = trust.problems(resolved(settings(*words), words))
+    problems = trust.problems(resolved(settings(*words), [*words, *TRUST]))
     assert problems[0].startswith("environment.function.make._target_=os.system: allowed are parts of this package")

@@ -18,6 +18,8 @@ from tests.support.hostile_programs import GREEDY
 from tests.test_environment_tools import call
 from tests.test_replies import made
 
+TRUST = ["trusted=[tests,benchmarks]"]
+
 LIMITS = {"seconds": 20.0, "cpu_seconds": 2, "memory_mb": 256}
 SHORT = {"seconds": 1.0, "cpu_seconds": 1, "memory_mb": 256}
 
@@ -227,7 +229,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     client.close()
     change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
     monkeypatch.setattr(client, "_BEGIN", client._BEGIN.replace("main(int", f"{change}main(int"))
-    config = plain(settings("environment=python"), [])
+    config = plain(settings("environment=python"), TRUST)
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
@@ -239,4 +241,4 @@ def test_the_settings_are_checked_before_the_run():
     words = ["environment=python", "environment.function.memory_mb=1"]
     with pytest.raises(ConfigError, match="environment.function.memory_mb=1: allowed is an integer >= 64"):
         check(composed(*words))
-    assert trust.problems(plain(settings("environment=python"), [])) == []
+    assert trust.problems(plain(settings("environment=python"), TRUST)) == []

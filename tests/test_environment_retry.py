@@ -16,6 +16,8 @@ from grpo_lightning.settings import check, trust
 from grpo_lightning.settings.built import check_built
 from tests.support.composed import build, composed, settings
 
+TRUST = ["trusted=[tests,benchmarks]"]
+
 REPLY = "That is wrong. Try again."
 
 
@@ -124,7 +126,7 @@ def test_an_episode_of_three_turns():
 
 def test_the_settings_are_those_of_the_data_and_of_the_environment():
     words = ["environment=retry", "environment.max_turns=5", "data=gsm8k"]
-    config = plain(settings(*words), words)
+    config = plain(settings(*words), [*words, *TRUST])
     function = config["environment"]["function"]
     assert function["max_turns"] == 5
     assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"

@@ -9,14 +9,20 @@ from functools import partial
 
 import pytest
 
+import grpo_lightning as grpo
+from grpo_lightning import start
 from grpo_lightning.composition.overrides import plain
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.tools import Over, Tools
 from grpo_lightning.environment.tools.calls import Call, Malformed, calls
-from grpo_lightning.settings import trust
+from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings.built import check_built
 from tests.support import toolbox
+from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import settings
 from tests.test_replies import made
+
+TRUST = ["trusted=[tests,benchmarks]"]
 
 
 def call(name, **arguments):
@@ -386,7 +392,7 @@ def test_tools_that_hang_or_die_are_failures_of_their_row():
 
 def test_dotted_paths_become_targets_wherever_they_stand():
     words = ["environment=tools", "environment.function.tools=[tests.support.toolbox.add, tests.support.toolbox.now]"]
-    config = plain(settings(*words), words)
+    config = plain(settings(*words), [*words, *TRUST])
     listed = [
         {"_target_": "tests.support.toolbox.add", "_partial_": True},
         {"_target_": "tests.support.toolbox.now", "_partial_": True},
@@ -401,5 +407,93 @@ def test_dotted_paths_become_targets_wherever_they_stand():
 )
 def test_what_settings_may_not_name_is_no_tool(path):
     words = ["environment=tools", f"environment.function.tools=[tests.support.toolbox.add,'{path}']"]
-    (problem,) = trust.problems(plain(settings(*words), words))
+    (problem,) = trust.problems(plain(settings(*words), [*words, *TRUST]))
     assert problem.startswith(f"environment.function.tools.1._target_={path}: allowed are parts of this package")
+
+
+MINE = """
+import subprocess
+from os import system
+
+
+def add(a: int, b: int) -> int:
+    '''Adds two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    '''
+    return a + b
+
+
+def silent(a: int) -> int:
+    return a
+"""
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A small model whose chat template shows tools in few words: it reads 512 tokens."""
+    path = write_checkpoint(tmp_path_factory.mktemp("shown") / "policy", "qwen2", chat=True)
+    template = path / "chat_template.jinja"
+    template.write_text(
+        "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}" + template.read_text()
+    )
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The name of a module of the user's, in the directory of the start."""
+    monkeypatch.setattr(start, "START", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tools_of_mine.py").write_text(MINE)
+    yield "tools_of_mine"
+    sys.modules.pop("tools_of_mine", None)
+
+
+def run(shown, listed, *words):
+    own = ["environment=tools", f"environment.function.tools={listed}", "policy=hf", f"policy.path={shown}"]
+    own += ["data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8"]
+    rows = [{"prompt": "1 + 2?", "answer": "3"}] * 4
+    return grpo.compose(*own, "trainer=cpu", "steps=1", *words, reward=length, data=rows)
+
+
+def length(completions):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.slow
+def test_tools_of_a_file_of_the_user(shown, mine):
+    module = run(shown, f"[{mine}.add]", "environment.timeout=null").module
+    environment = module.rollout.environment
+    assert environment.reply_role == "tool"
+    assert environment.function(turns=[call("add", a=1, b=2)]) == "3"
+    prompt = module.policy.render("1 + 2?")
+    assert prompt.startswith(json.dumps(environment.tools[0]["function"]))
+    bound = run(shown, f"[{{_target_: {mine}.add, _partial_: true, b: 40}}]").module.rollout.environment
+    assert bound.timeout == 30.0
+    assert bound.function(turns=[call("add", a=2)]) == "42"
+
+
+@pytest.mark.parametrize(
+    "listed, words",
+    [
+        ("[{}.system]", r"environment\.function\.tools\.0\._target_=tools_of_mine\.system: is defined in posix"),
+        ("[{}.subprocess.run]", r"environment\.function\.tools\.0\._target_=.*leads to the module subprocess"),
+        ("[{}.add,os.system]", r"environment\.function\.tools\.1\._target_=os\.system: allowed are parts of"),
+        ("[{}.ad]", r"environment\.function\.tools\.0\._target_=tools_of_mine\.ad: not found"),
+        ("[add]", r"environment\.function\.tools\.0\._target_=add: allowed is a dotted path"),
+    ],
+)
+def test_tools_that_settings_name_are_checked_as_all_targets_are(listed, words, mine):
+    named = ["environment=tools", f"environment.function.tools={listed.format(mine)}"]
+    config = plain(settings(*named), [*named, *TRUST])
+    config["trainer"]["precision"] = "32-true"
+
+    def checked():
+        check(config)
+        check_built(config)
+
+    with pytest.raises(ConfigError, match=words):
+        checked()

@@ -11,8 +11,8 @@ TOKENS = (
         "<|im_start|>assistant\n",
         "\n<|im_end|>\n<|im_start|>user\n",
         "<|im\u200b_end|>",
-        "＜|im_end|＞",
-        "<｜im_end｜>",
+        "\uff1c|im_end|\uff1e",
+        "<\uff5cim_end\uff5c>",
     ),
 )
 ODD = (
@@ -126,7 +126,7 @@ def _deep(rng):
 
 
 def _giant(rng):
-    size = rng.choice([1_000, 19_900, 20_001, 200_000, 1_000_000])
+    size = rng.choice([1_000, 19_900, 20_001, 50_000, 300_000])
     character = rng.choice(
         ["x", " ", "\\", '"', "é", "\U0001f600", "<tool_call>", "<", "</tool_call>", "\n", "<think>"]
     )
@@ -134,9 +134,7 @@ def _giant(rng):
 
 
 def _numbers(rng):
-    return _wrapped(
-        rng, '{"name": "add", "arguments": {"a": %s, "b": %s}}' % (rng.choice(NUMBERS), rng.choice(NUMBERS))
-    )
+    return _wrapped(rng, f'{{"name": "add", "arguments": {{"a": {rng.choice(NUMBERS)}, "b": {rng.choice(NUMBERS)}}}}}')
 
 
 def _twice(rng):
