@@ -148,6 +148,35 @@ def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
     return normalized.flip(-1).cumsum(-1).flip(-1)  # the sum from each token to the last
 
 
+def to_go(steps: Tensor) -> Tensor:
+    """Reward-to-go: the scores at a token or behind it, less the mean of the sums of the group's others.
+
+    The policy gradient theorem with scores at the ends of turns: what was scored before a token does not depend on it.
+    The baseline does not depend on the completion either, so the expected gradient is that of the expected sum, also
+    where the policy itself decides how many turns there are; `process` has another one there, since it standardizes
+    the scores of all turns together.
+
+    Args:
+        steps: [P, G, T] score at the token where a turn or step ends, NaN elsewhere.
+
+    Returns:
+        [P, G, T] advantages; 0 in completions without any score, which enter no mean, and in groups of which fewer
+        than two completions have one.
+
+    Raises:
+        ValueError: G < 2.
+    """
+    if steps.dim() != 3 or steps.shape[1] < 2:
+        raise ValueError(f"a group needs at least 2 completions, got steps {tuple(steps.shape)}")
+    applies = (~steps.isnan()).any(-1, keepdim=True)  # [P, G, 1]
+    scores = steps.nan_to_num(0.0)
+    sums = scores.sum(-1, keepdim=True)  # [P, G, T] -> [P, G, 1]
+    others = applies.sum(1, keepdim=True) - 1
+    baseline = (sums.sum(1, keepdim=True) - sums) / others.clamp(min=1)
+    ahead = scores.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(applies & (others > 0), ahead - baseline, 0.0)
+
+
 def _deviation(distance: Tensor, applies: Tensor, correction: int) -> Tensor:
     """The root [..., 1] of the mean square of ``distance`` where it applies, with n - ``correction`` as the divisor."""
     if correction not in (0, 1):

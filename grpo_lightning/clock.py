@@ -29,6 +29,11 @@ class Clock:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + _now() - started
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that were measured within one phase, which has ended, towards another one."""
+        self._seconds[source] = self._seconds.get(source, 0.0) - seconds
+        self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+
     def restart(self) -> None:
         """Forget all phases, and measure the whole step from now on."""
         self._seconds, self._started = {}, _now()

@@ -26,6 +26,10 @@ NEEDS = {
     ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
     ("environment", "custom"): ["environment.function._target_=tests.support.environments.guess"],
     ("environment", "played"): ["environment.function.function._target_=tests.support.environments.countdown"],
+    ("reward", "environment"): [
+        "environment=custom",
+        "environment.function._target_=tests.support.environments.guess",
+    ],
     ("sampler", "vllm"): ["mode=export"],  # of the others it says that vLLM is missing
     ("sampler", "vllm_server"): ["sampler.directory=some/weights"],
     ("module", "sft"): ["data=demonstrations"],

@@ -90,8 +90,8 @@ def test_training_and_validation_have_the_same_environment():
         ),
         ("rollout.over_sample=1.5", "rollout.over_sample=1.5: allowed with an environment is 1"),
         (
-            "rollout=recorded rollout.path=some/run mode=validate",
-            "rollout=recorded: allowed without an environment",
+            "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",
+            "rollout.rescore=True: allowed with reward.environment is false: the environment is not asked again",
         ),
         ("advantage=process", "advantage=process: allowed with an environment is advantage=to_go"),
         ("module=sft data=demonstrations", "module=sft: allowed is environment=none"),
@@ -151,6 +151,25 @@ def test_a_missing_column_is_an_early_error(monkeypatch):
     run = grpo.compose(*SMALL, *GUESS.split(), "trusted=[tests]", reward=letters, data=["a", "b", "c", "d"])
     with pytest.raises(EpisodeError, match="parameter 'number' is no column of the data"):
         _ = run.data
+
+
+def test_rewards_are_told_of_episodes():
+    def of_turns(completions, turns, replies, turn_scores):
+        return [0.0] * len(completions)
+
+    run = grpo.compose(*SMALL, environment=environments.guess, reward=of_turns, data=ROWS)
+    assert "number" in run.data.columns
+    with pytest.raises(ValueError, match="parameter 'turns' is no column of the data"):
+        _ = grpo.compose(*SMALL, reward=of_turns, data=ROWS).data
+    named = [row | {"replies": "x"} for row in ROWS]
+    with pytest.raises(EpisodeError, match="column 'replies' has the name of what rewards are told of episodes"):
+        _ = grpo.compose(*SMALL, environment=environments.guess, reward=letters, data=named).data
+
+
+def test_the_reward_of_an_environment_needs_one():
+    (found,) = problems("reward=[environment]")
+    assert found.startswith("reward.environment: allowed with an environment, whose scores it is")
+    check(composed(*GUESS.split(), "reward=[environment]", "advantage=to_go"))
 
 
 @provocation("environment=custom without a function", "the key is named")

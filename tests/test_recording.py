@@ -108,6 +108,50 @@ def test_what_is_read_is_bitwise_what_was_written(tmp_path):
     assert [[rows.tolist() for rows in own] for own in found.microbatches] == [[[3, 1]]]
 
 
+# The second completion says 8, is told 9, and says 2; the fourth is told nothing, too.
+TOLD = replace(
+    SAMPLED,
+    mask=torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 1, 1]]).bool(),
+    turns=(("a",), ("h", ""), ("",), ("\udfff",)),
+    replies=((), ("i",), (), ()),
+)
+
+
+def test_episodes_are_read_as_they_were_written(tmp_path):
+    written = lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
+    assert [row["spans"] for row in written[1:]] == [[[0, 2]], [[0, 1], [2, 3]], [[0, 1]], [[0, 3]]]
+    assert (written[2]["ids"], written[2]["turns"], written[2]["replies"]) == ([8, 9, 2], ["h", ""], ["i"])
+    path = tmp_path / files.file_name(1)
+    files.write(path, written)
+    found = restored(*files.read(path), torch.device("cpu")).scored.sampled
+    for name in ("ids", "attention_mask", "mask", "logprobs"):
+        assert torch.equal(getattr(found, name), getattr(TOLD, name)), name
+    assert (found.turns, found.replies) == (TOLD.turns, TOLD.replies)
+    assert "turns" not in made()[1]
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"spans": [[0, 1], [1, 3]]}, "spans do not lie one behind another from 0 to 3"),
+        ({"spans": [[0, 1], [2, 4]]}, "spans are not pairs"),
+        ({"spans": [[1, 2], [2, 3]]}, "spans do not lie"),
+        ({"spans": [[0, 1]]}, "not as many as belong together"),
+        ({"spans": None}, "not as many as belong together"),
+        ({"turns": ["h", 3]}, "turns are no texts"),
+        ({"replies": ["i", "j"]}, "not as many as belong together"),
+        ({"replies": {}}, "replies are no texts"),
+    ],
+)
+def test_turns_that_do_not_fit_are_refused(tmp_path, change, problem):
+    written = lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
+    written[2] |= change
+    path = tmp_path / files.file_name(1)
+    files.write(path, written)
+    with pytest.raises(ValueError, match=problem):
+        files.read(path)
+
+
 def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_path):
     kept = Kept(
         torch.tensor([[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]]).int(), torch.tensor([7, 9, 8, 9, 0, 2, 4, 2]).int()

@@ -5,7 +5,7 @@ the left, T completion tokens padded on the right. Log-probabilities are in nats
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -110,6 +110,10 @@ class Sampled(Rows):
     """[B] the completions decoded without special tokens: for rewards and logs, never tokenized again."""
     finished: tuple[bool, ...]
     """[B] False where the completion was cut at the length limit."""
+    turns: tuple[tuple[str, ...], ...] | None = field(default=None, kw_only=True)
+    """[B] what the model has said in each turn of an episode, of which ``texts`` has the last; None without one."""
+    replies: tuple[tuple[str, ...], ...] | None = field(default=None, kw_only=True)
+    """[B] what it was told between them: one less."""
 
     @classmethod
     def concatenate(cls, parts: Sequence["Sampled"]) -> "Sampled":
@@ -136,6 +140,8 @@ class Sampled(Rows):
             else Kept.concatenate([part.kept or Kept.everything(part.mask) for part in parts]),
             texts=tuple(text for part in parts for text in part.texts),
             finished=tuple(finished for part in parts for finished in part.finished),
+            turns=_all([part.turns for part in parts]),
+            replies=_all([part.replies for part in parts]),
         )
 
     def state(self) -> dict[str, Any]:
@@ -147,6 +153,12 @@ class Sampled(Rows):
     def from_state(cls, state: Mapping[str, Any]) -> "Sampled":
         """What `state` described."""
         return cls(**{**state, "kept": Kept.from_state(state["kept"]) if "kept" in state else None})
+
+
+def _all(parts: Sequence[tuple[tuple[str, ...], ...] | None]) -> tuple[tuple[str, ...], ...] | None:
+    """The texts of all parts; None unless all have some."""
+    known = [part for part in parts if part is not None]
+    return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
 
 
 @dataclass(frozen=True)

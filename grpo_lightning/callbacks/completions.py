@@ -9,6 +9,7 @@ from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.logger.table import Cell, Table
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.rollout.episodes import turn_ends
 
 _LETTER = re.compile(r"[^\W_]|[ \n]")
 
@@ -28,6 +29,7 @@ def completions_table(
     size, sampled = scored.group_size, scored.sampled
     shown = min(len(scored.right), max(max_rows // size * size, min(size, max_rows)))
     lengths = sampled.mask.sum(-1).tolist()
+    texts = sampled.texts if sampled.turns is None else _episodes(scored)
     answers = scored.prompts.columns.get("answer")
     rewards = {key: values.tolist() for key, values in scored.rewards.items()}
     columns = ["prompt", *(["answer"] if answers else []), "completion", "length", "end", *rewards]
@@ -37,7 +39,7 @@ def completions_table(
         cells: list[Cell] = [_clean(as_text(scored.prompts.texts[group]), max_characters)]
         if answers:
             cells.append(_clean(str(answers[group]), max_characters))
-        cells += [_clean(sampled.texts[row], max_characters), lengths[row], "end" if sampled.finished[row] else "cut"]
+        cells += [_clean(texts[row], max_characters), lengths[row], "end" if sampled.finished[row] else "cut"]
         rows.append([*cells, *(None if value[row] != value[row] else value[row] for value in rewards.values())])
     if advantages is not None:
         columns.append("advantage")
@@ -45,6 +47,22 @@ def completions_table(
             cells.append(value)
     page = "\n\n".join(_page(columns, rows, group_size=size, total=len(scored.right)))
     return Table(name, columns, rows, page)
+
+
+def _episodes(scored: Scored) -> list[str]:
+    """[B] who said what, a line each, and behind a turn what was scored at its end where that is told by turns."""
+    turns, replies = scored.sampled.turns or (), scored.sampled.replies or ()
+    texts = []
+    for row, ends in enumerate(turn_ends(scored.sampled)):
+        scores = scored.steps[row][ends].tolist()
+        by_turn = any(score == score for score in scores[:-1])
+        lines = []
+        for number, (said, score) in enumerate(zip(turns[row], scores, strict=True)):
+            told = f" ({score:.3g})" if by_turn and score == score else ""
+            lines.append(f"model: {said}{told}")
+            lines += [f"reply: {reply}" for reply in replies[row][number : number + 1]]
+        texts.append("\n".join(lines))
+    return texts
 
 
 def _page(columns: list[str], rows: list[list[Cell]], *, group_size: int, total: int) -> Iterator[str]:

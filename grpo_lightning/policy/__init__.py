@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
+from grpo_lightning.policy.partner import Partner
+from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.decode import Enough, Poll
-from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
 
@@ -72,6 +73,7 @@ class Policy(nn.Module, ABC):
         ranks: Ranks = ALONE,
         begun: Mapping[int, Begun] | None = None,
         enough: Enough | None = None,
+        partner: Partner | None = None,
     ) -> Sampled:
         """``group_size`` completions of every prompt.
 
@@ -91,6 +93,9 @@ class Policy(nn.Module, ABC):
                 their log-probabilities, and this policy draws those behind them. At least one row must not be over.
             enough: Told which rows [B] are over; once it says so, the others stay as far as they are, with
                 ``finished`` False. None: all are drawn to their ends.
+            partner: Whom the model talks to: completions that have ended go on behind its replies, as long as it
+                replies and ``max_new_tokens`` last, for both together. It knows rows as ``begun`` does; a reply for
+                which no room is left cuts the completion before it. None: completions have one turn.
 
         Raises:
             ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do

@@ -120,7 +120,7 @@ class HFPolicy(TextPolicy):
                 windows={} if self._reaches(longest) else windows(self.model),
                 ranks=ranks,
             )
-        return PlainCache(self.model, prompts, group_size, begun=begun, pad_id=self.pad_id)
+        return PlainCache(self.model, prompts, group_size, longest=longest, begun=begun, pad_id=self.pad_id)
 
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         if sampling.kv_cache_gib is None:

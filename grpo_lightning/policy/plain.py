@@ -73,7 +73,9 @@ class PlainPolicy(TextPolicy):
         begun: Mapping[int, Sequence[int]],
         ranks: Ranks,
     ) -> Cache:
-        return RecomputedCache(self._logits, prompts, group_size, begun=begun, pad_id=self.pad_id, device=self.device)
+        return RecomputedCache(
+            self._logits, prompts, group_size, longest=longest, begun=begun, pad_id=self.pad_id, device=self.device
+        )
 
     def logprobs_and_entropy(
         self,

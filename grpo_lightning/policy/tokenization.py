@@ -2,7 +2,7 @@
 
 import bisect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,15 +12,18 @@ from torch import Tensor
 from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Policy
+from grpo_lightning.policy.conversation import Conversation
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids
+from grpo_lightning.policy.partner import Partner
 from grpo_lightning.policy.replies import Replies, is_templated
+from grpo_lightning.policy.reporting import decoded, one_by_one, reporter
 from grpo_lightning.policy.stop_strings import StopStrings
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
+from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.decode import Decoded, Enough, OnRowsFinished, Poll, decode
+from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
-from grpo_lightning.sampler.own.slots import Begun
 
 
 class TextPolicy(Policy):
@@ -157,7 +160,10 @@ class TextPolicy(Policy):
         ranks: Ranks = ALONE,
         begun: Mapping[int, Begun] | None = None,
         enough: Enough | None = None,
+        partner: Partner | None = None,
     ) -> Sampled:
+        if partner is not None and (begun or enough is not None or self._engine is not None):
+            raise ValueError("partner: allowed is None with begun, with enough, and with an engine")
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
         longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
@@ -186,6 +192,7 @@ class TextPolicy(Policy):
         going_on = {row: known.ids for row, known in begun.items() if not known.over(sampling.max_new_tokens)}
         cache = self.cache(tokens, group_size, longest=longest, begun=going_on, ranks=ranks)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
+        talk = None if partner is None else Conversation(partner, self.tokenizer, self.reply_ids)
         with self.evaluation():
             drawn = decode(
                 cache,
@@ -200,18 +207,24 @@ class TextPolicy(Policy):
                 at_once=self.at_once(tokens, sampling, longest=longest),
                 begun=begun,
                 enough=enough,
+                talk=talk,
             )
-        return self._sampled(ids, attention_mask, drawn, group_size)
+        return self._sampled(ids, attention_mask, drawn, group_size, talk)
 
-    def _sampled(self, ids: Tensor, attention_mask: Tensor, drawn: Decoded, group_size: int) -> Sampled:
+    def _sampled(
+        self, ids: Tensor, attention_mask: Tensor, drawn: Decoded, group_size: int, talk: Conversation | None = None
+    ) -> Sampled:
         """Prompts [P, S] with their completions [B, T]."""
+        turns = None if talk is None else talk.turns(drawn.ids, drawn.mask)
         return Sampled(
             ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]
-            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.mask], 1),
+            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.seen], 1),
             mask=drawn.mask,
             logprobs=drawn.logprobs,
             entropy=drawn.entropies,
-            texts=decoded(self.tokenizer, drawn.ids, drawn.mask),
+            texts=tuple(own[-1] for own in turns) if turns else decoded(self.tokenizer, drawn.ids, drawn.mask),
+            turns=turns,
+            replies=talk.replies(turns) if talk and turns else None,
             finished=tuple(drawn.finished.tolist()),
             kept=drawn.kept,
         )
@@ -269,32 +282,3 @@ class TextPolicy(Policy):
 def is_ids(prompt: Prompt) -> bool:
     """Whether a prompt is given as token ids."""
     return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
-
-
-def decoded(tokenizer: Any, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
-    """Texts of completions [B, T] without special tokens."""
-    rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
-    return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def reporter(tokenizer: Any, on_finished: OnFinished | None) -> OnRowsFinished | None:
-    """``on_finished`` as `decode` calls it: with several rows at once, not decoded."""
-    if on_finished is None:
-        return None
-
-    def report(rows: list[int], completions: Tensor, mask: Tensor) -> None:
-        texts = decoded(tokenizer, completions, mask)
-        for row, text, ids, is_real in zip(rows, texts, completions, mask, strict=True):
-            on_finished(row, text, ids[is_real].tolist())
-
-    return report
-
-
-def one_by_one(tokenizer: Any, on_finished: OnFinished) -> Callable[[int, Sequence[int]], None]:
-    """``on_finished`` as an engine calls it: with one row, not decoded."""
-
-    def report(row: int, ids: Sequence[int]) -> None:
-        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        on_finished(row, text, list(ids))
-
-    return report

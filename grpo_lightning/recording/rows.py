@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
 from grpo_lightning.batch.rows import Kept
+from grpo_lightning.batch.turns import spans
 from grpo_lightning.output.redaction import hide
 
 Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
@@ -90,10 +92,11 @@ def lines(
     told: dict[int, list[float]] = {}
     for rows, values in (pair for own in microbatches or () for pair in own):
         told.update(zip(rows.tolist(), values.tolist(), strict=True))
-    counts, widths = sampled.mask.sum(-1).tolist(), sampled.attention_mask[:, :width].sum(-1).tolist()
+    counts, widths = (part.sum(-1).tolist() for part in sampled.attention_mask.split([width, length], -1)[::-1])
     ids, old, entropy, ref = (
         values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
     )
+    turns = spans(sampled.mask) if sampled.turns else None
     kept = None if sampled.kept is None else sampled.kept.to(torch.device("cpu"))
     sets = [] if kept is None else [part.lists() for part in kept.each(counts)]
     rewards = {name: values.tolist() for name, values in scored.rewards.items()}
@@ -117,6 +120,10 @@ def lines(
             "old_logprobs": [number(value) for value in old[row][:count]],
             "entropy": [number(value) for value in entropy[row][:count]],
         }
+        if turns and sampled.turns and sampled.replies:
+            line["turns"] = [hide(text) for text in sampled.turns[row]]
+            line["replies"] = [hide(text) for text in sampled.replies[row]]
+            line["spans"] = [list(span) for span in turns[row]]
         if sets:
             line["kept"] = sets[row]
         if header["reference"]:
@@ -139,11 +146,15 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
     total, size = len(rows), header["group_size"]
     counts = torch.tensor([len(row["ids"]) for row in rows])
     widths = torch.tensor([len(row["prompt_ids"]) for row in rows])
-    mask = torch.arange(length) < counts.unsqueeze(-1)
+    seen = torch.arange(length) < counts.unsqueeze(-1)
+    mask = seen.clone()
+    for row, line in enumerate(rows):
+        for (_, end), (start, _) in pairwise(line.get("spans", ())):
+            mask[row, end:start] = False
     prompt_mask = torch.arange(width) >= width - widths.unsqueeze(-1)
     ids = torch.zeros(total, width + length, dtype=torch.long)
     ids[:, :width][prompt_mask] = torch.tensor([i for row in rows for i in row["prompt_ids"]], dtype=torch.long)
-    ids[:, width:][mask] = torch.tensor([i for row in rows for i in row["ids"]], dtype=torch.long)
+    ids[:, width:][seen] = torch.tensor([i for row in rows for i in row["ids"]], dtype=torch.long)
 
     def values(name: str) -> Tensor:
         found = torch.zeros(total, length)
@@ -164,13 +175,15 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
     )
     sampled = Sampled(
         ids=ids.to(device),
-        attention_mask=torch.cat([prompt_mask, mask], 1).to(device),
+        attention_mask=torch.cat([prompt_mask, seen], 1).to(device),
         mask=mask.to(device),
         logprobs=values("old_logprobs"),
         entropy=values("entropy"),
         texts=tuple(row["completion"] for row in rows),
         finished=tuple(row["finished"] for row in rows),
         kept=_kept(rows, length, device),
+        turns=_texts(rows, "turns"),
+        replies=_texts(rows, "replies"),
     )
     scored = Scored(
         prompts=prompts,
@@ -197,6 +210,11 @@ def value_of(written: float | str | None) -> float:
 
 def _tensor(written: Sequence[float | str | None]) -> Tensor:
     return torch.tensor([value_of(one) for one in written], dtype=torch.float32)
+
+
+def _texts(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[str, ...], ...] | None:
+    """[B] what was said in episodes; None of completions of one turn."""
+    return tuple(tuple(row[name]) for row in rows) if all(name in row for row in rows) else None
 
 
 def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) -> Kept | None:

@@ -16,6 +16,7 @@ from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.rollout.step_context import StepContext
@@ -164,7 +165,7 @@ def _recalled(scored: Scored, name: str) -> Callable[..., list[float | None]]:
 
 def _has_steps(scored: Scored) -> bool:
     """Whether a score stands anywhere but at the end of a completion."""
-    last = scored.sampled.mask.sum(-1, keepdim=True) - 1
+    last = torch.tensor([ends[-1:] for ends in turn_ends(scored.sampled)])
     inside = torch.arange(scored.steps.shape[1]) < last
     return bool((~scored.steps.isnan() & inside).any())
 

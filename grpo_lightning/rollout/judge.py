@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Sampled, Sampling, Scored
-from grpo_lightning.clock import Clock
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
+from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.step_context import StepContext
 
 _CPU = torch.device("cpu")
+_NOTHING: Mapping[str, Sequence[Any]] = {}
 
 
 class TokenAt(Protocol):
@@ -35,7 +36,7 @@ class Judge:
         outcome: The reward that says whether a completion is right, for pass@k and the group counts; None goes by
             ``accuracy`` or, where there is none, by the first reward.
         threshold: Its least score that counts as right.
-        environment: Whom the policy talks to; None: a completion is one turn.
+        environment: Whom the model talks to; None: completions have one turn.
     """
 
     rewards: Mapping[str, Weighted]
@@ -69,37 +70,45 @@ class Judge:
         completion as soon as it has ended.
 
         Returns:
-            ``group_size`` completions per prompt with their rewards; and for each reward with a timeout the fraction
-            of the completions on which it failed.
+            ``group_size`` completions per prompt with their rewards; and metrics: for each reward with a timeout the
+            fraction of the completions on which it failed, and what the environment has to say.
         """
         ranks, clock = context.ranks, context.clock
         portion = ranks.portion(len(prompts))
         own = prompts[portion]
-        scoring = self._scoring(own, group_size, context)
+        talk = self._episodes(own, group_size, first_prompt + portion.start, context)
+        # What happened in episodes is known only when they are over.
+        scoring = self._scoring(own, group_size, context) if talk is None else None
+        talking = {} if talk is None else {"partner": talk}
 
         def sample() -> Sampled:
             with clock("rollout"):
-                return policy.sample(
+                sampled = policy.sample(
                     own.texts,
                     group_size=group_size,
                     sampling=sampling,
                     seed=context.seed,
                     first_prompt=first_prompt + portion.start,
                     poll=context.poll,
-                    on_finished=scoring.begin if scoring.may_begin else None,
+                    on_finished=scoring.begin if scoring and scoring.may_begin else None,
                     ranks=ranks,
+                    **talking,
                 )
+            if talk is None:
+                return sampled
+            clock.move(talk.seconds, "rollout", "environment")
+            return episodes.ended(sampled, talk)
 
         # In lockstep all forward calls are common ones: an error between them could not be told to the others.
         early = sample() if ranks.lockstep else None
 
         def scored() -> tuple[Scored, dict[str, float], torch.device]:
             sampled = sample() if early is None else early
-            judged, failures = self._scored(policy, own, sampled, scoring, clock)
-            return judged.to(_CPU) if ranks.size > 1 else judged, failures, sampled.mask.device
+            judged, metrics = self._scored(policy, own, sampled, scoring, talk, context)
+            return judged.to(_CPU) if ranks.size > 1 else judged, metrics, sampled.mask.device
 
         parts = ranks.together(scored, waiting=clock("wait"))
-        return _joined([(part, failed) for part, failed, _ in parts], parts[ranks.rank][2])
+        return _joined([(part, metrics) for part, metrics, _ in parts], parts[ranks.rank][2])
 
     def score_sampled(
         self, tokens: TokenAt, prompts: Prompts, sampled: Sampled, *, context: StepContext
@@ -120,65 +129,110 @@ class Judge:
         def judged() -> tuple[Scored, dict[str, float]]:
             portion = ranks.portion(len(prompts))
             own, rows = prompts[portion], range(portion.start * group_size, portion.stop * group_size)
-            scoring = self._scoring(own, group_size, context)
             completions = sampled[torch.tensor(rows, device=sampled.mask.device)]
-            found, failed = self._scored(tokens, own, completions, scoring, context.clock)
-            return found.to(_CPU) if ranks.size > 1 else found, failed
+            found, metrics = self._scored(tokens, own, completions, None, None, context)
+            return found.to(_CPU) if ranks.size > 1 else found, metrics
 
         return _joined(ranks.together(judged, waiting=context.clock("wait")), sampled.mask.device)
 
-    def _scoring(self, prompts: Prompts, group_size: int, context: StepContext) -> Scoring:
+    def _episodes(
+        self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext
+    ) -> "episodes.Episodes | None":
+        """Those that begin with this rollout; None where the model talks to nobody."""
+        if self.environment is None:
+            return None
+        return episodes.begin(
+            self.environment,
+            _per_row(prompts.texts, group_size),
+            {name: _per_row(values, group_size) for name, values in prompts.columns.items()},
+            group_size=group_size,
+            first_prompt=first_prompt,
+            context=context,
+        )
+
+    def _scoring(
+        self,
+        prompts: Prompts,
+        group_size: int,
+        context: StepContext,
+        further: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Scoring:
         columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}
-        return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns, context.poll)
+        return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns | dict(further or {}), context.poll)
 
     def _scored(
-        self, policy: TokenAt, prompts: Prompts, sampled: Sampled, scoring: Scoring, clock: Clock
+        self,
+        policy: TokenAt,
+        prompts: Prompts,
+        sampled: Sampled,
+        scoring: Scoring | None,
+        talk: "episodes.Episodes | None",
+        context: StepContext,
     ) -> tuple[Scored, dict[str, float]]:
-        with clock("reward"):
-            length = sampled.mask.shape[1]
-            ids = [
-                row[is_real].tolist()
-                for row, is_real in zip(sampled.ids[:, -length:].cpu(), sampled.mask.cpu(), strict=True)
-            ]
+        with context.clock("reward"):
+            if talk is not None:
+                talk.check()
+            if scoring is None:
+                group_size = len(sampled) // len(prompts)
+                scoring = self._scoring(prompts, group_size, context, episodes.columns(sampled, talk))
+            ids = episodes.last_turn_ids(sampled)
             scores = scoring.finish(sampled.texts, ids)
-            entering = shaped(self.rewards, scores.values)
-            raw = {name: [scalar(value) for value in values] for name, values in scores.values.items()}
+            values = scores.values
+            if talk is not None and self.environment is not None:
+                failed = [problem is not None for problem in talk.failed]
+                values = episodes.without_failed(values, self.rewards, failed, self.environment.failed_score)
+            entering = shaped(self.rewards, values)
+            raw = {name: [scalar(value) for value in given] for name, given in values.items()}
             named = raw | {"total": total(self.rewards, entering)}
-            rewards = {name: _tensor(values) for name, values in named.items()}
+            rewards = {name: _tensor(given) for name, given in named.items()}
             scored = Scored(
                 prompts,
                 sampled,
                 rewards,
                 right=rewards[self.outcome_name] >= self.threshold,
-                scores=torch.stack([_tensor([scalar(v) for v in values]) for values in entering.values()], -1),
-                steps=self._steps(policy, entering, ids, length),
+                scores=torch.stack([_tensor([scalar(v) for v in given]) for given in entering.values()], -1),
+                steps=self._steps(policy, entering, ids, sampled, talk),
             )
-        return scored, dict(scores.failed)
+        metrics = {f"failure/{name}": fraction for name, fraction in scores.failed.items()}
+        return scored, metrics | ({} if talk is None else talk.metrics)
 
     def _steps(
-        self, policy: TokenAt, scores: Mapping[str, Sequence[Score]], ids: Sequence[Sequence[int]], length: int
+        self,
+        policy: TokenAt,
+        scores: Mapping[str, Sequence[Score]],
+        ids: Sequence[Sequence[int]],
+        sampled: Sampled,
+        talk: "episodes.Episodes | None",
     ) -> Tensor:
         """[B, T] weighted scores at the token where each step ends, NaN elsewhere."""
-        steps = torch.full((len(ids), length), torch.nan)
+        steps = torch.full(tuple(sampled.mask.shape), torch.nan)
+        turn_ends = episodes.turn_ends(sampled)
+        of_turns = None if talk is None else talk.scores
         for name, values in scores.items():
             weight = self.rewards[name].factor
             for row, value in enumerate(values):
-                pairs = () if value is None else value if isinstance(value, tuple) else ((None, value),)
-                for end, step in pairs:
-                    token = len(ids[row]) - 1 if end is None else policy.token_at(ids[row], end)
-                    before = steps[row, token].nan_to_num(0.0)
-                    steps[row, token] = before + weight * step
+                ends, start = turn_ends[row], turn_ends[row][-1] + 1 - len(ids[row])
+                if of_turns is not None and episodes.is_own(self.rewards[name]):
+                    placed = [(ends[turn], score) for turn, score in episodes.by_turn(of_turns[row], value)]
+                else:
+                    pairs = () if value is None else value if isinstance(value, tuple) else ((None, value),)
+                    placed = [
+                        (ends[-1] if end is None else start + policy.token_at(ids[row], end), score)
+                        for end, score in pairs
+                    ]
+                for token, score in placed:
+                    steps[row, token] = steps[row, token].nan_to_num(0.0) + weight * score
         return steps
 
 
 def _joined(parts: Sequence[tuple[Scored, dict[str, float]]], device: torch.device) -> tuple[Scored, dict[str, float]]:
-    """What the processes scored, by rank, as one; a failure counts as often as its process has completions."""
+    """What the processes scored, by rank, as one; metrics count as often as their process has completions."""
     sizes = [len(part.right) for part, _ in parts]
-    failures = {
-        name: sum(failed[name] * size for (_, failed), size in zip(parts, sizes, strict=True)) / sum(sizes)
+    metrics = {
+        name: sum(own[name] * size for (_, own), size in zip(parts, sizes, strict=True)) / sum(sizes)
         for name in parts[0][1]
     }
-    return Scored.concatenate([part for part, _ in parts]).to(device), failures
+    return Scored.concatenate([part for part, _ in parts]).to(device), metrics
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from grpo_lightning.batch import Scored
 from grpo_lightning.batch.rows import Kept
 from grpo_lightning.loss import k3
+from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.selection import replace_nan
 from grpo_lightning.sampler.own.draw import MOST
 
@@ -30,6 +31,7 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
             "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
         }
         | (set_metrics(kept) if kept is not None and len(kept.ids) else {})
+        | episodes.metrics(scored.sampled)
     )
 
 

@@ -93,13 +93,13 @@ class OverSample:
         over = sorted(own[number] for own, part in zip(own_of, parts, strict=True) for number in part.done)
         chosen = together.groups([place[group] for group in over])
         rest = [place[group] for group in range(len(asked)) if group not in over]
-        scored, failures = self.judge.score_sampled(policy, chosen.prompts, chosen.sampled, context=context)
+        scored, told = self.judge.score_sampled(policy, chosen.prompts, chosen.sampled, context=context)
         num_carried = drawn_before[over].sum()
         return Chosen(
             scored=scored,
             judged=scored,
             left_over=together.groups(rest) if rest else None,
-            metrics={f"failure/{name}": torch.tensor(value) for name, value in failures.items()}
+            metrics={name: torch.tensor(value) for name, value in told.items()}
             | {"completion/carried_fraction": num_carried / chosen.lengths.sum()},
             num_tokens=int(together.lengths.sum() - drawn_before.sum()),
             flops=sum(part.flops for part in parts),

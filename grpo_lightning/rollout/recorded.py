@@ -59,7 +59,7 @@ class Recorded(Collector):
         """
         with context.clock("rollout"):
             found = self._found(context.step + 1, next(policy.parameters()).device)
-        header, scored, failures = found.header, found.scored, dict[str, float]()
+        header, scored, told = found.header, found.scored, dict[str, float]()
         kept = scored.sampled.kept
         largest = max(int(ids.max()) for ids in (scored.sampled.ids, *([kept.ids] if kept else [])))
         if largest >= (size := _vocabulary(policy)):
@@ -67,7 +67,7 @@ class Recorded(Collector):
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"
             )
         if self.rescore:
-            scored, failures = self.judge.score_sampled(policy, scored.prompts, scored.sampled, context=context)
+            scored, told = self.judge.score_sampled(policy, scored.prompts, scored.sampled, context=context)
         ref_logprobs = found.ref_logprobs
         if reference is not None and not header["reference"]:
             with context.clock("score"):
@@ -82,7 +82,7 @@ class Recorded(Collector):
         advantages = rollout.mean_advantages
         metrics = {name: _scalar(value) for name, value in header["collected"].items()}
         if self.rescore:
-            metrics |= sampled_metrics(scored) | {f"failure/{name}": _scalar(value) for name, value in failures.items()}
+            metrics |= sampled_metrics(scored) | {name: _scalar(value) for name, value in told.items()}
         metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
         metrics |= advantage_metrics(advantages)
         return Collected(

@@ -55,13 +55,13 @@ class Tries:
             context: The step's seed and what watches over it.
         """
         fresh: list[Scored] = []
-        failed: list[dict[str, float]] = []
+        told: list[dict[str, float]] = []
         before = self._fitting(carried, group_size)
         kept = [before] if before else []
         wanted = len(prompts) // self.max_tries
         # at least once, though the last rollout may have been of more prompts and have left enough over
         while not fresh or (sum(len(part.prompts) for part in kept) < wanted and len(fresh) < self.max_tries):
-            scored, failures = self.judge.score(
+            scored, own = self.judge.score(
                 policy,
                 prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
                 group_size=group_size,
@@ -69,12 +69,10 @@ class Tries:
                 context=replace(context, seed=context.seed + len(fresh)),
             )
             fresh.append(scored)
-            failed.append(failures)
+            told.append(own)
             kept.append(scored.groups(self._passing(scored)))
         chosen, left_over = self._chosen(kept, fresh, wanted)
-        metrics = {
-            f"failure/{name}": torch.tensor([failures[name] for failures in failed]).mean() for name in failed[0]
-        }
+        metrics = {name: torch.tensor([own[name] for own in told]).mean() for name in told[0]}
         if self.group_filter is not None:
             metrics |= {
                 "group/tries": torch.tensor(float(len(fresh))),

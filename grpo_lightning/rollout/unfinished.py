@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Sampled, Scored
-from grpo_lightning.sampler.own.slots import Begun
+from grpo_lightning.sampler.own.begun import Begun
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.own.decode import Decoded, Poll
-from grpo_lightning.sampler.own.slots import StopTest
+from grpo_lightning.sampler.own.turns import StopTest
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,7 @@ def as_decoded(completions: Sequence[Completion], *, pad_id: int, device: torch.
     return Decoded(
         ids=ids,
         mask=mask,
+        seen=mask,
         logprobs=logprobs,
         entropies=-logprobs,
         finished=torch.tensor([one.finished for one in completions], device=device),

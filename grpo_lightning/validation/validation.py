@@ -34,7 +34,7 @@ class Validation(nn.Module):
         max_new_tokens: The longest completion, in tokens.
         stop: Texts that end a completion, besides the model's own end tokens.
         kv_cache_gib: GiB that keys and values may take; completions beyond wait. None: all are drawn at once.
-        environment: Whom the policy talks to, as in training; None: a completion is one turn.
+        environment: Whom the model talks to, as in training; None: completions have one turn.
     """
 
     def __init__(

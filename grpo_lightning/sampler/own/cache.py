@@ -38,6 +38,10 @@ class Cache(Protocol):
         """Append a token [b] to every completion; returns the logits [b, V] of the next one."""
         ...
 
+    def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Forget what the completions [n] in some slots have behind their first ``tokens`` [n] tokens."""
+        ...
+
     def keep(self, slots: Sequence[int]) -> None:
         """Drop all completions but those in these slots, given in rising order, which become slots 0, 1, ..."""
         ...
@@ -50,6 +54,7 @@ class PlainCache:
         model: A transformers causal language model.
         prompts: [P] the token ids of each prompt.
         group_size: Completions per prompt, G.
+        longest: Tokens that a prompt and its completion may have together.
         begun: Completion -> the token ids that it has already.
         pad_id: The token id that stands before shorter prompts.
     """
@@ -63,11 +68,12 @@ class PlainCache:
         prompts: Sequence[Sequence[int]],
         group_size: int,
         *,
+        longest: int,
         begun: Mapping[int, Sequence[int]],
         pad_id: int,
     ) -> None:
         self._model, self._prompts, self._group_size = model, prompts, group_size
-        self._begun, self._pad_id = begun, pad_id
+        self._longest, self._begun, self._pad_id = longest, begun, pad_id
 
     def open(self, rows: Sequence[int]) -> Tensor:
         # Each prompt once, and completions that go on each by itself.
@@ -91,6 +97,7 @@ class PlainCache:
         of_row = torch.tensor([distinct.index(key) for key in keys], device=device)
         self._cache.batch_select_indices(of_row)
         self._seen = seen[of_row]  # [P, S] -> [b, S]
+        self._firsts = torch.tensor([len(self._prompts[prompt]) for prompt, _ in keys], device=device)
         logits: Tensor = output.logits[:, -1][of_row]  # [P, V] -> [b, V]
         return logits
 
@@ -101,7 +108,8 @@ class PlainCache:
         """Nothing: the model's cache grows by itself."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        position = self._seen.sum(-1, keepdim=True)  # [b, 1]
+        # Completions that have ended go on like the others, but not beyond what the model has positions for.
+        position = self._seen.sum(-1, keepdim=True).clamp(max=self._longest - 1)  # [b, 1]
         self._seen = torch.cat([self._seen, self._seen.new_ones(len(tokens), 1)], 1)  # [b, S + T] -> [b, S + T + 1]
         logits: Tensor = self._model(
             input_ids=tokens.unsqueeze(-1),  # [b] -> [b, 1]
@@ -112,10 +120,15 @@ class PlainCache:
         ).logits[:, -1]
         return logits
 
+    def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        places, kept = (torch.tensor(values, device=self._seen.device) for values in (slots, tokens))
+        seen, limit = self._seen[places], (self._firsts[places] + kept).unsqueeze(-1)
+        self._seen[places] = seen.where(seen.cumsum(-1) <= limit, 0)
+
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._seen.device)
         self._cache.batch_select_indices(chosen)
-        self._seen = self._seen[chosen]
+        self._seen, self._firsts = self._seen[chosen], self._firsts[chosen]
 
 
 class RecomputedCache:
@@ -125,6 +138,7 @@ class RecomputedCache:
         logits: Token ids [b, S + T] -> logits [b, S + T, V] of a causal model.
         prompts: [P] the token ids of each prompt.
         group_size: Completions per prompt, G.
+        longest: Tokens that a prompt and its completion may have together.
         begun: Completion -> the token ids that it has already.
         pad_id: The token id that stands behind shorter rows.
         device: The device of the model.
@@ -139,11 +153,12 @@ class RecomputedCache:
         prompts: Sequence[Sequence[int]],
         group_size: int,
         *,
+        longest: int,
         begun: Mapping[int, Sequence[int]],
         pad_id: int,
         device: torch.device,
     ) -> None:
-        self._logits, self._prompts, self._group_size = logits, prompts, group_size
+        self._logits, self._prompts, self._group_size, self._longest = logits, prompts, group_size, longest
         self._begun, self._pad_id, self._device = begun, pad_id, device
 
     def open(self, rows: Sequence[int]) -> Tensor:
@@ -153,6 +168,7 @@ class RecomputedCache:
             [list(text) + [self._pad_id] * (width - len(text)) for text in texts], device=self._device
         )
         self._lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        self._firsts = [len(self._prompts[row // self._group_size]) for row in rows]
         return self._next()
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
@@ -160,18 +176,24 @@ class RecomputedCache:
 
     def reserve(self, tokens: int) -> None:
         """Widen the rows."""
-        missing = int(self._lengths.max()) + tokens - self._ids.shape[1]
+        missing = min(int(self._lengths.max()) + tokens, self._longest) - self._ids.shape[1]
         if missing > 0:
             self._ids = torch.nn.functional.pad(self._ids, (0, missing), value=self._pad_id)
 
     def step(self, tokens: Tensor) -> Tensor:
         self._ids[torch.arange(len(tokens), device=tokens.device), self._lengths] = tokens
-        self._lengths = self._lengths + 1
+        # Completions that have ended go on like the others, but not for ever.
+        self._lengths = (self._lengths + 1).clamp(max=self._longest - 1)
         return self._next()
+
+    def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        for slot, kept in zip(slots, tokens, strict=True):
+            self._lengths[slot] = self._firsts[slot] + kept
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._device)
         self._ids, self._lengths = self._ids[chosen], self._lengths[chosen]
+        self._firsts = [self._firsts[slot] for slot in slots]
 
     def _next(self) -> Tensor:
         logits = self._logits(self._ids)  # [b, S + T, V]

@@ -12,9 +12,11 @@ from torch import Tensor
 from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.replay import Replay
-from grpo_lightning.sampler.own.slots import Begun, Slots, StopTest
+from grpo_lightning.sampler.own.slots import Slots
+from grpo_lightning.sampler.own.turns import StopTest, Talk
 
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
@@ -41,7 +43,9 @@ class Decoded:
     ids: Tensor
     """[N, T]"""
     mask: Tensor
-    """[N, T]"""
+    """[N, T] (bool) what was drawn."""
+    seen: Tensor
+    """[N, T] (bool) the same with the replies, which were read."""
     logprobs: Tensor
     """[N, T] in nats, 0 where masked."""
     entropies: Tensor
@@ -68,6 +72,7 @@ def decode(
     look_every: int | None = None,
     begun: Mapping[int, Begun] | None = None,
     enough: Enough | None = None,
+    talk: Talk | None = None,
 ) -> Decoded:
     """Draw the completions of a cache.
 
@@ -90,6 +95,7 @@ def decode(
             one completion must not be over.
         enough: Says after a look whether the completions that are not over may be left as they are. In lockstep they
             go on until all processes have enough.
+        talk: Replies to completions that have ended a turn, which then go on; None: they are over.
 
     Raises:
         FloatingPointError: The logits are not finite.
@@ -98,9 +104,17 @@ def decode(
     on_cpu = uniforms.device.type == "cpu"
     look_every = look_every or (1 if on_cpu else LOOK_EVERY)
     # A completion draws once when it takes its slot, which may be between two looks.
-    slots = Slots(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1, begun=begun)
+    slots = Slots(
+        cache,
+        uniforms,
+        sampling=sampling,
+        end_ids=end_ids,
+        draws=look_every + 1,
+        begun=begun,
+        talks=talk is not None,
+    )
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
-    compact = 1.0 if begun and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
+    compact = 1.0 if (begun or talk) and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
     replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
     waiting = [row for row, over in enumerate(slots.over) if not over][::-1]  # the next one last
     at_once = min(at_once or len(waiting), len(waiting))
@@ -108,19 +122,21 @@ def decode(
     has_enough = enough is not None and enough(slots.over)
     while True:
         over = slots.look(stops)
+        if talk:
+            over += _answered(slots, talk, can_wait=bool(waiting and cache.refills and slots.free))
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
         if enough and over:
             has_enough = enough(slots.over)
-        running = slots.running
-        if not ranks.anyone(bool(running or waiting) and not has_enough):
+        taken = slots.taken
+        if not ranks.anyone(bool(taken or waiting) and not has_enough):
             break
         if poll and ranks.lockstep:
             # If one process leaves, the others would wait in the next forward pass for ever.
             ranks.together(poll)
         elif poll:
             poll()
-        if waiting and (free := slots.free) and (cache.refills or not running):
+        if waiting and (free := slots.free) and (cache.refills or not taken):
             size = min(len(free) if cache.refills else at_once, len(waiting))
             rows = [waiting.pop() for _ in range(size)]
             if cache.refills:
@@ -129,20 +145,45 @@ def decode(
                 slots.open(rows)
             if not ranks.lockstep:
                 continue  # some may be over with their first token
-        elif len(running) < len(slots.held) and len(running) <= compact * len(slots.held) and len(slots.held) > 1:
+        elif len(taken) < len(slots.held) and len(taken) <= compact * len(slots.held) and len(slots.held) > 1:
             # With none left, one goes on, to take part in the forward passes of the other processes.
-            slots.keep(running or [0])
-        least = min((slots.lengths[row] for row in slots.held if row is not None), default=0)
+            slots.keep(taken or [0])
+        least = min((slots.lengths[slots.held[slot] or 0] for slot in slots.running), default=0)
         tokens = look_every if ranks.lockstep else min(look_every, sampling.max_new_tokens - least)
         cache.reserve(tokens)
         replay(tokens, cache.version)
-    ids, mask = slots.drawn(range(len(uniforms)))
-    length = mask.shape[1]
+    ids, seen = slots.drawn(range(len(uniforms)))
+    length = seen.shape[1]
+    replied = slots.replied(length)
+    mask = seen if replied is None else seen & ~replied
     return Decoded(
-        ids=ids.where(mask, pad_id),
+        ids=ids.where(seen, pad_id),
         mask=mask,
+        seen=seen,
         logprobs=slots.logprobs[:, :length].where(mask, 0.0),
         entropies=slots.entropies[:, :length].where(mask, 0.0),
         finished=torch.tensor(slots.finished, device=uniforms.device),
         kept=slots.kept(),
     )
+
+
+def _answered(slots: Slots, talk: Talk, *, can_wait: bool) -> list[int]:
+    """Tell what has been said since the last look, and let completions that have a reply go on.
+
+    Args:
+        slots: The completions.
+        talk: Replies to them.
+        can_wait: Whether others can begin before there are replies.
+
+    Returns:
+        The completions that are over.
+    """
+    over: list[int] = []
+    for row in sorted(slots.asking - slots.told):
+        slots.told.add(row)
+        talk.said(row, slots.turn(row))
+    if slots.asking and not (talk.waits and (slots.running or can_wait)):
+        replies = {row: talk.reply(row) for row in sorted(slots.asking)}
+        slots.told.clear()
+        over = slots.reply(replies)
+    return over

@@ -29,6 +29,13 @@ class Read:
     begun: dict[int, tuple[Tensor, dict[int, Pair]]] = field(default_factory=dict)
     """Completion -> its last hidden state [H], and layer -> its keys and values [Hkv, n, D]."""
 
+    def last(self, rows: Sequence[int], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The different last hidden states [k, H] of completions [n] of some prompts [n], and which is whose [n]."""
+        keys = [(group, row if row in self.begun else None) for row, group in zip(rows, groups, strict=True)]
+        number = {key: i for i, key in enumerate(sorted(set(keys), key=str))}
+        hidden = torch.stack([self.hidden[group] if row is None else self.begun[row][0] for group, row in number])
+        return hidden, torch.tensor([number[key] for key in keys], device=hidden.device)
+
 
 class _Reading:
     """A stream of prompts whose keys and values [N, Hkv, D] are kept, by layer."""

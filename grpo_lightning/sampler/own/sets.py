@@ -89,7 +89,11 @@ class Sets:
         ends = torch.tensor(lengths, device=numbers.device)
         # Behind a stop string there may be tokens that do not belong to the completion.
         belongs = (places < ends[rows]).nonzero().flatten()
-        order = belongs[numbers[belongs].argsort()]
+        order = belongs[numbers[belongs].argsort(stable=True)]
+        # Where a reply took the places of such tokens, the last that came counts.
+        is_last = torch.ones_like(order, dtype=torch.bool)
+        is_last[:-1] = numbers[order][1:] != numbers[order][:-1]
+        order = order[is_last]
         sizes = sets.sizes.new_zeros(len(lengths), max(lengths))
         sizes[rows[order], places[order]] = sets.sizes[order]
         return Kept(sizes, sets.of(order).ids)

@@ -18,7 +18,7 @@ from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.buffers import Buffers, Pair
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, attend
+from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding
 from grpo_lightning.transformer.attention import forward
 
 PREFILL_TOKENS = 16384
@@ -81,6 +81,8 @@ class SharedPromptCache:
         """[b] the number of each completion's prompt."""
         self._held: list[int] = []
         """[b] how many tokens each slot of ``_own`` holds: `_lengths`, as this side of the device knows them."""
+        self._firsts: list[int] = []
+        """[b] where in its slot of ``_own`` a completion's own tokens begin."""
         self._lengths = torch.empty(0)
         self._before = torch.empty(0)
         """[b] tokens of a completion that are not in its ``_own``."""
@@ -112,7 +114,7 @@ class SharedPromptCache:
             )
         size = len(rows)
         self._refilled = self._to_come > size
-        self._group_of, self._held = [0] * size, [0] * size
+        self._group_of, self._held, self._firsts = ([0] * size for _ in range(3))
         self._lengths, self._before = torch.zeros(2, size, dtype=torch.long, device=self._device)
         self._shared = {} if self._windows or self._copies(self._read.keys, size) else dict(self._read.keys)
         self._own = Buffers(self._read.keys, size)
@@ -133,7 +135,7 @@ class SharedPromptCache:
         firsts = [0 if self._shared else read.lengths[group] for group in groups]
         for slot, row, group, first in zip(slots, rows, groups, firsts, strict=True):
             self._group_of[slot] = group
-            self._held[slot] = first + len(self._begun.get(row, ()))
+            self._firsts[slot], self._held[slot] = first, first + len(self._begun.get(row, ()))
         self._grow(max(*self._held, 0 if self._shared else max(read.lengths)))
         places, prompts = (torch.tensor(numbers, device=self._device) for numbers in (list(slots), groups))
         for layer, pair in read.keys.items():
@@ -147,7 +149,9 @@ class SharedPromptCache:
         self._lengths[places] = torch.tensor([self._held[slot] for slot in slots], device=self._device)
         lengths = torch.tensor(read.lengths, device=self._device)
         self._before[places] = lengths[prompts] if self._shared else torch.zeros_like(prompts)
-        logits = self._first_logits(read, rows, groups)
+        # The head is applied once per prompt: a group's first tokens are all drawn from the same distribution.
+        hidden, chosen = read.last(rows, groups)
+        logits: Tensor = self._head(hidden)[chosen]
         for row in rows:
             read.begun.pop(row, None)
         if not self._to_come:
@@ -155,16 +159,6 @@ class SharedPromptCache:
         if self._shared:
             self._regroup()
         return logits
-
-    def _first_logits(self, read: Read, rows: Sequence[int], groups: Sequence[int]) -> Tensor:
-        """The logits [n, V] of the tokens that come next in new completions."""
-        # The head is applied once per prompt: a group's first tokens are all drawn from the same distribution.
-        states = {(group, row if row in read.begun else None) for row, group in zip(rows, groups, strict=True)}
-        number = {key: i for i, key in enumerate(sorted(states, key=str))}
-        hidden = torch.stack([read.hidden[group] if row is None else read.begun[row][0] for group, row in number])
-        chosen = [number[group, row if row in read.begun else None] for row, group in zip(rows, groups, strict=True)]
-        logits: Tensor = self._head(hidden)
-        return logits[torch.tensor(chosen, device=self._device)]
 
     def reserve(self, tokens: int) -> None:
         limit = self._capacity()
@@ -181,9 +175,17 @@ class SharedPromptCache:
             self.version += 1
         self._held = [min(held + tokens, limit - 1) for held in self._held]
 
+    def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        for slot, kept in zip(slots, tokens, strict=True):
+            self._held[slot] = self._firsts[slot] + kept
+        places = torch.tensor(slots, device=self._device)
+        self._lengths[places] = torch.tensor([self._held[slot] for slot in slots], device=self._device)
+
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._device)
-        self._held, self._group_of = ([values[slot] for slot in slots] for values in (self._held, self._group_of))
+        self._held, self._group_of, self._firsts = (
+            [values[slot] for slot in slots] for values in (self._held, self._group_of, self._firsts)
+        )
         self._lengths, self._before = self._lengths[chosen], self._before[chosen]
         self._own.keep(chosen, max(self._held))
         if self._shared:
@@ -215,6 +217,7 @@ class SharedPromptCache:
         self._shared, self._grouping = {}, None
         before = self._before.tolist()
         self._held = [held + first for held, first in zip(self._held, before, strict=True)]
+        self._firsts = before
         self._lengths, self._before = self._lengths + self._before, torch.zeros_like(self._before)
 
     def _regroup(self) -> None:
@@ -232,7 +235,7 @@ class SharedPromptCache:
         self._span, self._grouping = slice(first, end), grouping
         self.version += 1
         # Only prompts of different lengths need a mask.
-        self._bias = None if self._beyond is None else _excluding(self._beyond[self._span], self._own.dtype)
+        self._bias = None if self._beyond is None else excluding(self._beyond[self._span], self._own.dtype)
 
     def _capacity(self) -> int:
         """The most tokens that a slot ever has to hold."""
@@ -292,9 +295,3 @@ class SharedPromptCache:
             fraction = (prompt_sums - sums).sigmoid_().unsqueeze(-1).to(output.dtype)
             output = torch.lerp(output, from_prompt, fraction)
         return output.reshape(rows, 1, -1, width)  # [b, Hkv, R, D] -> [b, 1, Hq, D]
-
-
-def _excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
-    zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
-    return zeros.masked_fill(places, -torch.inf)[:, None, None]

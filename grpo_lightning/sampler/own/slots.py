@@ -4,53 +4,17 @@ Shapes: N completions in all, T the most tokens of one; b of them are held by th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
+from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.draw import NotFinite, draw
 from grpo_lightning.sampler.own.sets import Sets
-
-
-class StopTest(Protocol):
-    """Says which completions end for another reason than an end token."""
-
-    tail: int
-    """How many tokens, the new one included, it has to see to judge a new one."""
-
-    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
-        """How many of the new tokens of each completion belong to it, 0 where none of them ends it.
-
-        Args:
-            ends: [n] the last tokens of each completion, ``tail`` for each of the new ones or all there are.
-            news: [n] how many of them are new.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A completion that an earlier rollout has begun."""
-
-    ids: Sequence[int]
-    """[t] its tokens so far."""
-    logprobs: Sequence[float]
-    """[t] of the policies that drew them, in nats."""
-    entropies: Sequence[float]
-    """[t] in nats."""
-    finished: bool = False
-    """Whether it has ended of itself."""
-    kept: Kept | None = None
-    """[t] the sets that they were drawn from; None: the whole vocabulary."""
-
-    def over(self, max_new_tokens: int) -> bool:
-        """Whether nothing more is drawn of it."""
-        return self.finished or len(self.ids) >= max_new_tokens
+from grpo_lightning.sampler.own.turns import StopTest
 
 
 class Slots:
@@ -66,6 +30,7 @@ class Slots:
         end_ids: The token ids that end a completion; the first of them still belongs to it.
         draws: The most tokens of a completion that are drawn between two looks.
         begun: Completion -> what it has already.
+        talks: Whether completions that have ended of themselves may be replied to, see `reply`.
     """
 
     def __init__(
@@ -77,6 +42,7 @@ class Slots:
         end_ids: Sequence[int],
         draws: int,
         begun: Mapping[int, Begun],
+        talks: bool = False,
     ) -> None:
         self._cache, self._uniforms, self._sampling = cache, uniforms, sampling
         device = uniforms.device
@@ -84,6 +50,8 @@ class Slots:
         shape = len(uniforms), sampling.max_new_tokens + 1
         self.ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs, self.entropies = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self._given = torch.full_like(self.ids, -1) if talks else None
+        """[N, T + 1] the tokens of replies, which are read in their places and not drawn; -1 elsewhere."""
         self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
         known_sets = {row: known.kept for row, known in begun.items() if known.kept is not None}
         self.sets = Sets(shape[1], draws, known_sets, device)
@@ -107,6 +75,12 @@ class Slots:
         """[N] which completions have ended of themselves, as last looked at."""
         self.over = [row in begun and begun[row].over(sampling.max_new_tokens) for row in range(len(uniforms))]
         """[N] which completions have ended of themselves or have all the tokens that they may have."""
+        self.asking: set[int] = set()
+        """The completions that have ended a turn and wait for a reply."""
+        self.told: set[int] = set()
+        """Those of them whose turn has been told."""
+        self.turn_starts = [0] * len(uniforms)
+        """[N] the first token of the last turn of every completion."""
         for row, known in begun.items():
             for values, own in (
                 (self.ids, known.ids),
@@ -118,11 +92,16 @@ class Slots:
     @property
     def running(self) -> list[int]:
         """The slots whose completions go on, as last looked at."""
+        return [slot for slot, row in enumerate(self.held) if row is not None and row not in self.asking]
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots whose completions are not over, as last looked at."""
         return [slot for slot, row in enumerate(self.held) if row is not None]
 
     @property
     def free(self) -> list[int]:
-        """The other slots."""
+        """The slots without a completion."""
         return [slot for slot, row in enumerate(self.held) if row is None]
 
     def open(self, rows: Sequence[int]) -> None:
@@ -172,11 +151,16 @@ class Slots:
             raise NotFinite("the policy's logits are not finite")
         self.sets.look(self._row, self._count)
         running = self.running
-        if stops and running:
-            before = [self.lengths[self.held[slot] or 0] for slot in running]
-            news = [counts[slot] - known for slot, known in zip(running, before, strict=True)]
-            ends = self._ends_of(running, [counts[slot] for slot in running], stops.tail + max(news) - 1)
-            for slot, known, kept in zip(running, before, stops(ends, news), strict=True):
+        # While a reply is read there is nothing new.
+        speaking = [slot for slot in running if counts[slot] > self.turn_starts[self.held[slot] or 0]]
+        if stops and speaking:
+            starts = [self.turn_starts[self.held[slot] or 0] for slot in speaking]
+            before = [
+                max(self.lengths[self.held[slot] or 0], start) for slot, start in zip(speaking, starts, strict=True)
+            ]
+            news = [counts[slot] - known for slot, known in zip(speaking, before, strict=True)]
+            ends = self._ends_of(speaking, [counts[slot] for slot in speaking], starts, stops.tail + max(news) - 1)
+            for slot, known, kept in zip(speaking, before, stops(ends, news), strict=True):
                 if kept:
                     alive[slot], finished[slot], counts[slot] = 0, 1, known + kept
                     self._alive[slot] = False
@@ -184,30 +168,86 @@ class Slots:
         for slot in running:
             row = self.held[slot] or 0
             self.lengths[row], self.finished[row] = counts[slot], bool(finished[slot])
-            if not alive[slot]:
+            if not alive[slot] and self._given is not None and self.finished[row]:
+                self.asking.add(row)
+            elif not alive[slot]:
                 over.append(row)
                 self.over[row] = True
                 self.held[slot] = None
         return over
 
+    def turn(self, row: int) -> list[int]:
+        """The tokens of a completion's last turn, as last looked at."""
+        ids: list[int] = self.ids[row, self.turn_starts[row] : self.lengths[row]].tolist()
+        return ids
+
+    def reply(self, replies: Mapping[int, Sequence[int] | None]) -> list[int]:
+        """Let completions that are `asking` go on.
+
+        Args:
+            replies: Completion -> the tokens that are said to it, which it reads before it draws again; None: it is
+                over. One for which they leave no room is cut where it is.
+
+        Returns:
+            The completions that are over.
+        """
+        slot_of = {row: slot for slot, row in enumerate(self.held) if row is not None}
+        over, slots = [], []
+        for row, ids in replies.items():
+            self.asking.remove(row)
+            start = self.lengths[row]
+            if ids is None or start + len(ids) >= self._sampling.max_new_tokens:
+                self.finished[row] = ids is None
+                self.over[row] = True
+                self.held[slot_of[row]] = None
+                over.append(row)
+                continue
+            self.turn_starts[row] = start + len(ids)
+            if self._given is not None:
+                self._given[row, start : self.turn_starts[row]] = torch.tensor(ids, device=self._given.device)
+            slots.append(slot_of[row])
+        if slots:
+            self._go_on(slots)
+        return over
+
+    def _go_on(self, slots: Sequence[int]) -> None:
+        """Take up completions where they have ended."""
+        rows = [self.held[slot] or 0 for slot in slots]
+        # What was drawn behind a turn's end is forgotten; its last token is read with the next step.
+        self._cache.rewind(slots, [self.lengths[row] - 1 for row in rows])
+        places, of_rows, counts = (
+            torch.tensor(values, device=self._row.device)
+            for values in (slots, rows, [self.lengths[row] for row in rows])
+        )
+        self._count[places], self._token[places] = counts, self.ids[of_rows, counts - 1]
+        self._alive[places], self._finished[places] = True, False
+
     def drawn(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The ids [n, t] of completions, and which of them count [n, t]."""
+        """The ids [n, t] of completions, replies included, and which of them count [n, t]."""
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self._row.device).unsqueeze(-1)
         longest = max(self.lengths[row] for row in rows)
         mask = torch.arange(longest, device=self._row.device) < lengths
         return self.ids[list(rows), :longest], mask
 
+    def replied(self, length: int) -> Tensor | None:
+        """Which of the first ``length`` tokens [N, length] belong to replies; None where there never are any."""
+        return None if self._given is None else self._given[:, :length] >= 0
+
     def kept(self) -> Kept | None:
         """The sets [N, longest] of all completions; None where no sampling was truncated."""
         return self.sets.kept(self.lengths)
 
-    def _ends_of(self, slots: Sequence[int], counts: Sequence[int], length: int) -> list[list[int]]:
-        """The last ``length`` tokens of the completions in some slots, or all where there are fewer."""
+    def _ends_of(
+        self, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int], length: int
+    ) -> list[list[int]]:
+        """The last ``length`` tokens of the last turns in some slots, or all of these where there are fewer."""
         device = self._row.device
         rows = self._row[torch.tensor(slots, device=device)].unsqueeze(-1)  # [n, 1]
         places = torch.tensor(counts, device=device).unsqueeze(-1) + torch.arange(-length, 0, device=device)
         tokens: list[list[int]] = self.ids[rows, places.clamp(min=0)].tolist()  # [n, length]
-        return [row[max(0, length - count) :] for row, count in zip(tokens, counts, strict=True)]
+        return [
+            row[max(0, length - (count - start)) :] for row, count, start in zip(tokens, counts, starts, strict=True)
+        ]
 
     def _enter(self, slots: Sequence[int], rows: Sequence[int], logits: Tensor) -> None:
         device = self._row.device
@@ -225,14 +265,23 @@ class Slots:
         limit = self._sampling.max_new_tokens
         uniform = self._uniforms[row, count.clamp(max=limit - 1)]
         token, logprob, entropy, is_sound, kept = draw(logits, self._sampling, uniform)
+        # Not torch.isin, which of many end tokens makes a sorted list, whose length a GPU would have to be asked for.
+        is_end = (token.unsqueeze(-1) == self._ends).any(-1)
+        if self._given is not None:
+            given = self._given[row, count]
+            is_drawn = given < 0
+            is_end = is_end & is_drawn
+            token, logprob, entropy = (
+                value.where(is_drawn, other) for value, other in ((token, given), (logprob, 0.0), (entropy, 0.0))
+            )
+            kept = None if kept is None else kept.where(is_drawn.unsqueeze(-1), -1)
         # What a completion draws after its end is written behind it, again and again, and not kept.
         self.ids[row, count] = token
         self.logprobs[row, count] = logprob
         self.entropies[row, count] = entropy
         if kept is not None:
             self.sets.add(at, kept, alive)
-        # Not torch.isin, which of many end tokens makes a sorted list, whose length a GPU would have to be asked for.
-        finished = self._finished[at] | (alive & (token.unsqueeze(-1) == self._ends).any(-1))
+        finished = self._finished[at] | (alive & is_end)
         # A slice is a view, so everything is computed before anything is written.
         goes_on, drawn, sound = (
             alive & ~finished & (count + 1 < limit),

@@ -1,0 +1,231 @@
+"""Rollouts of episodes: what rewards are told, whose scores count where, and what an environment's failures cost."""
+
+import itertools
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning import advantage
+from grpo_lightning.batch import Prompts, Sampling
+from grpo_lightning.batch.turns import spans
+from grpo_lightning.callbacks.completions import completions_table
+from grpo_lightning.environment import Environment, EpisodeError
+from grpo_lightning.reward import Weighted
+from grpo_lightning.reward.environment import of_environment
+from grpo_lightning.rollout.collector import Collector
+from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.step_context import StepContext
+from tests.support.checkpoints import write_checkpoint
+from tests.support.episodes import chatty
+from tests.test_static_sampling import PLAIN, PROMPTS, opened
+
+DATA = Prompts(tuple(PROMPTS), {"number": (3, 4, 5)})
+SAMPLING = Sampling(**PLAIN | {"max_new_tokens": 60})
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return opened(write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", chat=False))
+
+
+def scored_turns(turns, number):
+    """Each turn gives a tenth, and the end what the column says."""
+    reply = chatty(turns)
+    return float(number) if reply is None else (reply, 0.1)
+
+
+def judged(policy, function=scored_turns, *, rewards=None, context=None, **settings):
+    rewards = rewards or {"environment": Weighted(partial(of_environment), 1.0)}
+    environment = Environment(function, **{"max_turns": 9} | settings)
+    judge = Judge(rewards, None, 1.0, environment)
+    context = context or StepContext(seed=5)
+    return judge.score(policy, DATA, group_size=3, sampling=SAMPLING, context=context)
+
+
+def test_scores_stand_at_the_ends_of_their_turns(policy):
+    scored, metrics = judged(policy)
+    ended = 0
+    for row, turns in enumerate(spans(scored.sampled.mask)):
+        ends = [end - 1 for _, end in turns]
+        finished = scored.sampled.finished[row]
+        ended += finished
+        found = {place: value for place, value in enumerate(scored.steps[row].tolist()) if value == value}
+        # A cut turn was not told to the environment; one whose reply found no room was.
+        last = int(scored.sampled.ids[row, -scored.sampled.mask.shape[1] :][ends[-1]])
+        end = float(DATA.columns["number"][row // 3]) if finished else 0.1 if last in policy.end_ids else None
+        expected = dict.fromkeys(ends[:-1], 0.1) | ({} if end is None else {ends[-1]: end}) or {ends[-1]: 0.0}
+        assert found == pytest.approx(expected)
+        assert float(scored.rewards["environment"][row]) == pytest.approx(sum(expected.values()))
+    assert 0 < ended < 9
+    assert metrics["episode/failed"] == metrics["episode/bad_calls"] == 0
+
+
+def test_what_is_cut_or_does_not_count_belongs_to_the_last_turn(policy):
+    rewards = {"environment": Weighted(partial(of_environment), 2.0, clip=[0.0, 0.15])}
+    scored, _ = judged(policy, rewards=rewards)
+    for row, turns in enumerate(spans(scored.sampled.mask)):
+        raw = float(scored.rewards["environment"][row])
+        if raw > 0.15:
+            found = {place: value for place, value in enumerate(scored.steps[row].tolist()) if value == value}
+            assert found == pytest.approx({turns[-1][1] - 1: 0.3})
+
+
+def test_rewards_are_told_the_last_turn_and_ask_for_all(policy):
+    seen = {}
+
+    def watching(prompts, completions, completion_ids, turns, replies, turn_scores, number):
+        seen.update(locals())
+        return [float(len(own)) for own in turns]
+
+    scored, _ = judged(policy, rewards={"watching": Weighted(watching, 1.0)})
+    assert seen["turns"] == [list(own) for own in scored.sampled.turns]
+    assert seen["replies"] == [list(own) for own in scored.sampled.replies]
+    assert seen["completions"] == [own[-1] for own in scored.sampled.turns]
+    assert seen["number"] == [3, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["completion_ids"]] == list(
+        scored.sampled.texts
+    )
+    for turns, replies, scores in zip(seen["turns"], seen["replies"], seen["turn_scores"], strict=True):
+        for number, reply in enumerate(replies):
+            assert reply == chatty(turns[: number + 1])
+            assert scores[number] == (number, 0.1)
+    assert scored.rewards["watching"].tolist() == [len(own) for own in seen["turns"]]
+
+
+def test_steps_of_other_rewards_lie_in_the_last_turn(policy):
+    def half_way(completions):
+        return [((max(1, len(text) // 2), 1.0), (len(text), 2.0)) if text else 0.0 for text in completions]
+
+    scored, _ = judged(policy, rewards={"half_way": Weighted(half_way, 1.0)})
+    for row, turns in enumerate(spans(scored.sampled.mask)):
+        start, end = turns[-1]
+        ids, text = scored.sampled.ids[row, -scored.sampled.mask.shape[1] :], scored.sampled.texts[row]
+        own = ids[start:end].tolist()
+        expected = {end - 1: 0.0}
+        if text:
+            places = [start + policy.token_at(own, length) for length in (max(1, len(text) // 2), len(text))]
+            expected = dict.fromkeys(places, 0.0)
+            for place, value in zip(places, (1.0, 2.0), strict=True):
+                expected[place] += value
+        found = {place: value for place, value in enumerate(scored.steps[row].tolist()) if value == value}
+        assert found == expected
+
+
+def failing(turns, number):
+    if number == 4 and len(turns) == 2:
+        raise OSError("the service is gone")
+    return scored_turns(turns, number)
+
+
+def collected(policy, function, **settings):
+    collector = Collector(
+        reward={"environment": Weighted(partial(of_environment), 1.0)},
+        advantage=advantage.centered,
+        outcome=None,
+        threshold=1.0,
+        group_size=3,
+        **{
+            name: getattr(SAMPLING, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop")
+        },
+        environment=Environment(function, **{"max_turns": 9} | settings),
+    )
+    return collector.collect(policy, None, DATA, microbatch_tokens=4096, context=StepContext(seed=5))
+
+
+def test_episodes_in_which_the_environment_fails_are_left_out(policy, caplog):
+    whole, failed = collected(policy, scored_turns), collected(policy, failing)
+    rows = [row for row in range(3, 6) if len(whole.scored.sampled.turns[row]) > 1]
+    assert 0 < len(rows) < 3
+    rewards = failed.scored.rewards["total"]
+    assert rewards.isnan().nonzero().flatten().tolist() == rows
+    assert failed.metrics["episode/failed"] == pytest.approx(len(rows) / 9)
+    assert not failed.rollout.advantages[rows].any()
+    others = [row for row in range(9) if not 3 <= row < 6]
+    length = min(whole.rollout.mask.shape[1], failed.rollout.mask.shape[1])
+    assert_close(failed.rollout.advantages[others, :length], whole.rollout.advantages[others, :length])
+    scored = collected(policy, failing, failed_score=-1.0)
+    assert scored.scored.rewards["environment"][rows].tolist() == [-1.0] * len(rows)
+    with pytest.raises(EpisodeError, match=r"failed in \d of 9 episodes .*max_failed=0.05.*first on row \d, exception"):
+        collected(policy, failing, max_failed=0.05)
+
+
+def test_an_episode_that_the_environment_does_not_end_is_not_finished(policy):
+    scored, _ = judged(policy, lambda turns: "The", max_turns=2)
+    assert not any(scored.sampled.finished)
+    assert max(map(len, scored.sampled.turns)) == 2
+
+
+def test_what_is_logged(policy):
+    found = collected(policy, scored_turns)
+    sampled, metrics = found.scored.sampled, found.metrics
+    turns = [len(own) for own in sampled.turns]
+    replied = sampled.attention_mask[:, -sampled.mask.shape[1] :].sum() - sampled.mask.sum()
+    assert float(metrics["episode/turns"]) == pytest.approx(sum(turns) / 9)
+    assert float(metrics["episode/turns_max"]) == max(turns)
+    assert float(metrics["episode/reply_tokens"]) == pytest.approx(float(replied) / 9)
+    assert found.num_tokens == int(sampled.mask.sum())
+    assert float(metrics["completion/length_mean"]) == pytest.approx(float(sampled.mask.sum()) / 9)
+
+
+# The stop/go game: the policy stops at once, which is worth .4, or goes on, which costs .2 at once and then gives .9.
+GO, STOP = ((-0.2, 0), (0.9, 1)), ((0.4, 0),)
+
+
+def expected_gradient(function, probability: float, size: int = 4) -> float:
+    """Of the logit of going on, over all groups, for the gradient estimator of an advantage function."""
+    total = 0.0
+    for group in itertools.product([False, True], repeat=size):
+        steps = torch.full((1, size, 2), torch.nan, dtype=torch.float64)
+        for member, goes in enumerate(group):
+            for score, place in GO if goes else STOP:
+                steps[0, member, place] = score
+        advantages = function(steps)[0, :, 0]  # the second turn has nothing to decide
+        chance = torch.tensor([probability if goes else 1 - probability for goes in group]).prod()
+        slope = torch.tensor([(1.0 if goes else 0.0) - probability for goes in group], dtype=torch.float64)
+        total += float(chance * (advantages * slope).mean())
+    return total
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.5, 0.9])
+def test_to_go_has_the_gradient_of_the_expected_sum_of_scores(probability):
+    exact = probability * (1 - probability) * ((-0.2 + 0.9) - 0.4)
+    assert expected_gradient(advantage.to_go, probability) == pytest.approx(exact, abs=1e-8)
+    assert exact > 0
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.5, 0.9])
+def test_process_would_teach_to_stop_where_going_on_is_better(probability):
+    """The scores of all turns are standardized together, however many there are of each kind."""
+    assert expected_gradient(advantage.process, probability) < -0.005
+
+
+def test_to_go_by_hand():
+    nan = torch.nan
+    steps = torch.tensor([[[0.1, nan, 1.0], [nan, 0.4, nan], [nan, nan, nan]]])
+    # sums 1.1 and .4; the third has no score
+    expected = torch.tensor([[[1.1 - 0.4, 1.0 - 0.4, 1.0 - 0.4], [0.4 - 1.1, 0.4 - 1.1, 0.0 - 1.1], [0.0, 0.0, 0.0]]])
+    assert_close(advantage.to_go(steps), expected)
+    alone = torch.tensor([[[1.0], [nan]]])
+    assert advantage.to_go(alone).count_nonzero() == 0
+    with pytest.raises(ValueError, match="at least 2"):
+        advantage.to_go(torch.zeros(2, 1, 3))
+
+
+def test_a_table_says_who_said_what_and_what_it_was_worth(policy):
+    scored, _ = judged(policy)
+    table = completions_table("c", scored, max_rows=9, max_characters=10_000)
+    for row, cells in enumerate(table.rows):
+        turns, replies = scored.sampled.turns[row], scored.sampled.replies[row]
+        said = cells[table.columns.index("completion")].split("reply: ")
+        assert len(said) == len(turns)
+        assert said[0].startswith("model: ")
+        for number in range(len(replies)):
+            assert said[number].removesuffix("\n").endswith(" (0.1)")
+            assert said[number + 1].startswith(replies[number] + "\nmodel: ")
+    last, _ = judged(policy, lambda turns, number: chatty(turns) or 1.0, rewards=None)
+    cells = completions_table("c", last, max_rows=9, max_characters=10_000).rows
+    assert not any(re.search(r"\(\d", row[1]) for row in cells)  # the score of the whole has a column of its own

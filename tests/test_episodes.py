@@ -1,0 +1,235 @@
+"""Completions of several turns, as the policy samples them: the same on every path, at any pace, in any batch."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Sampled, Sampling
+from grpo_lightning.batch.turns import spans
+from grpo_lightning.policy import tokenization
+from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.sampler.own import shared_prompt_cache
+from grpo_lightning.sampler.own.decode import decode
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.episodes import Episode, Played, chatty, played_alone
+from tests.test_static_sampling import FIRST, OPTIONS, PLAIN, PROMPTS, opened
+
+LONGER = 60
+SAMPLING = PLAIN | {"max_new_tokens": LONGER}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(root / name, name, chat=False) for name in ARCHITECTURES}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
+)
+def policy(request, checkpoints):
+    return opened(checkpoints[request.param])
+
+
+def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_size=3, waits=False, **given):
+    sampling = Sampling(**SAMPLING | dict(options))
+    partner = Played(environment, waits=waits)
+    return policy.sample(prompts, group_size=group_size, sampling=sampling, seed=5, partner=partner, **given)
+
+
+def assert_equal(found: Sampled, expected: list[Episode]) -> None:
+    length = found.mask.shape[1]
+    for row, one in enumerate(expected):
+        count = len(one.ids)
+        assert found.ids[row, -length:][:count].tolist() == one.ids
+        assert found.mask[row, :count].tolist() == one.is_model
+        assert found.mask[row, count:].count_nonzero() == 0
+        assert found.attention_mask[row, -length:].tolist() == [True] * count + [False] * (length - count)
+        assert_close(found.logprobs[row, :count], torch.tensor(one.logprobs), rtol=0, atol=1e-4)
+        assert_close(found.entropy[row, :count], torch.tensor(one.entropies), rtol=0, atol=1e-4)
+        assert found.turns[row] == tuple(one.turns)
+        assert found.replies[row] == tuple(one.replies)
+        assert found.texts[row] == one.turns[-1]
+        assert found.finished[row] == one.finished
+        assert (found.kept is not None) == any(one.sets)
+        if found.kept is not None:
+            assert found.kept.flat.lists()[row * length : row * length + count] == one.sets
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
+def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
+    options = OPTIONS[kind]
+    expected = played_alone(policy, PROMPTS, chatty, group_size=3, sampling=Sampling(**SAMPLING | options), seed=5)
+    assert len({len(one.turns) for one in expected}) > 2
+    assert {one.finished for one in expected} == {True, False}
+    for copied in (0, 1 << 20):
+        for waits in (False, True):
+            for look_every in (1, 16):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(shared_prompt_cache, "COPIED", copied)
+                    patch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
+                    assert_equal(sampled(policy, options=options, waits=waits), expected)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
+def test_the_model_s_own_cache_gives_the_same_episodes(checkpoints, waits):
+    """Completions that wait go on in it like the others, here up to where the model has no positions any more."""
+    policy = opened(checkpoints["gpt2"], share_prompts=False)
+    expected = played_alone(policy, PROMPTS, chatty, group_size=3, sampling=Sampling(**SAMPLING), seed=5)
+    policy._context = max(map(len, policy.tokenize(PROMPTS))) + LONGER
+    policy.model.transformer.wpe.weight.data = policy.model.transformer.wpe.weight.data[: policy._context]
+    assert_equal(sampled(policy, waits=waits), expected)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
+def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
+    policy = PlainPolicy(Digits())
+    policy.end_ids = [9, 0]
+    environment = lambda turns: None if len(turns) == 4 else "7 " * len(turns[-1])  # noqa: E731
+    prompts, sampling = ["1 2 3", "4"], Sampling(**PLAIN | {"max_new_tokens": 40})
+    expected = played_alone(policy, prompts, environment, group_size=3, sampling=sampling, seed=5)
+    assert {len(one.turns) for one in expected} > {4}
+    partner = Played(environment, waits=waits)
+    found = policy.sample(prompts, group_size=3, sampling=sampling, seed=5, partner=partner)
+    assert_equal(found, expected)
+
+
+class Digits(torch.nn.Module):
+    """What comes next hangs on all tokens so far and on how many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(10, 10, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, ids):
+        places = torch.arange(1, ids.shape[1] + 1).unsqueeze(-1)
+        return self.weight[ids].cumsum(1) / places.sqrt() + torch.sin(places * torch.arange(10))
+
+
+def test_no_other_row_and_no_budget_changes_an_episode(policy):
+    everything = sampled(policy)
+    for number, prompt in enumerate(PROMPTS):
+        alone = sampled(policy, prompts=[prompt], first_prompt=number)
+        for row in range(3):
+            of = number * 3 + row
+            assert alone.turns[row] == everything.turns[of]
+            assert alone.ids[row, -alone.mask.shape[1] :][alone.mask[row]].tolist() == (
+                everything.ids[of, -everything.mask.shape[1] :][everything.mask[of]].tolist()
+            )
+    for at_once in (1, 2, 4):
+        for waits in (False, True):
+            policy.at_once = lambda *_, at_once=at_once, **__: at_once
+            found = sampled(policy, waits=waits)
+            assert (found.turns, found.replies) == (everything.turns, everything.replies)
+            assert torch.equal(found.ids, everything.ids)
+
+
+def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
+    """So what is computed together hangs on tokens alone, however long replies take."""
+    partner = Played(chatty, waits=True)
+    rounds = []
+
+    class Watching(Played):
+        def reply(self, row):
+            rounds.append(tuple(sorted(self.turns)) if not self.asked else ())
+            return super().reply(row)
+
+    watching = Watching(chatty, waits=True)
+    policy.sample(PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, partner=watching)
+    ended = {row for row, turns in watching.turns.items() if turns}
+    # The first that is asked is asked after all that end a first turn have ended it.
+    assert set(rounds[0]) == ended
+    assert partner.turns == {}
+
+
+def test_a_reply_that_leaves_no_room_cuts_before_it(policy):
+    lengths = []
+
+    def endless(turns):
+        lengths.append(len(turns))
+        return "The meaning of life is 42. " * 3
+
+    found = sampled(policy, endless)
+    for row, turns in enumerate(spans(found.mask)):
+        last = int(found.attention_mask[row, -found.mask.shape[1] :].sum())
+        assert turns[-1][1] == last  # it ends on a token of the model
+        assert len(found.turns[row]) == len(found.replies[row]) + 1
+    assert not any(found.finished)
+
+
+def test_a_reply_names_no_end(policy, monkeypatch):
+    """A reply may hold end tokens and stop strings: only what the model says ends a turn."""
+    policy.end_ids = [5]
+    monkeypatch.setattr(policy, "reply_ids", lambda text, **_: [5, 30, 5, 31])
+    found = sampled(policy, lambda turns: "x", options={"stop": ("th",)})
+    length, count = found.mask.shape[1], 0
+    for row, turns in enumerate(spans(found.mask)):
+        for (_, end), (start, _) in pairwise(turns):
+            assert found.ids[row, -length:][end:start].tolist() == [5, 30, 5, 31]
+            count += 1
+    assert count > 5
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "temperature": 0.7}], ids=["plain", "truncated"])
+def test_the_policy_scores_what_it_sampled(checkpoints, share_prompts, options):
+    for name in ("llama", "gpt2"):
+        policy = opened(checkpoints[name], share_prompts=share_prompts)
+        found = sampled(policy, options=options)
+        with torch.no_grad():
+            logprobs, entropy = policy.logprobs_and_entropy(
+                found, temperature=options.get("temperature", 1.0), entropy=True
+            )
+        assert (found.mask.sum(-1) < found.attention_mask[:, -found.mask.shape[1] :].sum(-1)).any()
+        assert_close(logprobs, found.logprobs, rtol=0, atol=1e-4)
+        assert_close(entropy, found.entropy, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "temperature": 0.7}], ids=["plain", "truncated"])
+def test_the_gradient_is_that_of_every_turn_as_a_completion_of_all_before_it(checkpoints, share_prompts, options):
+    temperature = options.get("temperature", 1.0)
+    for name in ("llama", "gpt2"):
+        policy = opened(checkpoints[name], share_prompts=share_prompts).double()
+        found = sampled(policy, options=options)
+        weights = torch.randn(found.mask.shape, generator=torch.Generator().manual_seed(1)).double()
+        (policy.logprobs(found, temperature=temperature) * weights).sum().backward()
+        whole = {key: weight.grad.clone() for key, weight in policy.named_parameters()}
+        policy.zero_grad()
+        count = 0
+        for row, turns in enumerate(spans(found.mask)):
+            for start, end in turns:
+                own = policy.logprobs(as_one(found, row, start, end), temperature=temperature)
+                (own * weights[row, start:end]).sum().backward()
+                count += 1
+        assert count > len(found)
+        for key, weight in policy.named_parameters():
+            assert (weight.grad - whole[key]).norm() < 1e-6 * whole[key].norm(), key
+
+
+def as_one(found: Sampled, row: int, start: int, end: int) -> Sampled:
+    """A turn as a row of its own, whose prompt is all before it."""
+    width = found.ids.shape[1] - found.mask.shape[1]
+    first = int((~found.attention_mask[row, :width]).sum())
+    ids = found.ids[row : row + 1, first : width + end]
+    mask = torch.ones(1, end - start, dtype=torch.bool)
+    numbers = torch.arange(found.mask.numel()).view(found.mask.shape)[row, start:end]
+    kept = None if found.kept is None else found.kept.of(numbers)
+    return Sampled(
+        ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        mask=mask,
+        logprobs=found.logprobs[row : row + 1, start:end],
+        entropy=found.entropy[row : row + 1, start:end],
+        texts=("",),
+        finished=(True,),
+        kept=None if kept is None else type(kept)(kept.sizes.unsqueeze(0), kept.ids),
+    )
+
+
+def test_turns_are_runs_of_the_mask():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]]).bool()
+    assert spans(mask) == [[(0, 2), (4, 5)], [(0, 1), (3, 6)], [(2, 3)]]
