@@ -189,6 +189,21 @@ def test_long_output_keeps_its_beginning_its_end_and_the_error():
     assert len(error) < 600
 
 
+def test_an_episode_in_a_worker():
+    environment = Environment(Python(**LIMITS), 4, timeout=60.0)
+    episodes = environment.episodes(["?"] * 2, {}, [(0, 0, 0), (0, 0, 1)])
+    for turn, replies in (("x = 5", ["(no output)", "(no output)"]), ("x + 1", ["6", "6"])):
+        for row in range(2):
+            episodes.said(row, fenced(turn))
+        assert [episodes.reply(row) for row in range(2)] == replies
+    episodes.said(0, "It is 6.")
+    episodes.said(1, call("python"))
+    assert episodes.reply(0) is None
+    assert episodes.reply(1).startswith("error: the only tool is python")
+    assert episodes.over == [True, False]
+    assert episodes.metrics["episode/bad_calls"] == 0.5
+
+
 def test_a_chat_template_shows_the_tool():
     environment = Environment(Python(**LIMITS, as_tool=True), 4)
     assert environment.reply_role == "tool"
