@@ -41,6 +41,11 @@ def test_a_walk_over_the_ice():
     assert played(lake(), "down", "right", seed=0)[1] == 0.0  # into a hole
 
 
+def test_a_game_that_is_cut_off_is_over():
+    environment = lake(kwargs={"is_slippery": False, "max_episode_steps": 2})
+    assert played(environment, "right", "left", seed=0) == [("  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG", 0.0), 0.0]
+
+
 def test_the_seed_decides_what_chance_does():
     slippery = lake(kwargs={})
     first = [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]

@@ -17,6 +17,7 @@ from grpo_lightning.environment.tools import Over, Tools
 from grpo_lightning.environment.tools.calls import Call, Malformed, calls
 from grpo_lightning.settings import ConfigError, check, trust
 from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings.functions import with_targets
 from tests.support import toolbox
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import settings
@@ -340,6 +341,16 @@ def test_what_cannot_be_a_tool_is_named(tools, settings, words):
         Tools(tools, **settings)
 
 
+def test_limits_are_what_is_still_allowed():
+    nested = lambda depth: f'{{"name": "echo", "arguments": {{"value": {"[" * depth}{"]" * depth}}}}}'  # noqa: E731
+    assert told(f"<tool_call>{nested(30)}</tool_call>", toolbox.echo) == "[" * 30 + "]" * 30  # below two objects: 32
+    assert told(f"<tool_call>{nested(31)}</tool_call>", toolbox.echo).endswith("allowed are 32 levels")
+    padded = f'{{"name": "now"{" " * (20_000 - 15)}}}'
+    assert len(padded) == 20_000
+    assert told(f"<tool_call>{padded}</tool_call>") == "noon"
+    assert told(call("add", a=10**39, b=0)) == str(10**39)
+
+
 def test_calls_are_read_as_they_are_written():
     text = 'a<tool_call>x</tool_call>b<tool_call>{"name": "f", "arguments": {"x": "<tool_call>"}}</tool_call>'
     first, second = calls(text, most=5)
@@ -400,6 +411,10 @@ def test_dotted_paths_become_targets_wherever_they_stand():
     assert config["environment"]["function"]["tools"] == listed
     assert config["rollout"]["environment"]["function"]["tools"] == listed
     assert trust.problems(config) == []
+    tools = {"_target_": "grpo_lightning.environment.tools.Tools", "tools": ["my_tools.add", {"_target_": "my.b"}]}
+    listed = [{"_target_": "my_tools.add", "_partial_": True}, {"_target_": "my.b"}]
+    assert with_targets({"a": [tools, {"tools": ["b.c"]}]}) == {"a": [tools | {"tools": listed}, {"tools": ["b.c"]}]}
+    assert tools["tools"][0] == "my_tools.add"  # what is given stays
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def _parameters(
 
 def _schema(function: Any, name: str, shown: list[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, Any]:
     """The schema that transformers makes of a function, without the parameters that the model does not see."""
-    from transformers.utils import get_json_schema  # needs torch; workers are handed what it returned
+    # It needs torch, and workers do not: they are handed what it returns.
+    from transformers.utils.chat_template_utils import get_json_schema
 
     def seen() -> None: ...
 
