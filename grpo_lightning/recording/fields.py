@@ -4,6 +4,7 @@ Numbers come from anywhere: sizes are counted before memory is taken for them.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 FORMAT = "grpo-lightning rollout 1"
@@ -85,13 +86,13 @@ def row_problem(row: Any, first: Mapping[str, Any]) -> str | None:
 
 def _turns_problem(row: Mapping[str, Any], length: int) -> str | None:
     """What is wrong with the turns of an episode; None if nothing is, and of a completion of one turn."""
-    told = [row.get(key) for key in ("turns", "replies", "spans")]
-    if told == [None, None, None]:
+    turns, replies, spans = row.get("turns"), row.get("replies"), row.get("spans")
+    if turns is replies is spans is None:
         return None
-    turns, replies, spans = told
-    for key, texts in (("turns", turns), ("replies", replies)):
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            return f"{key} are no texts"
+    if not isinstance(turns, list) or not all(isinstance(text, str) for text in turns):
+        return "turns are no texts"
+    if not isinstance(replies, list) or not all(isinstance(text, str) for text in replies):
+        return "replies are no texts"
     if not isinstance(spans, list) or len(spans) != len(turns) or len(turns) != len(replies) + 1:
         return "turns, replies and spans are not as many as belong together"
     places = [0]
@@ -99,7 +100,7 @@ def _turns_problem(row: Mapping[str, Any], length: int) -> str | None:
         if not isinstance(span, list) or len(span) != 2 or not all(_is_count(place, 0, length + 1) for place in span):
             return "spans are not pairs of a first token and an end"
         places += span
-    if places[1] != 0 or places[-1] != length or any(a >= b for a, b in zip(places[1:], places[2:], strict=False)):
+    if places[1] != 0 or places[-1] != length or any(first >= end for first, end in pairwise(places[1:])):
         return f"spans do not lie one behind another from 0 to {length}"
     return None
 

@@ -58,6 +58,8 @@ class Collector:
 
     reward: Mapping[str, Weighted]
     """Name -> function and weight."""
+    environment: Environment | None = None
+    """Whom the model talks to; None: completions have one turn."""
     advantage: Advantage
     outcome: str | None
     """The reward that says whether a completion is right, as in `Judge`."""
@@ -73,8 +75,6 @@ class Collector:
     max_new_tokens: int
     stop: Sequence[str]
     kv_cache_gib: float | None = None
-    environment: Environment | None = None
-    """Whom the model talks to; None: completions have one turn."""
     kl_penalty: float = 0.0
     """k1 to the reference, summed over the completion, is taken off the total reward times this."""
     group_filter: GroupFilter | None = None

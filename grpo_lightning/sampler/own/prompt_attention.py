@@ -107,3 +107,9 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         scores = scores + bias
     sums = scores.logsumexp(-1)
     return (scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value, sums
+
+
+def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
+    zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
+    return zeros.masked_fill(places, -torch.inf)[:, None, None]

@@ -18,7 +18,7 @@ from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.buffers import Buffers, Pair
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, attend
+from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding
 from grpo_lightning.transformer.attention import forward
 
 PREFILL_TOKENS = 16384
@@ -235,7 +235,7 @@ class SharedPromptCache:
         self._span, self._grouping = slice(first, end), grouping
         self.version += 1
         # Only prompts of different lengths need a mask.
-        self._bias = None if self._beyond is None else _excluding(self._beyond[self._span], self._own.dtype)
+        self._bias = None if self._beyond is None else excluding(self._beyond[self._span], self._own.dtype)
 
     def _capacity(self) -> int:
         """The most tokens that a slot ever has to hold."""
@@ -295,9 +295,3 @@ class SharedPromptCache:
             fraction = (prompt_sums - sums).sigmoid_().unsqueeze(-1).to(output.dtype)
             output = torch.lerp(output, from_prompt, fraction)
         return output.reshape(rows, 1, -1, width)  # [b, Hkv, R, D] -> [b, 1, Hq, D]
-
-
-def _excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
-    zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
-    return zeros.masked_fill(places, -torch.inf)[:, None, None]
