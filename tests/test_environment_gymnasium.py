@@ -12,7 +12,7 @@ from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from grpo_lightning.settings import ConfigError, check, trust
 from grpo_lightning.settings.built import check_built
-from tests.support import games
+from tests.support import gym_games as games
 from tests.support.composed import build, composed, settings
 
 TRUST = ["trusted=[tests,benchmarks]"]
@@ -182,7 +182,7 @@ def test_the_settings_make_it():
     environment = build(*words)("environment")
     assert environment.function(turns=["right"], seed=0)[0].startswith("  (Right)")
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
-    own += ["environment.function.make={_target_: tests.support.games.corridor, _partial_: true}"]
+    own += ["environment.function.make={_target_: tests.support.gym_games.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
     config = resolved(settings(*own), [*own, *TRUST])
     assert trust.problems(config) == []
