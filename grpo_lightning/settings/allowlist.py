@@ -14,6 +14,8 @@ OWN = (
     *("data.hub.gsm8k_row", "data.hub.has_answer", "data.jsonl.Inline", "data.taught.Demonstrations"),
     *("environment.Environment", "environment.Played"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
+    *("environment.gymnasium.Gymnasium", "environment.python.Python", "environment.retry.Retry"),
+    "environment.tools.Tools",
     *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
     *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
     *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
