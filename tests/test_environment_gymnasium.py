@@ -12,7 +12,7 @@ from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from grpo_lightning.settings import ConfigError, check, trust
 from grpo_lightning.settings.built import check_built
-from tests.support import gym_games as games
+from tests.support import corridors
 from tests.support.composed import build, composed, settings
 
 TRUST = ["trusted=[tests,benchmarks]"]
@@ -74,7 +74,7 @@ def test_numbers_are_the_actions_where_none_are_named():
 
 
 def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
-    environment = Gymnasium("Blackjack-v1", describe=games.lands, parse=games.hits)
+    environment = Gymnasium("Blackjack-v1", describe=corridors.lands, parse=corridors.hits)
     seen = environment.observed(3)
     assert seen.startswith("you have ")
     assert isinstance(environment(turns=["I stick"], seed=3), float)
@@ -85,7 +85,7 @@ def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
 
 
 def test_an_environment_of_ones_own():
-    environment = Gymnasium(make=games.corridor, kwargs={"length": 2}, actions={"back": 0, "on": 1})
+    environment = Gymnasium(make=corridors.corridor, kwargs={"length": 2}, actions={"back": 0, "on": 1})
     start = environment.observed(5)
     assert start in ("at 0", "at 1")
     place = int(start[-1])
@@ -123,7 +123,7 @@ def test_an_episode_in_this_process_and_in_a_worker():
     "given, words",
     [
         ({}, "id: expected the name of an environment, or null where make is given, got None"),
-        ({"id": "FrozenLake-v1", "make": games.corridor}, "id: expected the name .* got 'FrozenLake-v1'"),
+        ({"id": "FrozenLake-v1", "make": corridors.corridor}, "id: expected the name .* got 'FrozenLake-v1'"),
         ({"id": "Nowhere-v0"}, "id: expected an environment of gymnasium that .*, got 'Nowhere-v0'"),
         ({"id": "os:FrozenLake-v1"}, "id: expected an environment that comes with gymnasium, .*'os:FrozenLake-v1'"),
         ({"id": "GymV26Environment-v0"}, "id: expected an environment that comes with gymnasium"),
@@ -138,20 +138,26 @@ def test_an_episode_in_this_process_and_in_a_worker():
             "the seed decides, got 'FrozenLake-v1'",
         ),
         (
-            {"make": games.corridor, "kwargs": {"seeded": False}},
+            {"make": corridors.corridor, "kwargs": {"seeded": False}},
             "make: expected an environment whose beg",
         ),
         ({"id": "Blackjack-v1"}, "describe: expected a function of observation and info for Blackjack-v1"),
-        ({"id": "Blackjack-v1", "describe": games.numbers}, "describe: expected a function that returns a text, got 3"),
+        (
+            {"id": "Blackjack-v1", "describe": corridors.numbers},
+            "describe: expected a function that returns a text, got 3",
+        ),
         ({"id": "FrozenLake-v1", "actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
         ({"id": "FrozenLake-v1", "actions": {"a": True}}, "actions: expected actions of"),
         ({"id": "FrozenLake-v1", "actions": {"a": "b"}}, "actions: expected actions of"),
         ({"id": "FrozenLake-v1", "actions": {"up": 1, "UP": 2}}, "actions: expected different words .*, got up, UP"),
         ({"id": "FrozenLake-v1", "actions": []}, "actions: expected a mapping such as"),
-        ({"id": "FrozenLake-v1", "actions": WAYS, "parse": games.hits}, "parse: expected null where actions are given"),
+        (
+            {"id": "FrozenLake-v1", "actions": WAYS, "parse": corridors.hits},
+            "parse: expected null where actions are given",
+        ),
         ({"id": "FrozenLake-v1", "parse": "hits"}, "parse: expected a function"),
         (
-            {"id": "Pendulum-v1", "describe": games.lands},
+            {"id": "Pendulum-v1", "describe": corridors.lands},
             "actions: expected a mapping, or parse, .* Box",
         ),
     ],
@@ -182,7 +188,7 @@ def test_the_settings_make_it():
     environment = build(*words)("environment")
     assert environment.function(turns=["right"], seed=0)[0].startswith("  (Right)")
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
-    own += ["environment.function.make={_target_: tests.support.gym_games.corridor, _partial_: true}"]
+    own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
     config = resolved(settings(*own), [*own, *TRUST])
     assert trust.problems(config) == []
