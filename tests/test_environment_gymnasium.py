@@ -144,7 +144,7 @@ def test_an_episode_in_this_process_and_in_a_worker():
         ({"id": "Blackjack-v1"}, "describe: expected a function of observation and info for Blackjack-v1"),
         (
             {"id": "Blackjack-v1", "describe": corridors.numbers},
-            "describe: expected a function that returns a text, got 3",
+            "describe: expected a function that returns a text",
         ),
         ({"id": "FrozenLake-v1", "actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
         ({"id": "FrozenLake-v1", "actions": {"a": True}}, "actions: expected actions of"),
@@ -153,7 +153,7 @@ def test_an_episode_in_this_process_and_in_a_worker():
         ({"id": "FrozenLake-v1", "actions": []}, "actions: expected a mapping such as"),
         (
             {"id": "FrozenLake-v1", "actions": WAYS, "parse": corridors.hits},
-            "parse: expected null where actions are given",
+            "parse: expected null where actions are",
         ),
         ({"id": "FrozenLake-v1", "parse": "hits"}, "parse: expected a function"),
         (
