@@ -39,6 +39,11 @@ COMMON = (
 TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
 KINDS = {
     "grpo, 2 epochs": ("module.ppo_epochs=2", "module.minibatch_size=16"),
+    "episodes, 2 epochs": (
+        *("environment=custom", "environment.function._target_=tests.support.games.vowels", "environment.timeout=60"),
+        *("reward=[environment,custom]", "advantage=to_go"),
+        *("module.ppo_epochs=2", "module.minibatch_size=16"),
+    ),
     "ddp, 2 processes": ("trainer=ddp", *TWO),
     "fsdp, 2 processes": ("trainer=fsdp", *TWO),
 }

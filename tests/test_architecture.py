@@ -19,9 +19,10 @@ USED_BY = {
     "bitsandbytes": set(),
     "datasets": {"data"},
     "httpx2": {"reward"},
+    "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"composition"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
-    "jsonschema": {"reward"},
+    "jsonschema": {"environment/tools/schema.py", "reward"},
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
     "math_verify": {"reward"},
     "matplotlib": {"report"},
@@ -38,7 +39,7 @@ USED_BY = {
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
     "safetensors": {"sampler"},  # comes with transformers
-    "transformers": {"policy", "sampler", "transformer", "reward/model.py"},
+    "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
     "yaml": {"data", "report"},

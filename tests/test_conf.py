@@ -25,6 +25,8 @@ NEEDS = {
     ("reward", "model"): ["reward.model.function.path=some/model"],
     ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
     ("environment", "custom"): ["environment.function._target_=tests.support.environments.guess"],
+    ("environment", "gymnasium"): ["environment.function.id=FrozenLake-v1"],
+    ("environment", "tools"): ["environment.function.tools=[tests.support.toolbox.add]"],
     ("environment", "played"): ["environment.function.function._target_=tests.support.environments.countdown"],
     ("reward", "environment"): [
         "environment=custom",

@@ -1,15 +1,19 @@
 """The README and docs/ name all there is, point only at what exists, and the example in Python runs."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pydoc import locate
 
 import pytest
 
+from grpo_lightning.environment.tools import Tools
+from grpo_lightning.settings import check
 from grpo_lightning.settings.values import REWARD, RULES
-from tests.support.composed import CONF, ROOT
+from tests.support.composed import CONF, ROOT, composed
 from tests.support.running import small_run
 from tests.test_readme import FENCE, PAGES, README
 
@@ -113,3 +117,23 @@ def test_the_examples_of_the_page_on_python_run_as_printed(tmp_path):
     assert [len(lines) for lines in outputs[:4]] == [1, 0, 1, 2]
     assert 0.0 <= float(outputs[4][-1]) <= 1.0  # below Lightning's own progress
     assert float(outputs[2][0]) > 0.4  # of 8 of 32 tokens, a random policy draws a quarter
+
+
+def test_the_examples_of_ready_made_environments_run_as_printed(tmp_path, monkeypatch):
+    page = TEXT[ROOT / "docs" / "episodes.md"]
+    blocks = [block for language, block in FENCE.findall(page) if language == "python"]
+    (game,) = [block for block in blocks if "lake.jsonl" in block]
+    (tool,) = [block for block in blocks if "# my_tools.py" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(game, {})
+    rows = [json.loads(line) for line in (tmp_path / "lake.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == list(range(1000))
+    assert rows[3]["prompt"].startswith("Game 3. Walk from S to G")
+    assert "\n[S]FFF\n" in rows[3]["prompt"]
+    (line,) = [line for line in page.splitlines() if line.startswith("python train.py environment=gymnasium")]
+    check(composed(*shlex.split(line.replace("=FILE", "=lake.jsonl"))[2:]))
+    names: dict = {}
+    exec(tool, names)
+    told = Tools([names["weather"]])
+    (call,) = [block for _, block in FENCE.findall(page) if block.startswith("<tool_call>")]
+    assert told(turns=[call]) == '{"city": "Rome", "sun": true}'

@@ -268,6 +268,15 @@ def test_what_an_object_says_of_itself_is_read():
     assert told(episodes, 0, "a", "b") == ["more", None]
 
 
+@pytest.mark.parametrize("tools", [[environments.guess], "add", [{"type": "function", "function": {}}], 3])
+@provocation("an attribute `tools` that is none of schemas", "named on construction, before a chat template sees it")
+def test_tools_are_schemas(tools):
+    function = environments.Tool(2)
+    function.tools = tools
+    with pytest.raises(ValueError, match="tools: expected JSON schemas of functions"):
+        Environment(function, 4)
+
+
 def test_workers_of_environments_need_no_torch():
     code = "import sys, grpo_lightning.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,5 +1,9 @@
 """Environments as settings and as objects: what composes, what is refused, and what the policy is told."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -10,7 +14,7 @@ from grpo_lightning.policy.hf import load
 from grpo_lightning.settings import ConfigError, check
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import build, composed
+from tests.support.composed import ROOT, build, composed
 from tests.support.provocations import provocation
 from tests.test_settings import problems
 
@@ -61,45 +65,66 @@ def test_training_and_validation_have_the_same_environment():
     assert isinstance(played("environment").function, Played)
 
 
+def test_every_value_out_of_range_is_named():
+    assert problems(
+        *GUESS.split(),
+        "environment.max_turns=0",
+        "environment.timeout=0",
+        "environment.max_failed=2",
+        "environment.failed_score=nan",
+        "environment.max_reply=10",
+        "environment.role=system",
+        "+environment.max_turn=3",
+        "+environment.function.nmber=3",
+    ) == (
+        "environment.max_turns=0: allowed is an integer >= 1",
+        "environment.timeout=0: allowed is seconds > 0 or null",
+        "environment.max_failed=2: allowed is a fraction from 0 to 1",
+        "environment.failed_score=nan: allowed is a finite number or null",
+        "environment.max_reply=10: allowed is an integer >= 100",
+        "environment.role=system: allowed is one of user, tool or null",
+        "environment.max_turn: unknown; the nearest is max_turns; grpo_lightning.environment.Environment takes "
+        "function, max_turns, timeout, max_failed, failed_score, max_reply, role",
+        "environment.function.nmber: unknown; the nearest is number; tests.support.environments.guess takes "
+        "turns, number",
+    )
+
+
 @pytest.mark.parametrize(
-    "override, message",
+    "target, message",
     [
-        ("environment.max_turns=0", "environment.max_turns=0: allowed is an integer >= 1"),
-        ("environment.timeout=0", "environment.timeout=0: allowed is seconds > 0 or null"),
-        ("environment.max_failed=2", "environment.max_failed=2: allowed is a fraction from 0 to 1"),
-        ("environment.failed_score=nan", "environment.failed_score=nan: allowed is a finite number or null"),
-        ("environment.max_reply=10", "environment.max_reply=10: allowed is an integer >= 100"),
-        ("environment.role=system", "environment.role=system: allowed is one of user, tool or null"),
-        ("+environment.max_turn=3", "environment.max_turn: "),
-        ("+environment.function.nmber=3", "environment.function.nmber: "),
-        (
-            "environment.function._target_=tests.support.environments.guesss",
-            "environment.function._target_=tests.support.environments.guesss: not found",
-        ),
-        (
-            "environment.function._target_=os.system",
-            "environment.function._target_=os.system: allowed are parts of this package",
-        ),
-        (
-            "environment.function._target_=grpo_lightning.environment.call.generator",
-            "environment.function._target_=grpo_lightning.environment.call.generator: allowed are parts",
-        ),
-        (
-            "sampler=vllm_server sampler.directory=some/weights",
-            "sampler=vllm_server: allowed with an environment is sampler=own: engines take no part in episodes",
-        ),
-        ("rollout.over_sample=1.5", "rollout.over_sample=1.5: allowed with an environment is 1"),
-        (
-            "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",
-            "rollout.rescore=True: allowed with reward.environment is false: the environment is not asked again",
-        ),
-        ("advantage=process", "advantage=process: allowed with an environment is advantage=to_go"),
-        ("module=sft data=demonstrations", "module=sft: allowed is environment=none"),
+        ("tests.support.environments.guesss", "not found"),
+        ("os.system", "allowed are parts of this package"),
+        ("grpo_lightning.environment.call.generator", "allowed are parts of this package"),
     ],
 )
-def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
-    (found,) = problems(*GUESS.split(), *override.split())
-    assert message in found
+def test_only_what_may_be_trusted_is_called(target, message):
+    (found,) = problems("environment=custom", f"environment.function._target_={target}")
+    assert found.startswith(f"environment.function._target_={target}: {message}")
+
+
+@pytest.mark.parametrize(
+    "override, messages",
+    [
+        (
+            "sampler=vllm_server sampler.directory=some/weights advantage=process rollout.over_sample=1.5",
+            [
+                "sampler=vllm_server: allowed with an environment is sampler=own: engines take no part in episodes",
+                "rollout.over_sample=1.5: allowed with an environment is 1",
+                "advantage=process: allowed with an environment is advantage=to_go",
+            ],
+        ),
+        (
+            "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",
+            ["rollout.rescore=True: allowed with reward.environment is false: the environment is not asked again"],
+        ),
+        ("module=sft data=demonstrations", ["module=sft: allowed is environment=none"]),
+    ],
+)
+def test_what_does_not_go_with_an_environment_is_refused(override, messages):
+    found = problems(*GUESS.split(), *override.split())
+    for message in messages:
+        assert any(one.startswith(message) for one in found), found
 
 
 def test_engines_are_named():
@@ -107,11 +132,12 @@ def test_engines_are_named():
     assert any(one.startswith("sampler=vllm: allowed with an environment is sampler=own") for one in found)
 
 
-@pytest.mark.parametrize("override", ["advantage=centered", "rollout=dynamic_sampling", "mode=export"])
+@pytest.mark.parametrize("override", ["rollout=dynamic_sampling", "mode=export"])
 def test_what_is_right_passes(override):
     check(composed(*GUESS.split(), override))
 
 
+@pytest.mark.slow
 def test_a_function_becomes_an_environment():
     run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
     one = run.module.rollout.environment
@@ -124,6 +150,7 @@ def test_a_function_becomes_an_environment():
     assert isinstance(played.module.rollout.environment.function, Played)
 
 
+@pytest.mark.slow
 def test_an_object_or_none_takes_the_place_of_settings():
     given = Environment(environments.guess, 5, timeout=2.0)
     run = grpo.compose(*SMALL, environment=given, reward=letters, data=ROWS)
@@ -153,6 +180,7 @@ def test_a_missing_column_is_an_early_error(monkeypatch):
         _ = run.data
 
 
+@pytest.mark.slow
 def test_rewards_are_told_of_episodes():
     def of_turns(completions, turns, replies, turn_scores):
         return [0.0] * len(completions)
@@ -239,3 +267,55 @@ def test_a_policy_that_is_an_object_has_to_show_the_tools_itself(shown):
         _ = with_tools(shown, policy=load(str(shown), **options)).module
     own = load(str(shown), **options, template_kwargs={"tools": list(environments.Tool.tools)})
     assert with_tools(shown, policy=own).module.policy is own
+
+
+GAME = """
+import os, time
+
+def game(turns, number, rng):
+    luck = rng.random()
+    if luck < 0.1:
+        time.sleep(600)
+    if luck < 0.3:
+        os._exit(3)
+    return "on" if len(turns) < 2 else float(len(turns[-1]) > number)
+"""
+
+
+@pytest.mark.slow
+@provocation("a run whose environment hangs or crashes now and then", "they are counted and left out")
+def test_a_run_outlives_the_failures_of_its_environment(tmp_path):
+    (tmp_path / "my_game.py").write_text(GAME)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    own = ("data=jsonl", "data.path=rows.jsonl", "reward=[environment]", "policy=scratch")
+    words = [*SMALL, *own, "environment=custom", "environment.function._target_=my_game.game"]
+    limits = ["environment.timeout=0.3", "rollout.max_new_tokens=24", "rollout.stop=[a,e,i,o,u]"]
+
+    def run(most):
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *words,
+            *limits,
+            f"environment.max_failed={most}",
+            f"hydra.run.dir=run{most}",
+        ]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    done = run(1.0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run1.0" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert 0 < summary["metrics"]["episode/failed"] < 1
+    assert "environment my_game.game failed in" in (tmp_path / "run1.0" / "train.log").read_text()
+    refused = run(0.0)
+    assert refused.returncode == 1
+    assert "environment my_game.game failed in" in refused.stderr
+    assert "environment.max_failed=0" in refused.stderr

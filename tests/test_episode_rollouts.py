@@ -18,6 +18,7 @@ from grpo_lightning.reward.environment import of_environment
 from grpo_lightning.rollout.collector import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
+from tests.support import games
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
 from tests.test_static_sampling import PLAIN, PROMPTS, opened
@@ -151,6 +152,28 @@ def test_episodes_in_which_the_environment_fails_are_left_out(policy, caplog):
     assert scored.scored.rewards["environment"][rows].tolist() == [-1.0] * len(rows)
     with pytest.raises(EpisodeError, match=r"failed in \d of 9 episodes .*max_failed=0.05.*first on row \d, exception"):
         collected(policy, failing, max_failed=0.05)
+
+
+@pytest.mark.slow
+def test_every_fault_of_a_worker_costs_its_episode_only(policy):
+    """Hanging, leaving, being killed, raising and lying, each in the second turn of its rows."""
+    prompts = Prompts(
+        tuple(f"{word} {number} =" for number in range(5) for word in ("12 +", "34 +")), {"answer": ("?",) * 10}
+    )
+    settings = {"max_turns": 3, "timeout": 2.0, "max_failed": 1.0}
+    found = {}
+    for function in (games.again, games.unwell):
+        judge = Judge({"environment": Weighted(of_environment, 1.0)}, None, 1.0, Environment(function, **settings))
+        found[function], metrics = judge.score(
+            policy, prompts, group_size=4, sampling=SAMPLING, context=StepContext(seed=5)
+        )
+    well, unwell = found[games.again], found[games.unwell]
+    failed = unwell.rewards["total"].isnan()
+    assert 5 < int(failed.sum()) < 30
+    assert metrics["episode/failed"] == pytest.approx(float(failed.float().mean()))
+    for row, has_failed in enumerate(failed.tolist()):
+        own, other = unwell.sampled.turns[row], well.sampled.turns[row]
+        assert own == (other[:2] if has_failed else other)
 
 
 def test_an_episode_that_the_environment_does_not_end_is_not_finished(policy):

@@ -11,7 +11,7 @@ from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.batch.turns import spans
 from grpo_lightning.policy import tokenization
 from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.sampler.own import shared_prompt_cache
+from grpo_lightning.sampler.own import shared_prompt_cache, talking
 from grpo_lightning.sampler.own.decode import decode
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, Played, chatty, played_alone
@@ -72,6 +72,33 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
                     patch.setattr(shared_prompt_cache, "COPIED", copied)
                     patch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
                     assert_equal(sampled(policy, options=options, waits=waits), expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
+def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
+    def talkative(turns):
+        return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)
+
+    options = OPTIONS[kind] | {"max_new_tokens": 120}
+    sampling = Sampling(**PLAIN | options)
+    expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
+    extended = []
+    own = shared_prompt_cache.SharedPromptCache.extend
+    monkeypatch.setattr(talking, "READ_TOGETHER", 12)
+    for copied in (0, 1 << 20):
+        for pace in ({"look_every": 1}, {"look_every": 16}, {"at_once": 4, "look_every": 5}):
+            with monkeypatch.context() as patch:
+                patch.setattr(shared_prompt_cache, "COPIED", copied)
+                patch.setattr(
+                    shared_prompt_cache.SharedPromptCache,
+                    "extend",
+                    lambda self, places, *more: extended.append(len(places)) or own(self, places, *more),
+                )
+                patch.setattr(tokenization, "decode", lambda *args, pace=pace, **given: decode(*args, **given | pace))
+                assert_equal(sampled(policy, talkative, options=options), expected)
+    lengths = [len(policy.reply_ids(reply, after=None)) for one in expected for reply in one.replies]
+    assert sum(extended) == 6 * sum(length > 12 for length in lengths) > 30
+    assert min(lengths) <= 12
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])

@@ -36,6 +36,16 @@ def explained(override: str) -> str:
             (NEAREST, "algoritm=dapo", "algoritm=dapo: unknown; the nearest is algorithm=dapo, a part"),
             (NEAREST, "rollout.groupsize=3", "rollout.groupsize=3: unknown; the nearest is rollout.group_size=3"),
             (NEAREST, "reward.accuracy.wieght=2", "unknown; the nearest is reward.accuracy.weight=2"),
+            (
+                "the choices that have it",
+                "environment.max_turns=3",
+                "environment.max_turns=3: allowed with environment=",
+            ),
+            (
+                "the choices that have it",
+                "sampler.url=http://x",
+                "sampler.url=http://x: allowed with sampler=vllm_server, which is not chosen",
+            ),
             (NEAREST, "lr=3e-5", "lr=3e-5: unknown; the nearest is optimizer.lr=3e-5"),
             (NEAREST, "~stepss", "~stepss: there is no such setting; the nearest is ~steps"),
             (NEAREST, "hydra.run.dri=x", "hydra.run.dri=x: unknown; the nearest is hydra.run.dir=x"),

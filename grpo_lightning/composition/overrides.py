@@ -31,6 +31,7 @@ from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.functions import with_targets
 from grpo_lightning.settings.given import ungiven
 from grpo_lightning.settings.suggestions import explain
 
@@ -156,7 +157,7 @@ def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]
         ConfigError: A setting has no value, refers to one that is not there, or trusts code that the user does not.
     """
     try:
-        config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        config: Any = with_targets(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)

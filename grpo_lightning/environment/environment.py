@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.allowed import REPLY_ROLES, Rule, integer, number, problems
+from grpo_lightning.environment.answer import shown
 from grpo_lightning.environment.call import attribute, name_of
 from grpo_lightning.environment.episodes import Episodes
 from grpo_lightning.environment.played import is_generator
@@ -78,6 +79,11 @@ class Environment:
             )
         if wrong := problems(RULES, {**vars(self), "role": self.reply_role}):
             raise ValueError("; ".join(wrong))
+        if self.tools is not None and not _are_schemas(self.tools):
+            raise ValueError(
+                f"tools: expected JSON schemas of functions, such as {{'type': 'function', 'function': {{'name': …}}}} "
+                f"as attribute of {self.name}, got {shown(self.tools)}"
+            )
 
     @property
     def name(self) -> str:
@@ -92,7 +98,8 @@ class Environment:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:
         """JSON schemas of the tools that the chat template shows in the prompt; None: there are none."""
-        return attribute(self.function, "tools")
+        tools: Sequence[Mapping[str, Any]] | None = attribute(self.function, "tools")
+        return tools
 
     def episodes(
         self,
@@ -114,3 +121,10 @@ class Environment:
             EpisodeError: What `check_columns` finds, or arguments of unequal length.
         """
         return Episodes(self, prompts, columns, seeds, poll)
+
+
+def _are_schemas(tools: Any) -> bool:
+    if not isinstance(tools, list | tuple):
+        return False
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in tools]
+    return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)

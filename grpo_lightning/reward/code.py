@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lightning.reward.text import answer_text, tag
+from grpo_lightning.reward.text import FENCE, answer_text, fenced_blocks, tag
 from grpo_lightning.sandbox.client import run
 from grpo_lightning.sandbox.limits import Limits, Outcome
 
 _LONGEST = 100_000  # characters of a program
-_FENCE = "```"
 _LANGUAGES = ("", "py", "python", "python3")
 _TOLERANCE = 1e-9  # of numbers with a fraction, as they come from sums in another order
 _DEEPEST = 100  # lists and mappings in one another, of a result
@@ -97,27 +96,11 @@ def program(completion: str) -> str | None:
         completion: What the model wrote.
     """
     answer = answer_text(completion)
-    found = _last_block(answer)
-    if found is None and _FENCE not in answer and tag(completion, "answer"):
+    blocks = fenced_blocks(answer, _LANGUAGES)
+    found = blocks[-1] if blocks else None
+    if found is None and FENCE not in answer and tag(completion, "answer"):
         found = answer
     return found if found is not None and found.strip() and len(found) <= _LONGEST else None
-
-
-def _last_block(text: str) -> str | None:
-    """The lines of the last complete fenced block of Python."""
-    found: str | None = None
-    lines: list[str] | None = None
-    is_python = False
-    for line in text.split("\n"):
-        mark = line.strip()
-        if lines is None and mark.startswith(_FENCE):
-            lines, is_python = [], mark[len(_FENCE) :].strip().lower() in _LANGUAGES
-        elif lines is not None and mark == _FENCE:
-            found = "\n".join(lines) + "\n" if is_python else found
-            lines = None
-        elif lines is not None:
-            lines.append(line)
-    return found
 
 
 def _cases(given: Any) -> list[Case]:

@@ -1,5 +1,10 @@
 """Reading the model's text. It is untrusted: only `str.find` and its kin, whose time grows linearly with the text."""
 
+from collections.abc import Collection
+
+FENCE = "```"
+"""Begins and ends a block of code."""
+
 
 def tag(text: str, name: str) -> str | None:
     """The stripped content of the last complete ``<name>…</name>``, or None if there is none.
@@ -25,12 +30,37 @@ def answer_text(completion: str) -> str:
     cut off by the length limit: a number that the model was still thinking about is no answer.
     """
     answer = tag(completion, "answer")
-    if answer is not None:
-        return answer
+    return without_thoughts(completion) if answer is None else answer
+
+
+def without_thoughts(text: str) -> str:
+    """All but the thoughts of a text, stripped, see `answer_text`."""
     kept, position = [], 0
     while position >= 0:
-        start = completion.find("<think>", position)
-        kept.append(completion[position:start] if start >= 0 else completion[position:])
-        end = completion.find("</think>", start) if start >= 0 else -1
+        start = text.find("<think>", position)
+        kept.append(text[position:start] if start >= 0 else text[position:])
+        end = text.find("</think>", start) if start >= 0 else -1
         position = end + len("</think>") if end >= 0 else -1
     return "".join(kept).rpartition("</think>")[2].strip()
+
+
+def fenced_blocks(text: str, languages: Collection[str]) -> list[str]:
+    """The contents of the complete blocks between fences of some languages, in their order.
+
+    Args:
+        text: What the model wrote.
+        languages: Words behind the opening fence, in lower case; the empty one is that of a fence without.
+    """
+    found: list[str] = []
+    lines: list[str] | None = None
+    is_one = False
+    for line in text.split("\n"):
+        mark = line.strip()
+        if lines is None and mark.startswith(FENCE):
+            lines, is_one = [], mark[len(FENCE) :].strip().lower() in languages
+        elif lines is not None and mark == FENCE:
+            found += ["\n".join(lines) + "\n"] if is_one else []
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Sampled, Sampling, Scored
-from grpo_lightning.environment import Environment
+from grpo_lightning.environment import Environment, Episodes
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
 from grpo_lightning.rollout import episodes
@@ -79,7 +79,7 @@ class Judge:
         talk = self._episodes(own, group_size, first_prompt + portion.start, context)
         # What happened in episodes is known only when they are over.
         scoring = self._scoring(own, group_size, context) if talk is None else None
-        talking = {} if talk is None else {"partner": talk}
+        talking: dict[str, Any] = {} if talk is None else {"partner": talk}
 
         def sample() -> Sampled:
             with clock("rollout"):
@@ -135,9 +135,7 @@ class Judge:
 
         return _joined(ranks.together(judged, waiting=context.clock("wait")), sampled.mask.device)
 
-    def _episodes(
-        self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext
-    ) -> "episodes.Episodes | None":
+    def _episodes(self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext) -> Episodes | None:
         """Those that begin with this rollout; None where the model talks to nobody."""
         if self.environment is None:
             return None
@@ -166,7 +164,7 @@ class Judge:
         prompts: Prompts,
         sampled: Sampled,
         scoring: Scoring | None,
-        talk: "episodes.Episodes | None",
+        talk: Episodes | None,
         context: StepContext,
     ) -> tuple[Scored, dict[str, float]]:
         with context.clock("reward"):
@@ -202,7 +200,7 @@ class Judge:
         scores: Mapping[str, Sequence[Score]],
         ids: Sequence[Sequence[int]],
         sampled: Sampled,
-        talk: "episodes.Episodes | None",
+        talk: Episodes | None,
     ) -> Tensor:
         """[B, T] weighted scores at the token where each step ends, NaN elsewhere."""
         steps = torch.full(tuple(sampled.mask.shape), torch.nan)

@@ -16,6 +16,8 @@ OWN = (
     *("environment.Environment", "environment.Played"),
     *("distributed.strategies.FullyShardedStrategy", "distributed.strategies.ReplicatedStrategy"),
     *("environment.calculator.calculator", "environment.guess.guess"),
+    *("environment.gymnasium.Gymnasium", "environment.python.Python", "environment.retry.Retry"),
+    "environment.tools.Tools",
     *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
     *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
     *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),

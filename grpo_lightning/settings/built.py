@@ -15,8 +15,8 @@ from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.targets import target_problems
 from grpo_lightning.settings.walk import each_target
 
-_SANDBOXED = ("grpo_lightning.reward.code.code",)
-"""Functions that run programs in the sandbox."""
+_SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
+"""What runs programs in the sandbox."""
 
 
 def check_built(config: Mapping[str, Any]) -> None:

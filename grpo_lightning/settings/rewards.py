@@ -1,4 +1,4 @@
-"""Rewards of this project are called once without completions: they refuse what they cannot work with."""
+"""Rewards of this project are called once without completions, and environments made: they refuse what is of no use."""
 
 import inspect
 import os
@@ -9,26 +9,28 @@ from typing import Any
 from grpo_lightning.output.terminal import printable
 
 TRIED = {
-    f"grpo_lightning.reward.{name}"
+    f"grpo_lightning.{name}"
     for name in (
-        "pattern.pattern",
-        "pattern.keyword",
-        "json_schema.json_schema",
-        "length.length",
-        "length.repetition",
-        "format.reasoning_steps",
-        "countdown.countdown",
-        "code.code",
-        "judge.ChatJudge",
+        "reward.pattern.pattern",
+        "reward.pattern.keyword",
+        "reward.json_schema.json_schema",
+        "reward.length.length",
+        "reward.length.repetition",
+        "reward.format.reasoning_steps",
+        "reward.countdown.countdown",
+        "reward.code.code",
+        "reward.judge.ChatJudge",
+        "environment.gymnasium.Gymnasium",
+        "environment.python.Python",
     )
 }
-"""What needs no heavy library and reads its settings before any completion: functions, and a class."""
+"""What needs no heavy library and reads its settings before any completion: functions, and classes."""
 
 JUDGE = "grpo_lightning.reward.judge.ChatJudge"
 
 
 def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
-    """What a reward function refuses of its own settings.
+    """What a reward function or an environment refuses of its own settings.
 
     Args:
         node: Settings with a ``_target_``.

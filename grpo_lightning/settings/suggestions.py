@@ -18,6 +18,7 @@ _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
+_INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
 _NOT_BY_ITSELF = {"base", "taught"}
 """Files of conf/ that others inherit from."""
@@ -113,9 +114,26 @@ def _unknown(error: Exception, key: str, conf: Path, keys: Collection[str]) -> s
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
     if not set("./") & set(key) and not translated(key) and (group := nearest(key, groups, cutoff=0.7)):
         return f"{said}: unknown; the nearest is {group}={value or 'NAME'}, a part"
+    if having := _having(key, conf):
+        return f"{said}: allowed with {' or '.join(having)}, which is not chosen"
     return unknown_key(key, value, [*keys, *_OF_HYDRA]) or (
         f"{said}: unknown; allowed are the keys that `python train.py --cfg job` prints, and +{said} for a new one"
     )
+
+
+def _having(key: str, conf: Path) -> list[str]:
+    """The choices of a key's part that have such a setting, as ``PART=NAME``; without those for objects of programs."""
+    part = key.split(".")[0]
+    names = [name for name in choices(conf, part) if name != "live"]
+    return [f"{part}={name}" for name in names if key in _inherited(conf / part / f"{name}.yaml")]
+
+
+def _inherited(path: Path) -> frozenset[str]:
+    """The dotted keys that a file has, those of others of its folder that it inherits from included."""
+    listed = _INHERITED.search(path.read_text(encoding="utf-8"))
+    names = [one.strip() for one in listed[1].split(",")] if listed else []
+    above = [path.with_name(f"{name}.yaml") for name in names]
+    return frozenset(_keys_of(path)).union(*(_inherited(one) for one in above if one.exists() and one != path))
 
 
 def _not_there(key: str, keys: Collection[str]) -> str:
@@ -161,18 +179,25 @@ def known_keys(conf: Path) -> frozenset[str]:
     """The dotted keys that the settings' files have, whichever of them are chosen."""
     found: set[str] = set()
     for path in conf.rglob("*.yaml"):
-        text = path.read_text(encoding="utf-8")
-        package = [] if "@package _global_" in text or path.parent == conf else [path.parent.name]
-        above: list[tuple[int, str]] = []
-        for line in text.splitlines():
-            match = _LINE.match(line)
-            if not match or line.lstrip().startswith(("#", "-")):
-                continue
-            indent, name, rest = len(match[1]), match[2], match[3].split(" #")[0].strip()
-            above = [(deep, one) for deep, one in above if deep < indent]
-            key = ".".join([*package, *(one for _, one in above), name])
-            is_setting = not name.startswith("_") and not key.startswith("hydra") and "defaults" not in key.split(".")
-            if is_setting and rest:
-                found.add(key)
-            above.append((indent, name))
+        found |= _keys_of(path, is_part=path.parent != conf)
     return frozenset(found)
+
+
+def _keys_of(path: Path, *, is_part: bool = True) -> set[str]:
+    """The dotted keys that one file has."""
+    found: set[str] = set()
+    text = path.read_text(encoding="utf-8")
+    package = [path.parent.name] if is_part and "@package _global_" not in text else []
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if not match or line.lstrip().startswith(("#", "-")):
+            continue
+        indent, name, rest = len(match[1]), match[2], match[3].split(" #")[0].strip()
+        above = [(deep, one) for deep, one in above if deep < indent]
+        key = ".".join([*package, *(one for _, one in above), name])
+        is_setting = not name.startswith("_") and not key.startswith("hydra") and "defaults" not in key.split(".")
+        if is_setting and rest:
+            found.add(key)
+        above.append((indent, name))
+    return found

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.recording import files
+from grpo_lightning.settings.functions import with_targets
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -40,7 +41,7 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
 
 def composed(*overrides: str) -> dict[str, Any]:
     """The same, resolved, as the package sees it."""
-    config: Any = OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True)
+    config: Any = with_targets(OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True))
     config["trainer"]["precision"] = config["trainer"]["precision"] or natural_precision(config["trainer"])
     return config
 

@@ -51,6 +51,12 @@ class Buffers:
             self._layers[layer] = with_room(key, old, tokens, capacity), with_room(value, old, tokens, capacity)
         return True
 
+    def write(self, row: int, first: int, pairs: Mapping[int, Pair]) -> None:
+        """Put keys and values [Hkv, n, D] of a completion into its places from ``first`` on, by layer."""
+        for layer, pair in pairs.items():
+            for buffer, values in zip(self._layers[layer], pair, strict=True):
+                buffer[row, :, first : first + values.shape[1]] = values
+
     def keep(self, rows: Tensor, tokens: int) -> None:
         """Drop all completions but these, in rising order, of which ``tokens`` tokens are worth keeping."""
         # They move to the front of the room that there is: no more of it is made, none is given back until it grows.

@@ -19,6 +19,8 @@ class Cache(Protocol):
     """Whether an ended completion can be replaced while others go on."""
     is_static: bool
     """Whether ``step`` makes the same operations, on tensors in the same places, as long as ``version`` is the same."""
+    extends: bool
+    """Whether ``extend`` can be called."""
     version: int
     """Another number whenever ``step`` would use other tensors or shapes than it did."""
 
@@ -36,6 +38,10 @@ class Cache(Protocol):
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token [b] to every completion; returns the logits [b, V] of the next one."""
+        ...
+
+    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Read all tokens [n] of the completions in some slots together; returns the logits [n, V] of the next ones."""
         ...
 
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -59,7 +65,7 @@ class PlainCache:
         pad_id: The token id that stands before shorter prompts.
     """
 
-    refills = is_static = False
+    refills = is_static = extends = False
     version = 0
 
     def __init__(
@@ -104,6 +110,9 @@ class PlainCache:
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
         raise NotImplementedError("its completions are held until all of them are over")
 
+    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        raise NotImplementedError("it takes one token after another")
+
     def reserve(self, tokens: int) -> None:
         """Nothing: the model's cache grows by itself."""
 
@@ -144,7 +153,7 @@ class RecomputedCache:
         device: The device of the model.
     """
 
-    refills = is_static = False
+    refills = is_static = extends = False
     version = 0
 
     def __init__(
@@ -173,6 +182,9 @@ class RecomputedCache:
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
         raise NotImplementedError("its completions are held until all of them are over")
+
+    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        raise NotImplementedError("it takes one token after another")
 
     def reserve(self, tokens: int) -> None:
         """Widen the rows."""

@@ -16,6 +16,7 @@ from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.replay import Replay
 from grpo_lightning.sampler.own.slots import Slots
+from grpo_lightning.sampler.own.talking import TalkingSlots
 from grpo_lightning.sampler.own.turns import StopTest, Talk
 
 Poll = Callable[[], None]
@@ -104,15 +105,8 @@ def decode(
     on_cpu = uniforms.device.type == "cpu"
     look_every = look_every or (1 if on_cpu else LOOK_EVERY)
     # A completion draws once when it takes its slot, which may be between two looks.
-    slots = Slots(
-        cache,
-        uniforms,
-        sampling=sampling,
-        end_ids=end_ids,
-        draws=look_every + 1,
-        begun=begun,
-        talks=talk is not None,
-    )
+    kind = TalkingSlots if talk else Slots
+    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1, begun=begun)
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
     compact = 1.0 if (begun or talk) and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
     replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
@@ -122,8 +116,8 @@ def decode(
     has_enough = enough is not None and enough(slots.over)
     while True:
         over = slots.look(stops)
-        if talk:
-            over += _answered(slots, talk, can_wait=bool(waiting and cache.refills and slots.free))
+        if talk and isinstance(slots, TalkingSlots):
+            over += slots.answer(talk, can_wait=bool(waiting and cache.refills and slots.free))
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
         if enough and over:
@@ -165,25 +159,3 @@ def decode(
         finished=torch.tensor(slots.finished, device=uniforms.device),
         kept=slots.kept(),
     )
-
-
-def _answered(slots: Slots, talk: Talk, *, can_wait: bool) -> list[int]:
-    """Tell what has been said since the last look, and let completions that have a reply go on.
-
-    Args:
-        slots: The completions.
-        talk: Replies to them.
-        can_wait: Whether others can begin before there are replies.
-
-    Returns:
-        The completions that are over.
-    """
-    over: list[int] = []
-    for row in sorted(slots.asking - slots.told):
-        slots.told.add(row)
-        talk.said(row, slots.turn(row))
-    if slots.asking and not (talk.waits and (slots.running or can_wait)):
-        replies = {row: talk.reply(row) for row in sorted(slots.asking)}
-        slots.told.clear()
-        over = slots.reply(replies)
-    return over

@@ -113,3 +113,20 @@ def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
     """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
     zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
     return zeros.masked_fill(places, -torch.inf)[:, None, None]
+
+
+def unseen(lengths: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What keeps every completion from what it must not see of its keys, as what is added to attention scores.
+
+    Args:
+        lengths: [b] the tokens of each before the one that looks.
+        width: How many keys there are, C.
+        window: How many tokens back it may look, itself included; None: all the way.
+        dtype: Of the result, [b, 1, 1, C].
+    """
+    places, now = torch.arange(width, device=lengths.device), lengths.unsqueeze(-1)
+    hidden = places > now
+    if window is not None:
+        hidden = hidden | (places <= now - window)
+    zeros = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)
+    return zeros.masked_fill(hidden, -torch.inf)[:, None, None]

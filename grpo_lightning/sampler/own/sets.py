@@ -79,8 +79,13 @@ class Sets:
         self._known.append(((first.unsqueeze(-1) + turn)[is_new], kept))
         self.num_recent.zero_()
 
-    def kept(self, lengths: Sequence[int]) -> Kept | None:
-        """The sets [N, longest] of all completions, whose numbers of tokens are given; None if there are none."""
+    def kept(self, lengths: Sequence[int], given: Tensor | None = None) -> Kept | None:
+        """The sets [N, longest] of all completions; None if there are none.
+
+        Args:
+            lengths: [N] their numbers of tokens.
+            given: [N, T] the tokens that were not drawn, which have no sets, elsewhere -1; None: there are none.
+        """
         if not self._known:
             return None
         numbers = torch.cat([part for part, _ in self._known])  # [n]
@@ -88,7 +93,10 @@ class Sets:
         rows, places = numbers // self._length, numbers % self._length
         ends = torch.tensor(lengths, device=numbers.device)
         # Behind a stop string there may be tokens that do not belong to the completion.
-        belongs = (places < ends[rows]).nonzero().flatten()
+        belongs = places < ends[rows]
+        if given is not None:
+            belongs &= given.flatten()[numbers] < 0
+        belongs = belongs.nonzero().flatten()
         order = belongs[numbers[belongs].argsort(stable=True)]
         # Where a reply took the places of such tokens, the last that came counts.
         is_last = torch.ones_like(order, dtype=torch.bool)

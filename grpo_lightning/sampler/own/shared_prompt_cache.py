@@ -9,6 +9,7 @@ query heads that read one key head, D the size of a head; H that of a hidden sta
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.buffers import Buffers, Pair
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding
+from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding, unseen
 from grpo_lightning.transformer.attention import forward
 
 PREFILL_TOKENS = 16384
@@ -66,10 +67,11 @@ class SharedPromptCache:
         ranks: Ranks = ALONE,
     ) -> None:
         self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
-        self._longest, self._begun, self._flat, self._windows, self._ranks = longest, begun, flat, windows, ranks
+        self._longest, self._begun, self._flat, self._windows = longest, begun, flat, windows
+        self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS, ranks=ranks)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
-        self.version, self.is_static = 0, is_static
+        self.version, self.is_static, self.extends = 0, is_static, not ranks.lockstep
         self._to_come = len(prompts) * group_size
         """Completions that have not been held yet."""
         self._read: Read | None = None
@@ -104,14 +106,7 @@ class SharedPromptCache:
 
     def open(self, rows: Sequence[int]) -> Tensor:
         if self._read is None:
-            self._read = read_prompts(
-                self._decoder,
-                self._prompts,
-                begun=self._begun,
-                group_size=self._group_size,
-                tokens=PREFILL_TOKENS,
-                ranks=self._ranks,
-            )
+            self._read = self._reads(self._prompts, begun=self._begun, group_size=self._group_size)
         size = len(rows)
         self._refilled = self._to_come > size
         self._group_of, self._held, self._firsts = ([0] * size for _ in range(3))
@@ -138,15 +133,14 @@ class SharedPromptCache:
             self._firsts[slot], self._held[slot] = first, first + len(self._begun.get(row, ()))
         self._grow(max(*self._held, 0 if self._shared else max(read.lengths)))
         places, prompts = (torch.tensor(numbers, device=self._device) for numbers in (list(slots), groups))
-        for layer, pair in read.keys.items():
-            for number, (buffer, prompt) in enumerate(zip(self._own[layer], pair, strict=True)):
-                if not self._shared:  # [P, Hkv, S, D] -> [n, Hkv, S, D]
-                    buffer[places, :, : prompt.shape[2]] = prompt[prompts]
-                for slot, row, first in zip(slots, rows, firsts, strict=True):
-                    if row in read.begun:
-                        past = read.begun[row][1][layer][number]  # [Hkv, n, D]
-                        buffer[slot, :, first : first + past.shape[1]] = past
-        self._lengths[places] = torch.tensor([self._held[slot] for slot in slots], device=self._device)
+        if not self._shared:
+            for layer, pair in read.keys.items():
+                for buffer, prompt in zip(self._own[layer], pair, strict=True):
+                    buffer[places, :, : prompt.shape[2]] = prompt[prompts]  # [P, Hkv, S, D] -> [n, Hkv, S, D]
+        for slot, row, first in zip(slots, rows, firsts, strict=True):
+            if row in read.begun:
+                self._own.write(slot, first, read.begun[row][1])
+        self._note(slots)
         lengths = torch.tensor(read.lengths, device=self._device)
         self._before[places] = lengths[prompts] if self._shared else torch.zeros_like(prompts)
         # The head is applied once per prompt: a group's first tokens are all drawn from the same distribution.
@@ -175,11 +169,28 @@ class SharedPromptCache:
             self.version += 1
         self._held = [min(held + tokens, limit - 1) for held in self._held]
 
+    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        prompts = [self._prompts[row // self._group_size] for row in rows]
+        begun = dict(enumerate(tokens))
+        read = self._reads(prompts, begun=begun, group_size=1)
+        for slot, own in zip(slots, tokens, strict=True):
+            self._held[slot] = self._firsts[slot] + len(own)
+        self._grow(max(self._held))
+        for number, slot in enumerate(slots):
+            self._own.write(slot, self._firsts[slot], read.begun[number][1])
+        self._note(slots)
+        logits: Tensor = self._head(torch.stack([read.begun[number][0] for number in range(len(slots))]))
+        return logits
+
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         for slot, kept in zip(slots, tokens, strict=True):
             self._held[slot] = self._firsts[slot] + kept
-        places = torch.tensor(slots, device=self._device)
-        self._lengths[places] = torch.tensor([self._held[slot] for slot in slots], device=self._device)
+        self._note(slots)
+
+    def _note(self, slots: Sequence[int]) -> None:
+        """Tell the device how many tokens some slots hold."""
+        places, held = (torch.tensor(v, device=self._device) for v in (list(slots), [self._held[s] for s in slots]))
+        self._lengths[places] = held
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._device)
@@ -249,7 +260,10 @@ class SharedPromptCache:
 
     def step(self, tokens: Tensor) -> Tensor:
         if self._even is None:
-            self._masks = {window: self._mask(window) for window in {None, *self._windows.values()}}
+            self._masks = {
+                window: unseen(self._lengths, self._width, window, self._own.dtype)
+                for window in {None, *self._windows.values()}
+            }
         positions = self._before + self._lengths
         if self._flat:
             hidden = self._flat(tokens, positions, self)
@@ -260,17 +274,6 @@ class SharedPromptCache:
         self._lengths.add_(1).clamp_(max=self._capacity() - 1)
         logits: Tensor = self._head(hidden)
         return logits
-
-    def _mask(self, window: int | None) -> Tensor:
-        """What keeps every completion from what it must not see in its buffer, [b, 1, 1, C]."""
-        places, now = torch.arange(self._width, device=self._device), self._lengths.unsqueeze(-1)
-        hidden = places > now
-        if window is not None:
-            hidden = hidden | (places <= now - window)
-        dtype = self._own.dtype
-        return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill(hidden, -torch.inf)[
-            :, None, None
-        ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         rows, heads, _, width = key.shape

@@ -30,7 +30,6 @@ class Slots:
         end_ids: The token ids that end a completion; the first of them still belongs to it.
         draws: The most tokens of a completion that are drawn between two looks.
         begun: Completion -> what it has already.
-        talks: Whether completions that have ended of themselves may be replied to, see `reply`.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Slots:
         end_ids: Sequence[int],
         draws: int,
         begun: Mapping[int, Begun],
-        talks: bool = False,
     ) -> None:
         self._cache, self._uniforms, self._sampling = cache, uniforms, sampling
         device = uniforms.device
@@ -50,8 +48,8 @@ class Slots:
         shape = len(uniforms), sampling.max_new_tokens + 1
         self.ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs, self.entropies = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-        self._given = torch.full_like(self.ids, -1) if talks else None
-        """[N, T + 1] the tokens of replies, which are read in their places and not drawn; -1 elsewhere."""
+        self._given: Tensor | None = None
+        """[N, T + 1] the tokens that are read in their places and not drawn, -1 elsewhere; None: there are none."""
         self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
         known_sets = {row: known.kept for row, known in begun.items() if known.kept is not None}
         self.sets = Sets(shape[1], draws, known_sets, device)
@@ -77,8 +75,6 @@ class Slots:
         """[N] which completions have ended of themselves or have all the tokens that they may have."""
         self.asking: set[int] = set()
         """The completions that have ended a turn and wait for a reply."""
-        self.told: set[int] = set()
-        """Those of them whose turn has been told."""
         self.turn_starts = [0] * len(uniforms)
         """[N] the first token of the last turn of every completion."""
         for row, known in begun.items():
@@ -176,52 +172,6 @@ class Slots:
                 self.held[slot] = None
         return over
 
-    def turn(self, row: int) -> list[int]:
-        """The tokens of a completion's last turn, as last looked at."""
-        ids: list[int] = self.ids[row, self.turn_starts[row] : self.lengths[row]].tolist()
-        return ids
-
-    def reply(self, replies: Mapping[int, Sequence[int] | None]) -> list[int]:
-        """Let completions that are `asking` go on.
-
-        Args:
-            replies: Completion -> the tokens that are said to it, which it reads before it draws again; None: it is
-                over. One for which they leave no room is cut where it is.
-
-        Returns:
-            The completions that are over.
-        """
-        slot_of = {row: slot for slot, row in enumerate(self.held) if row is not None}
-        over, slots = [], []
-        for row, ids in replies.items():
-            self.asking.remove(row)
-            start = self.lengths[row]
-            if ids is None or start + len(ids) >= self._sampling.max_new_tokens:
-                self.finished[row] = ids is None
-                self.over[row] = True
-                self.held[slot_of[row]] = None
-                over.append(row)
-                continue
-            self.turn_starts[row] = start + len(ids)
-            if self._given is not None:
-                self._given[row, start : self.turn_starts[row]] = torch.tensor(ids, device=self._given.device)
-            slots.append(slot_of[row])
-        if slots:
-            self._go_on(slots)
-        return over
-
-    def _go_on(self, slots: Sequence[int]) -> None:
-        """Take up completions where they have ended."""
-        rows = [self.held[slot] or 0 for slot in slots]
-        # What was drawn behind a turn's end is forgotten; its last token is read with the next step.
-        self._cache.rewind(slots, [self.lengths[row] - 1 for row in rows])
-        places, of_rows, counts = (
-            torch.tensor(values, device=self._row.device)
-            for values in (slots, rows, [self.lengths[row] for row in rows])
-        )
-        self._count[places], self._token[places] = counts, self.ids[of_rows, counts - 1]
-        self._alive[places], self._finished[places] = True, False
-
     def drawn(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The ids [n, t] of completions, replies included, and which of them count [n, t]."""
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self._row.device).unsqueeze(-1)
@@ -235,7 +185,7 @@ class Slots:
 
     def kept(self) -> Kept | None:
         """The sets [N, longest] of all completions; None where no sampling was truncated."""
-        return self.sets.kept(self.lengths)
+        return self.sets.kept(self.lengths, self._given)
 
     def _ends_of(
         self, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int], length: int

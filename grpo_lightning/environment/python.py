@@ -1,0 +1,196 @@
+"""An environment of Python: the model writes cells of code, which run in the sandbox, and is told what they print."""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lightning.allowed import flag, integer, problems
+from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.tools.calls import Malformed, calls
+from grpo_lightning.reward.text import fenced_blocks, without_thoughts
+from grpo_lightning.sandbox.client import run
+from grpo_lightning.sandbox.limits import Limits, Outcome
+
+RULES = {"max_output": integer(100), "as_tool": flag()}
+"""What each setting may be, beside the limits of the sandbox."""
+_LANGUAGES = ("py", "python", "python3")
+_LONGEST = 100_000  # characters of a cell
+_MOST_ERROR = 500  # characters of the line that says what was raised
+_MOST_CALLS = 8  # of a turn
+_DONE = 97
+_NAME = "python"
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Runs Python code. What earlier calls have defined is still there. Only what is printed, and "
+        "the value of the last line, is seen.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to run."}},
+            "required": ["code"],
+        },
+    },
+}
+
+_PROGRAM = """
+def __main(cells, done):
+    import ast, os, sys, traceback
+    out, names = sys.stdout, {"__name__": "__main__", "__builtins__": __builtins__}
+    kept, said, nothing = os.dup(1), os.dup(2), os.open("/dev/null", os.O_WRONLY)
+    os.dup2(nothing, 2)
+    form, ends, write, again = traceback.format_exception_only, os._exit, os.write, os.dup2
+    for number, text in enumerate(cells, start=1):
+        again(kept if number == len(cells) else nothing, 1)
+        out = open(1, "w", closefd=False) if out.closed else out
+        sys.stdout, line, at, file = out, None, None, f"<cell {number}>"
+        try:
+            tree, last = ast.parse(text, file), None
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = ast.Expression(tree.body.pop().value)
+            exec(compile(tree, file, "exec"), names)
+            value = None if last is None else eval(compile(last, file, "eval"), names)
+            if value is not None:
+                print(repr(value), file=out)
+        except BaseException as error:
+            line, step = form(type(error), error)[-1].strip(), error.__traceback__
+            while step is not None:
+                at = step.tb_lineno if step.tb_frame.f_code.co_filename == file else at
+                step = step.tb_next
+            at = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at
+            line += "" if at is None else f" (line {at})"
+        try:
+            out.flush()
+        except BaseException:
+            pass
+    if line is not None:
+        write(said, line.encode(errors="replace"))
+    ends(done)
+import json
+__main(json.loads(%r), %d)
+"""
+"""The cells one after the other, with the names that those before have defined. What all but the last print goes to
+nowhere. The status says that the last has come to its end, with or without an exception, whose line is on stderr."""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What came of a cell."""
+
+    output: str
+    error: str
+    """What was raised, or the limit that ended it; nothing where it came to its end."""
+    is_ended: bool
+    """Whether a limit, or the cell itself, ended the whole program."""
+
+
+class Python:
+    """An environment in which the model writes Python, and is told what it prints.
+
+    A turn's code are its complete blocks between ```python (or py, python3) and ```, outside of its thoughts, or calls
+    of the tool ``python`` as in `grpo_lightning.environment.tools`; a turn without ends the episode, and the rewards
+    judge it. All code of a turn is one cell. The reply is what the cell prints, with the value of its last line if that
+    is an expression, as in a notebook, and the last line of the exception if it raises one.
+
+    Nothing is kept between two turns: all cells so far run again, in a sandbox of their own (`grpo_lightning.sandbox`),
+    and the names that earlier ones have defined are there. A cell that a limit ends, or that ends the program itself,
+    leaves nothing behind. Its time is counted together with that of the cells before it.
+
+    Args:
+        seconds: By the clock, for all cells so far.
+        cpu_seconds: Of computing, for all cells so far.
+        memory_mb: Of address space, in units of 2**20 bytes.
+        max_output: The most characters of what is printed that the model is told; the middle of more is left out.
+        as_tool: Whether the chat template shows the model a tool ``python``, and replies are a tool's.
+
+    Raises:
+        ValueError: On construction, naming the setting that is out of range.
+    """
+
+    def __init__(
+        self, *, seconds: float, cpu_seconds: int, memory_mb: int, max_output: int = 2000, as_tool: bool = False
+    ) -> None:
+        if wrong := problems(RULES, {"max_output": max_output, "as_tool": as_tool}):
+            raise ValueError("; ".join(wrong))
+        self._limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
+        self._max_output = max_output
+        self.tools: list[dict[str, Any]] | None = [_SCHEMA] if as_tool else None
+        """The JSON schemas that the chat template shows."""
+        self.role = "tool" if as_tool else None
+        """Who replies; None: what the policy's settings say."""
+
+    def __call__(self, *, turns: Sequence[str]) -> str | None:
+        """What the code in the last turn prints; None if it has none.
+
+        Args:
+            turns: What the model has said so far; the last is new.
+
+        Raises:
+            Unavailable: The machine has no sandbox.
+        """
+        last = _cell(turns[-1])
+        if last is None or isinstance(last, BadCall):
+            return last
+        before = [cell for turn in turns[:-1] if (cell := _cell(turn)) is not None and not isinstance(cell, BadCall)]
+        found = _ran((*before, last), self._limits)
+        printed = _shortened(found.output.rstrip("\n"), self._max_output)
+        return "\n".join(part for part in (printed, found.error) if part) or "(no output)"
+
+
+def _cell(turn: str) -> str | None:
+    """The code of a turn; a `BadCall` where it cannot be run, and None where there is none."""
+    blocks = fenced_blocks(without_thoughts(turn), _LANGUAGES)
+    if not blocks:
+        parts = [_code(call) for call in calls(turn, most=_MOST_CALLS)]
+        if wrong := [part for part in parts if isinstance(part, BadCall)]:
+            return wrong[0]
+        blocks = [f"{part}\n" for part in parts]
+    text = "".join(blocks)
+    if len(text) > _LONGEST:
+        return BadCall(f"error: the code has {len(text)} characters; allowed are {_LONGEST}")
+    return text if blocks else None
+
+
+def _code(call: Any) -> str:
+    if isinstance(call, Malformed):
+        return BadCall(f"error: {call}")
+    code = call.arguments.get("code")
+    if call.name != _NAME or len(call.arguments) != 1 or not isinstance(code, str):
+        return BadCall(f'error: the only tool is {_NAME}, and its only argument is "code", a text')
+    return code
+
+
+@functools.lru_cache(maxsize=512)
+def _ran(cells: tuple[str, ...], limits: Limits) -> _Cell:
+    """What the last of some cells does, after those before it that have come to their end.
+
+    It is kept, as it is the same whenever it is asked for, unless a cell asks for the time or for the system's chance.
+    """
+    kept = [cell for number, cell in enumerate(cells[:-1], start=1) if not _ran(cells[:number], limits).is_ended]
+    text = json.dumps([*kept, cells[-1]])
+    outcome = run(_PROGRAM % (text, _DONE), "", limits)
+    printed = outcome.stdout if len(outcome.stdout) <= _LONGEST else _shortened(outcome.stdout, _LONGEST)
+    if outcome.ended == "exit" and outcome.code == _DONE:
+        return _Cell(printed, _shortened(outcome.stderr, _MOST_ERROR), is_ended=False)
+    return _Cell(printed, f"({_reason(outcome, limits)}; what this cell has defined is lost)", is_ended=True)
+
+
+def _reason(outcome: Outcome, limits: Limits) -> str:
+    """Why a program did not come to its end."""
+    return {
+        "time": f"ended: all cells together may take {limits.seconds:g} s, and {limits.cpu_seconds} s of computing",
+        "output": f"ended: it printed more than {limits.output_bytes} bytes",
+        "threads": f"ended: it had more than {limits.threads} threads",
+        "files": f"ended: it wrote more than {limits.files} files or {limits.file_bytes} bytes",
+        "crash": f"ended by signal {-outcome.code}",
+    }.get(outcome.ended, f"ended with status {outcome.code}")
+
+
+def _shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text that is too long, and how much was left out between them."""
+    if len(text) <= most:
+        return text
+    head, tail = most - most // 2, most // 2
+    return f"{text[:head]}\n… ({len(text) - most} characters left out) …\n{text[-tail:]}"

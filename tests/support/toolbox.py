@@ -1,0 +1,204 @@
+"""Functions as a user's tools might be, good and bad ones; importable, since they are pickled by name."""
+
+import os
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal, Optional
+
+import numpy as np
+
+from grpo_lightning.environment import BadCall
+from grpo_lightning.environment.tools import Over
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number,
+            which is one if left out.
+    """
+    return a + b
+
+
+def echo(value: Any) -> Any:
+    """Returns its argument.
+
+    Args:
+        value: Anything.
+    """
+    return value
+
+
+def now() -> str:
+    """Says what time it is."""
+    return "noon"
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def paint(
+    color: Color,
+    sizes: list[int],
+    place: tuple[int, str],
+    finish: Literal["matt", "glossy"] = "matt",
+    layers: Optional[int] = None,  # noqa: UP045
+    prices: dict[str, float] | None = None,
+    note: int | str = "",
+) -> str:
+    """Paints.
+
+    Args:
+        color: Of the paint.
+        sizes: Of what is painted.
+        place: Row and name.
+        finish: Of the surface.
+        layers: How many.
+        prices: By shop.
+        note: A number or a word.
+    """
+    return repr((color, sizes, place, finish, layers, prices, note))
+
+
+def look_up(key: str, table: dict, rng, hint="no hint") -> str:
+    """Looks a word up.
+
+    Args:
+        key: The word.
+    """
+    return f"{table.get(key, hint)} {rng.randrange(1000)}"
+
+
+def finish(answer: int, number: int) -> Over | str:
+    """Ends the game.
+
+    Args:
+        answer: The number that is meant.
+    """
+    return Over(1.0 if answer == number else 0.0) if answer else Over()
+
+
+def count_turns(turns) -> str:
+    """Counts."""
+    return f"{len(turns)} turns"
+
+
+class Unwritable(Exception):
+    def __str__(self):
+        raise RuntimeError("not even a text")
+
+
+def _recurse(n=0):
+    return _recurse(n + 1)
+
+
+def _cycle():
+    made: list = []
+    made.append(made)
+    return made
+
+
+_FAULTS: dict[str, Callable[[], Any]] = {
+    "value": lambda: int("no"),
+    "exit": lambda: exit(3),
+    "file": lambda: open("/etc/secrets/of/the/machine.txt"),  # noqa: SIM115
+    "path": lambda: (_ for _ in ()).throw(RuntimeError("cannot read '/home/me/own/data.csv': 3/4 of http://a.b/c/d")),
+    "unwritable": lambda: (_ for _ in ()).throw(Unwritable()),
+    "recursion": _recurse,
+    "memory": lambda: bytearray(2**62),
+    "long": lambda: (_ for _ in ()).throw(ValueError("no " * 10_000)),
+    "lines": lambda: (_ for _ in ()).throw(ValueError("one\n\n two\n")),
+    "object": object,
+    "cycle": _cycle,
+    "huge": lambda: 10**5000,
+    "surrogate": lambda: "a\ud800b",
+    "numpy": lambda: {"mean": np.float32(0.5), "all": np.arange(3), "set": {2, 1}},
+    "nan": lambda: float("nan"),
+    "none": lambda: None,
+    "umlaut": lambda: ["ä"],
+    "cut": lambda: "x" * 2001,
+    "whole": lambda: "x" * 2000,
+    "refused": lambda: BadCall("not today"),
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
+    "hang": lambda: time.sleep(1000),
+    "die": lambda: os._exit(1),
+}
+
+
+def misbehave(how: str) -> Any:
+    """Does not do what it should.
+
+    Args:
+        how: In which way.
+    """
+    return _FAULTS[how]()
+
+
+def undescribed(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+    """
+    return a + b
+
+
+def unhinted(a, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def silent(a: int) -> int:
+    return a
+
+
+def variable(*words: str) -> str:
+    """Joins.
+
+    Args:
+        words: Words.
+    """
+    return " ".join(words)
+
+
+async def later(a: int) -> int:
+    """Waits.
+
+    Args:
+        a: Anything.
+    """
+    return a
+
+
+def odd(a: "Missing") -> int:  # noqa: F821
+    """Of a type that there is not.
+
+    Args:
+        a: Anything.
+    """
+    return 0
+
+
+class Shelf:
+    """What a program of the user's makes, whose method is a tool."""
+
+    def __init__(self, words):
+        self._words = words
+
+    def find(self, index: int) -> str:
+        """Finds a word.
+
+        Args:
+            index: Its place.
+        """
+        return self._words[index]

@@ -1,0 +1,207 @@
+"""Games of gymnasium in words: actions are played again from the same seed for every turn."""
+
+import inspect
+import pickle
+import random
+import sys
+
+import pytest
+
+from grpo_lightning.composition.overrides import plain as resolved
+from grpo_lightning.environment import BadCall, Environment
+from grpo_lightning.environment.gymnasium import Gymnasium, plain
+from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings.built import check_built
+from tests.support import corridors
+from tests.support.composed import build, composed, settings
+
+TRUST = ["trusted=[tests,benchmarks]"]
+
+WAYS = {"left": 0, "down": 1, "right": 2, "up": 3}
+
+
+def lake(**changes):
+    return Gymnasium("FrozenLake-v1", **{"kwargs": {"is_slippery": False}, "actions": WAYS} | changes)
+
+
+def played(environment, *turns, **row):
+    return [environment(turns=list(turns[: number + 1]), **row) for number in range(len(turns))]
+
+
+def test_a_walk_over_the_ice():
+    assert lake().observed(0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    right = "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
+    further = "  (Right)\nSF[F]F\nFHFH\nFFFH\nHFFG"
+    replies = played(lake(), "right", " RIGHT\n", "jump", "<answer>Down</answer>", "down", "down", "right", seed=0)
+    assert replies[:2] == [(right, 0.0), (further, 0.0)]
+    assert isinstance(replies[2], BadCall)
+    assert replies[2] == "error: 'jump' is no action; allowed: left, down, right, up"
+    assert [reply[0].splitlines()[0] for reply in replies[3:6]] == ["  (Down)"] * 3
+    assert replies[6] == 1.0  # the present
+    assert played(lake(), "down", "right", seed=0)[1] == 0.0  # into a hole
+
+
+def test_a_game_that_is_cut_off_is_over():
+    environment = lake(kwargs={"is_slippery": False, "max_episode_steps": 2})
+    assert played(environment, "right", "left", seed=0) == [("  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG", 0.0), 0.0]
+
+
+def test_the_seed_decides_what_chance_does():
+    slippery = lake(kwargs={})
+    first = [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]
+    assert first == [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]
+    assert len({str(one) for one in first}) > 2
+    own = lake(kwargs={}, seed_column=None)
+    assert list(inspect.signature(own).parameters) == ["turns", "rng"]
+    assert list(inspect.signature(slippery).parameters) == ["turns", "seed"]
+    assert list(inspect.signature(lake(seed_column="start")).parameters) == ["turns", "start"]
+
+    def walked(seed):
+        return [own(turns=["right"] * number, rng=random.Random(seed)) for number in (1, 2, 3)]
+
+    assert walked(1) == walked(1)
+    assert len({str(walked(seed)) for seed in range(8)}) > 2
+
+
+def test_numbers_are_the_actions_where_none_are_named():
+    environment = Gymnasium("CliffWalking-v1")
+    first, second = played(environment, "0", "1", seed=0)
+    assert first[0].splitlines()[2].startswith("x  o  o")  # up
+    assert first[1] == second[1] == -1.0
+    assert second[0].splitlines()[2].startswith("o  x  o")  # right
+    assert played(environment, "4", seed=0) == ["error: '4' is no action; allowed: 0, 1, 2, 3"]
+    assert played(environment, "1", seed=0)[0][1] == -100.0  # down the cliff
+
+
+def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
+    environment = Gymnasium("Blackjack-v1", describe=corridors.lands, parse=corridors.hits)
+    seen = environment.observed(3)
+    assert seen.startswith("you have ")
+    assert isinstance(environment(turns=["I stick"], seed=3), float)
+    hit = environment(turns=["hit me"], seed=3)
+    assert hit == -1.0 or hit[0].startswith("you have ")
+    assert environment(turns=["what?"], seed=3) == "error: that is no action"
+    assert environment(turns=["what?", "I stick"], seed=3) == environment(turns=["I stick"], seed=3)
+
+
+def test_an_environment_of_ones_own():
+    environment = Gymnasium(make=corridors.corridor, kwargs={"length": 2}, actions={"back": 0, "on": 1})
+    start = environment.observed(5)
+    assert start in ("at 0", "at 1")
+    place = int(start[-1])
+    replies = played(environment, "back", *["on"] * (3 - place), seed=5)
+    assert replies[0] == (f"at {place - 1}", -0.25)
+    assert replies[-2:] == [("at 1", -0.25), -0.25]
+    assert len(replies) == 4 - place
+
+
+def test_colors_become_brackets():
+    taxi = Gymnasium("Taxi-v4").observed(3)
+    assert taxi.splitlines()[1] == "|(R): |[ ]: :G|"
+    assert "{Y}" in taxi
+    assert "\x1b" not in taxi
+    assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mR\x1b[0m\x1b[2K\x1b[0mx\x1b[0m") == "[S]F(R)x"
+
+
+def test_an_episode_in_this_process_and_in_a_worker():
+    turns = ["down", "down", "fly", "right", "right", "down", "right"]
+    told = []
+    for timeout in (None, 30.0):
+        made = pickle.loads(pickle.dumps(lake()))
+        episodes = Environment(made, 10, timeout).episodes(["?"], {"seed": [4]}, [(0, 0, 0)])
+        for turn in turns:
+            episodes.said(0, turn)
+            episodes.reply(0)
+        assert episodes.over == [True]
+        assert episodes.scores == [((0, 0.0), (1, 0.0), (3, 0.0), (4, 0.0), (5, 0.0), (6, 1.0))]
+        assert episodes.metrics["episode/bad_calls"] == 1
+        told.append(episodes.replies)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({}, "id: expected the name of an environment, or null where make is given, got None"),
+        ({"id": "FrozenLake-v1", "make": corridors.corridor}, "id: expected the name .* got 'FrozenLake-v1'"),
+        ({"id": "Nowhere-v0"}, "id: expected an environment of gymnasium that .*, got 'Nowhere-v0'"),
+        ({"id": "os:FrozenLake-v1"}, "id: expected an environment that comes with gymnasium, .*'os:FrozenLake-v1'"),
+        ({"id": "GymV26Environment-v0"}, "id: expected an environment that comes with gymnasium"),
+        ({"id": 3}, "id: expected an environment that comes with gymnasium, or make for others, got 3"),
+        ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "id: expected an environment of gymnasium that .*'size'"),
+        (
+            {"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}},
+            "kwargs: expected arguments other than ren",
+        ),
+        (
+            {"id": "FrozenLake-v1", "kwargs": {"map_name": None}},
+            "the seed decides, got 'FrozenLake-v1'",
+        ),
+        (
+            {"make": corridors.corridor, "kwargs": {"seeded": False}},
+            "make: expected an environment whose beg",
+        ),
+        ({"id": "Blackjack-v1"}, "describe: expected a function of observation and info for Blackjack-v1"),
+        (
+            {"id": "Blackjack-v1", "describe": corridors.numbers},
+            "describe: expected a function that returns a text",
+        ),
+        ({"id": "FrozenLake-v1", "actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
+        ({"id": "FrozenLake-v1", "actions": {"a": True}}, "actions: expected actions of"),
+        ({"id": "FrozenLake-v1", "actions": {"a": "b"}}, "actions: expected actions of"),
+        ({"id": "FrozenLake-v1", "actions": {"up": 1, "UP": 2}}, "actions: expected different words .*, got up, UP"),
+        ({"id": "FrozenLake-v1", "actions": []}, "actions: expected a mapping such as"),
+        (
+            {"id": "FrozenLake-v1", "actions": WAYS, "parse": corridors.hits},
+            "parse: expected null where actions are",
+        ),
+        ({"id": "FrozenLake-v1", "parse": "hits"}, "parse: expected a function"),
+        (
+            {"id": "Pendulum-v1", "describe": corridors.lands},
+            "actions: expected a mapping, or parse, .* Box",
+        ),
+    ],
+)
+def test_what_cannot_be_played_is_named(given, words):
+    with pytest.raises(ValueError, match=words):
+        Gymnasium(**given)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, "3", None, True, 1.5])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(ValueError, match="seed: expected a whole number from 0 to 2147483647"):
+        lake()(turns=["left"], seed=seed)
+
+
+def test_without_the_package_it_says_what_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ValueError, match=r"needs the package gymnasium; pip install 'grpo-lightning\[gymnasium\]'"):
+        lake()
+
+
+WORDS = ["environment=gymnasium", "environment.function.id=FrozenLake-v1"]
+
+
+def test_the_settings_make_it():
+    words = [*WORDS, "environment.function.actions={left: 0, down: 1, right: 2, up: 3}"]
+    words += ["environment.function.kwargs={is_slippery: false}"]
+    environment = build(*words)("environment")
+    assert environment.function(turns=["right"], seed=0)[0].startswith("  (Right)")
+    own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
+    own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
+    assert build(*own)("environment").function.observed(1).startswith("at ")
+    config = resolved(settings(*own), [*own, *TRUST])
+    assert trust.problems(config) == []
+    check_built(composed(*own))
+
+
+@pytest.mark.parametrize("id", ["os:FrozenLake-v1", "Nowhere-v0", "Blackjack-v1"])
+def test_what_cannot_be_played_is_found_before_the_run(id):
+    with pytest.raises(ConfigError, match="environment.function"):
+        check(composed(WORDS[0], f"environment.function.id='{id}'"))
+
+
+def test_functions_are_trusted_as_everywhere():
+    words = [*WORDS, "environment.function.make={_target_: os.system, _partial_: true}"]
+    problems = trust.problems(resolved(settings(*words), [*words, *TRUST]))
+    assert problems[0].startswith("environment.function.make._target_=os.system: allowed are parts of this package")

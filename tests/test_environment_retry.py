@@ -1,0 +1,140 @@
+"""A verifier's word: right answers are worth less the later they come."""
+
+import inspect
+import pickle
+from functools import partial
+
+import pytest
+
+from grpo_lightning.composition.overrides import plain
+from grpo_lightning.environment import Environment, check_columns
+from grpo_lightning.environment.retry import Retry
+from grpo_lightning.reward import PerCompletion
+from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
+from grpo_lightning.reward.mathematics import math
+from grpo_lightning.settings import check, trust
+from grpo_lightning.settings.built import check_built
+from tests.support.composed import build, composed, settings
+
+TRUST = ["trusted=[tests,benchmarks]"]
+
+REPLY = "That is wrong. Try again."
+
+
+def retried(verifier, *turns, **row):
+    environment = Retry(verifier, max_turns=3, discount=0.5, reply=REPLY)
+    return [environment(turns=list(turns[: number + 1]), **row) for number in range(len(turns))]
+
+
+def half(completions, **_):
+    """Partly right."""
+    return [0.5 for _ in completions]
+
+
+def none(completions):
+    return [None]
+
+
+def pair(completions):
+    return [((3, 1.0),)]
+
+
+def prompted(prompts, completions):
+    return [float(prompt == completion) for prompt, completion in zip(prompts, completions)]
+
+
+def longest(text, prompt, limit=3):
+    return float(len(text) <= limit and text in prompt)
+
+
+@pytest.mark.parametrize(
+    "turns, said",
+    [
+        (["7"], [1.0]),  # .5 ** 0
+        (["6", "7"], [REPLY, 0.5]),
+        (["6", "5", "<think>6</think> 7"], [REPLY, REPLY, 0.25]),
+        (["6", "5", "4"], [REPLY, REPLY, 0.0]),
+        (["", "\ud800", "7" * 10_000], [REPLY, REPLY, 0.0]),
+    ],
+)
+def test_a_right_answer_ends_it_and_a_wrong_one_may_be_tried_again(turns, said):
+    found = retried(exact, *turns, answer="7")
+    assert found == said
+    assert [type(one) for one in found] == [type(one) for one in said]
+
+
+def test_the_verifiers():
+    assert retried(numeric, "about 1,200", "1,200.5", answer="#### 1200.5") == [REPLY, 0.5]
+    assert retried(partial(numeric, tolerance=1.0), "about 1,200", answer="#### 1200.5") == [1.0]
+    assert retried(math, "1/3", "\\frac{1}{2}", answer="0.5") == [REPLY, 0.5]
+    row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
+    assert retried(reasoning_gym, "hello", "olleh", **row) == [REPLY, 0.5]
+    assert retried(reasoning_gym, "olleh", **row, task_config={}) == [1.0]
+    assert retried(half, "a", "b", "c") == [REPLY, REPLY, 0.0]
+    assert retried(none, "a") == [None]
+    assert retried(prompted, "a", "b", prompt="b") == [REPLY, 0.5]
+    assert retried(PerCompletion(longest), "abcd", "bc", prompt="abcd") == [REPLY, 0.5]
+
+
+def test_what_it_needs_is_what_the_verifier_names():
+    def named(verifier):
+        return list(inspect.signature(Retry(verifier, max_turns=2, discount=1, reply="no")).parameters)
+
+    assert named(exact) == ["turns", "answer"]
+    assert named(partial(numeric, tolerance=1.0)) == ["turns", "answer"]
+    assert named(reasoning_gym) == ["turns", "answer", "task", "metadata", "task_config"]
+    assert named(prompted) == ["turns", "prompt"]
+    assert sorted(named(PerCompletion(longest))) == ["limit", "prompt", "turns"]
+    environment = Environment(Retry(reasoning_gym, max_turns=2, discount=1, reply="no"), 2)
+    check_columns(environment, ["answer", "task", "metadata"])
+    with pytest.raises(ValueError, match="'metadata' is no column"):
+        check_columns(environment, ["answer", "task"])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"verifier": 3}, "verifier: expected a function"),
+        ({"discount": 1.5}, "discount=1.5: allowed is a number from 0 to 1"),
+        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
+        ({"reply": " "}, "reply: expected a text that is not empty, got ' '"),
+        ({"reply": None}, "reply: expected a text"),
+    ],
+)
+def test_settings_that_are_of_no_use(change, words):
+    with pytest.raises(ValueError, match=words):
+        Retry(**{"verifier": exact, "max_turns": 3, "discount": 0.5, "reply": REPLY} | change)
+
+
+def test_a_verifier_that_gives_no_number_is_a_failure():
+    with pytest.raises(ValueError, match=r"verifier: expected a list with one number or None, got \[\(\(3, 1.0\),\)\]"):
+        retried(pair, "a")
+
+
+def test_an_episode_of_three_turns():
+    retry = pickle.loads(pickle.dumps(Retry(exact, max_turns=3, discount=0.5, reply=REPLY)))
+    episodes = Environment(retry, 3).episodes(["?"] * 2, {"answer": ["7", "8"]}, [(0, 0, 0), (0, 0, 1)])
+    for turn in ("7", "6", "5"):
+        for row in range(2):
+            if turn == "7" or row == 1:
+                episodes.said(row, turn)
+                episodes.reply(row)
+    assert episodes.scores == [((0, 1.0),), ((2, 0.0),)]
+    assert episodes.over == [True, True]
+    assert episodes.replies == [[], [REPLY, REPLY]]
+
+
+def test_the_settings_are_those_of_the_data_and_of_the_environment():
+    words = ["environment=retry", "environment.max_turns=5", "data=gsm8k"]
+    config = plain(settings(*words), [*words, *TRUST])
+    function = config["environment"]["function"]
+    assert function["max_turns"] == 5
+    assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"
+    assert trust.problems(config) == []
+    check(composed("environment=retry"))
+    check_built(composed("environment=retry"))
+    environment = build("environment=retry", "environment.max_turns=2")("environment")
+    row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
+    assert environment.function(turns=["olle"], **row) == REPLY
+    assert environment.function(turns=["olle", "olleh"], **row) == 0.7
+    assert environment.function(turns=["olle", "olle"], **row) == 0.0
