@@ -4,8 +4,8 @@ python -m benchmarks.episodes            all of it: figures, the table in docs/e
 python -m benchmarks.episodes --seeds 0  fewer seeds
 python -m benchmarks.episodes --report   table and picture again, from the stored figures
 
-The supervised stage is done once for each of the two; every run after it is a process of its own, one at a time. Runs that
-are in the directory --runs already are not done again.
+The supervised stage is done once for each of the two; every run after it is a process of its own, one at a time. Runs
+that are in the directory --runs already are not done again.
 """
 
 import argparse
@@ -93,7 +93,9 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         for style in styles:
             curves = [one["curve"] for one in found[game][style].values()]
             steps = [step for step, _ in curves[0]]
-            [line] = axes.plot(steps, [mean(values) for values in zip(*([y for _, y in c] for c in curves), strict=True)])
+            [line] = axes.plot(
+                steps, [mean(values) for values in zip(*([y for _, y in c] for c in curves), strict=True)]
+            )
             line.set_label(style)
             for curve in curves:
                 axes.plot(*zip(*curve, strict=True), color=line.get_color(), alpha=0.3, linewidth=0.8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compare, growth, head, learning, memory, report
+from benchmarks import compare, episodes, growth, head, learning, memory, report
 from benchmarks.__main__ import PARTS
 from benchmarks.process import Worker
 from benchmarks.timing import quartiles, ratio
@@ -82,3 +82,44 @@ def test_every_benchmark_takes_a_step_and_stores_nothing():
     ran = [line.split()[0] for line in done.stdout.splitlines() if " ran in " in line]
     assert ran == [*PARTS, "sizes", "report"]
     assert contents() == before
+
+
+def test_episodes_are_measured_beside_their_controls(tmp_path, monkeypatch):
+    """Each run is started once, on what the supervised stage of its game has left; table and picture are made of it."""
+    started = []
+
+    def train(command, **_):
+        directory = Path(command[-1].removeprefix("hydra.run.dir="))
+        started.append(command[2:-1])
+        (directory / "csv").mkdir(parents=True)
+        (directory / "summary.json").write_text('{"seconds": 61.4, "steps": 40}')
+        best = 0.25 if set(command) & {"environment=none", "environment.function.random_replies=1"} else 0.75
+        rows = ["step,val/pass@1", "0,0.125", "1,", f"2,{best}"]
+        (directory / "csv" / "metrics.csv").write_text("\n".join(rows))
+
+    monkeypatch.setattr(subprocess, "run", train)
+    found = episodes.run(tmp_path, [3, 4])
+    assert episodes.run(tmp_path, [3, 4]) == found
+    assert len(started) == 2 + 2 * 2 * 2
+    path = f"policy.path={tmp_path / 'guess_taught' / 'export'}"
+    assert ["experiment=guess", path, "seed=4", "environment.function.random_replies=1", "logger=[csv]"] in started
+    assert ["experiment=guess_taught", "logger=[csv]"] in started
+    assert found["guess"]["honest replies"]["3"]["curve"] == [(0, 0.125), (2, 0.75)]
+    right, wrong = "0.125 → 0.750, 0.125 → 0.750", "0.125 → 0.250, 0.125 → 0.250"
+    assert episodes.table(found).splitlines() == [
+        "| command | pass@1, seeds 3, 4 | s |",
+        "|---|---|---|",
+        f"| `python train.py experiment=calculator` | {right} | 61, 61 |",
+        f"| `python train.py experiment=calculator environment=none` | {wrong} | 61, 61 |",
+        f"| `python train.py experiment=guess` | {right} | 61, 61 |",
+        f"| `python train.py experiment=guess environment.function.random_replies=1` | {wrong} | 61, 61 |",
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- episodes -->\nold\n<!-- end episodes -->\nafter\n")
+    monkeypatch.setattr(episodes, "PAGE", page)
+    monkeypatch.setattr(episodes, "PICTURE", tmp_path / "curve.png")
+    episodes.report(found)
+    assert page.read_text().split("\n") == [
+        *("before", "<!-- episodes -->", *episodes.table(found).splitlines(), "<!-- end episodes -->", "after", ""),
+    ]
+    assert (tmp_path / "curve.png").stat().st_size > 5000

@@ -232,7 +232,7 @@ RECIPES = {
         "rollout.group_size": 8,
         "loss.kl_coef": 0.0,
         "optimizer.lr": 1e-3,
-        "steps": 100,
+        "steps": 80,
     },
     "sft_tiny": {
         "module._target_": "grpo_lightning.module.SFTLightningModule",

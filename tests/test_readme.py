@@ -43,7 +43,8 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_composes(command, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **columns):\n    return [1.0] * len(completions)\n")
-    (tmp_path / "my_game.py").write_text("def guess(turns, number):\n    return 0.0\n\n\ndef guess_played(number):\n    yield\n")
+    game = "def guess(turns, number):\n    return 0.0\n\n\ndef guess_played(number):\n    yield\n"
+    (tmp_path / "my_game.py").write_text(game)
     (tmp_path / "my_judge.py").write_text("async def tidy(completion):\n    return 1.0\n")
     (tmp_path / "my_tools.py").write_text("def weather(city: str) -> dict:\n    return {}\n")
     monkeypatch.chdir(tmp_path)

@@ -83,6 +83,12 @@ def test_rows_that_are_all_equal_are_said(tmp_path, caplog):
     caplog.clear()
     small_run(tmp_path / "c", "data=jsonl", "reward=[custom]", rows(tmp_path / "my.jsonl", ["a", "b"]), held_out)
     assert "are the same" not in caplog.text
+    # One prompt may begin many episodes: whom the policy talks to knows more of the row.
+    path = rows(tmp_path / "my.jsonl", ["the same"] * 20, number=3)
+    held_out = rows(tmp_path / "held_out.jsonl", ["a", "b"], number=3).replace("data.path", "data.validation_path")
+    game = "environment.function._target_=tests.support.environments.guess"
+    small_run(tmp_path / "d", "data=jsonl", path, held_out, "environment=custom", game)
+    assert "are the same" not in caplog.text
 
 
 @provocation(

@@ -64,10 +64,10 @@ class Products(_Problems):
 
 
 class Numbers(_Problems):
-    """Games in which a number from 1 to ``highest`` is guessed; it is not in the prompt but in a column ``number``, and
-    as a text in ``answer``.
+    """Games in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
 
-    The column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the middle
+    It is the column ``number``, and as a text the column ``answer``; as many games as there are numbers have each once. The
+    column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the middle
     third of those that the replies have left; in the others the player guesses any number, whatever was replied.
 
     Args:
