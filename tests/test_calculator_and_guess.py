@@ -25,12 +25,16 @@ from tests.test_readme import FENCE
         ("1/3", "0.333333"),
         ("6/3", "2"),
         ("0.1+0.2", "0.3"),  # exact, not in binary
+        ("1" * 150 + ".5*2", "2" * 149 + "3"),
+        ("9" * 199 + ".", "9" * 199),
+        (".5*4.", "2"),
+        (" 1.5 +.5 ", "2"),
         ("-5*-2", "10"),
         ("+7", "7"),
         (" 1 + 1 ", "2"),
         ("1." + "0" * 20, "1"),
         ("9" * 99 + "*" + "9" * 99, "9" * 98 + "8" + "0" * 98 + "1"),  # (10^99 - 1)^2
-        ("9" * 190 + "/7", "142857" * 31 + "1428"),  # the nearest float overflows at 10^308; this one is 1.4e189
+        ("9" * 190 + "/7", "142857" * 31 + "1428"),  # 1.43e189
     ],
 )
 def test_results_by_hand(expression, expected):
@@ -47,6 +51,7 @@ def test_results_by_hand(expression, expected):
         ("9**9**9", "not an expression"),
         ("9//2", "not an expression"),
         ("", "not an expression"),
+        ("...", "not an expression"),
         ("12*", "not an expression"),
         ("1 2", "not an expression"),
         ("(1", "not an expression"),

@@ -66,9 +66,9 @@ class Products(_Problems):
 class Numbers(_Problems):
     """Games in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
 
-    It is the column ``number``, and as a text the column ``answer``; as many games as there are numbers have each once. The
-    column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the middle
-    third of those that the replies have left; in the others the player guesses any number, whatever was replied.
+    It is the column ``number``, and as a text the column ``answer``; ``highest`` games in a row have each number once.
+    The column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the
+    middle third of those that the replies have left; in the others the player guesses any number, whatever was replied.
 
     Args:
         size: How many games there are.
@@ -93,7 +93,8 @@ class Numbers(_Problems):
 
     def _game(self, number: int, rng: random.Random) -> list[str]:
         """Guesses in turn with replies; the last guess is right, or one too few."""
-        least, most, turns = 1, self._highest, []
+        turns: list[str] = []
+        least, most = 1, self._highest
         is_careful = rng.random() < self._careful_rate
         for _ in range(self._guesses):
             third = (most - least + 1) // 3

@@ -64,21 +64,23 @@ def value(expression: str) -> Fraction:
     if strange := sorted(set(expression) - _ALLOWED):
         raise ValueError(f"{strange[0]!r} is not allowed, only numbers, + - * / and brackets")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        text = expression.strip()
+        return _value(ast.parse(text, mode="eval").body, text)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except (SyntaxError, RecursionError, MemoryError):  # the parser's, of many brackets
         raise ValueError(f"not an expression; {_EXAMPLE}") from None
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr, text: str) -> Fraction:
+    """The value of a part of ``text``, which is ASCII."""
     match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))  # 0.1 is a tenth
+        case ast.Constant(value=int() | float()):
+            return Fraction(text[node.col_offset : node.end_col_offset])  # 0.1 is a tenth, as no float is
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
+            return _OPERATORS[type(op)](_value(left, text), _value(right, text))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
-            return _SIGNS[type(op)](_value(operand))
+            return _SIGNS[type(op)](_value(operand, text))
     raise ValueError(f"not an expression; {_EXAMPLE}")
 
 
@@ -86,7 +88,4 @@ def written(number: Fraction) -> str:
     """A whole number in all its digits, any other one as a decimal number with six significant digits."""
     if number.denominator == 1:
         return str(number.numerator)
-    try:
-        return f"{float(number):.6g}"
-    except OverflowError:
-        return f"{number.numerator // number.denominator}"
+    return f"{float(number):.6g}"
