@@ -92,7 +92,7 @@ class Numbers(_Problems):
         return prompt, {"number": number, "answer": str(number), "completion": completion}
 
     def _game(self, number: int, rng: random.Random) -> list[str]:
-        """Guesses in turn with replies; the last guess is right, or one too few."""
+        """Guesses in turn with the replies to them, up to the right guess or the last one that is allowed."""
         turns: list[str] = []
         least, most = 1, self._highest
         is_careful = rng.random() < self._careful_rate
@@ -103,9 +103,9 @@ class Numbers(_Problems):
             if guessed == number:
                 break
             if guessed < number:
-                least = max(least, guessed + 1)
+                least = guessed + 1
             else:
-                most = min(most, guessed - 1)
+                most = guessed - 1
             turns.append("higher" if guessed < number else "lower")
         return turns if len(turns) % 2 else turns[:-1]
 
