@@ -21,7 +21,7 @@ from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
-from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
+from grpo_lightning.checkpoint import changes, leftovers, lock, logs, own_policy, resume
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
@@ -29,7 +29,6 @@ from grpo_lightning.distributed import signals, slurm
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
-from grpo_lightning.logger.csv import rewind as rewind_tables
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
@@ -151,9 +150,7 @@ class Run:
                 resume.same_optimizer(recorded["config"], module.settings)
             changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
             if is_first() and (checkpoint or not module.completed_steps):
-                own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
-                tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
-                rewind_tables(trainer.loggers, resume.so_far(checkpoint, self.directory)[0] if own else -1)
+                logs.rewind(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_begun = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
