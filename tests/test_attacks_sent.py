@@ -110,6 +110,8 @@ def test_mlflows_own_variable_is_for_its_address_only(monkeypatch):
     config, keys = from_environment("logger=mlflow")
     assert keys == {"logger.mlflow.tracking_uri", "trainer.logger.0.tracking_uri"}
     assert refused(config, drawn=keys) == []
+    config, keys = from_environment("logger=mlflow", "logger.mlflow.tracking_uri='${oc.env:MLFLOW_TRACKING_URI}/x'")
+    assert "logger.mlflow.tracking_uri=${oc.env:…}" in refused(config, drawn=keys)
     config, keys = from_environment("logger=mlflow", "logger.mlflow.run_name=${oc.env:MLFLOW_TRACKING_URI}")
     assert refused(config, drawn=keys) == ["logger.mlflow.run_name=${oc.env:…}"]
 
@@ -181,9 +183,9 @@ def test_callbacks_write_into_the_run_directory_wherever_they_stand(name):
 @pytest.mark.parametrize("place", ["/shared/x.jsonl", "~/x.jsonl", "../x.jsonl", "runs/x/../y.jsonl"])
 def test_a_judges_answers_are_kept_where_the_user_says(place):
     words = [*NEAR, f"reward.judge.function.cache='{place}'"]
-    config = composed("trusted=[]", "run_dir=runs/x", *words)
-    assert refused(config) == [f"reward.judge.function.cache={place}"]
-    assert refused(config, words) == []
+    config = composed("trusted=[]", "run_dir=.", *words) if "~" in place else composed("run_dir=runs/x", *words)
+    assert refused(config | {"trusted": []}) == [f"reward.judge.function.cache={place}"]
+    assert refused(config | {"trusted": []}, words) == []
 
 
 @provocation(

@@ -116,15 +116,15 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     "`sampler.directory=` a directory of the user's with a folder, file or link `weights-0` in it",
     "refused in one sentence; everything stays. What a killed run has left of its weights is removed",
 )
-@pytest.mark.parametrize("kind", ["folder", "model", "file", "link"])
+@pytest.mark.parametrize("kind", ["folder", "model", "file", "link", "link to an empty one"])
 def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
     place, mine = tmp_path / "weights" / "weights-0", tmp_path / "mine"
     (mine / "sub").mkdir(parents=True)
     place.parent.mkdir()
     if kind == "file":
         place.write_text("mine")
-    elif kind == "link":
-        place.symlink_to(mine)
+    elif kind.startswith("link"):
+        place.symlink_to(mine if kind == "link" else mine / "sub")
     else:
         place.mkdir()
         (place / ("notes.txt" if kind == "folder" else "model.safetensors")).write_text("mine")
@@ -136,12 +136,14 @@ def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
 
 
 @pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
-def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path):
-    place = tmp_path / "weights" / "weights-0"
+def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
+    place, read = tmp_path / "weights" / "weights-0", []
+    monkeypatch.setattr(server, "reload", lambda given: read.append(sorted(p.name for p in Path(given).iterdir())))
     place.mkdir(parents=True)
     for name in left:
         (place / name).write_text("")
     sample(sampler, tiny())
+    assert read == [[".grpo-lightning", "config.json", "model.safetensors"]]
     assert list(place.parent.iterdir()) == []
 
 

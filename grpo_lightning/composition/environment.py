@@ -58,12 +58,12 @@ def drawn(cfg: DictConfig, config: Mapping[str, Any]) -> set[str]:
 def _changed(one: Any, other: Any, key: str) -> set[str]:
     """The keys below ``key`` of which the values differ."""
     if isinstance(one, Mapping):
-        others = other if isinstance(other, Mapping) else {}
         # A name that is put together from the environment is in one of the two only.
-        return {found for name in one for found in _changed(one[name], others.get(name), f"{key}.{name}")}
+        known = other if isinstance(other, Mapping) else {}
+        return {found for name in one for found in _changed(one[name], known.get(name), f"{key}.{name}")}
     if isinstance(one, list):
-        others = other if isinstance(other, list) and len(other) == len(one) else [None] * len(one)
-        return {found for n, value in enumerate(one) for found in _changed(value, others[n], f"{key}.{n}")}
+        listed = other if isinstance(other, list) and len(other) == len(one) else [None] * len(one)
+        return {found for n, value in enumerate(one) for found in _changed(value, listed[n], f"{key}.{n}")}
     return set() if str(one) == str(other) else {key}
 
 

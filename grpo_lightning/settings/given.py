@@ -18,7 +18,9 @@ from grpo_lightning.settings.reach import is_in
 from grpo_lightning.settings.walk import each_target
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
-_DIRECTORIES = ("directory", "events_directory")
+_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
+_ANSWERS = "cache"
+"""Where a judge's answers are kept."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
@@ -117,11 +119,12 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, node in each_target(config):
         target, names = str(node["_target_"]), _DIRECTORIES
         if target.endswith(".ChatJudge"):
-            names = ("cache",)
+            names = (_ANSWERS,)
         elif key.partition(".")[0] not in ("callbacks", "logger") and not target.startswith(_OWN):
             continue
-        for name in names if isinstance(run, str) else ():
-            if isinstance(value := node.get(name), str) and not is_in(Path(value).expanduser(), Path(run)):
+        for name in names:
+            value = node.get(name)
+            if isinstance(run, str) and isinstance(value, str) and not is_in(Path(value).expanduser(), Path(run)):
                 yield f"{key}.{name}", value
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
