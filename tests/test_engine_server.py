@@ -13,6 +13,7 @@ from grpo_lightning.sampler.vllm.http import Connection
 from grpo_lightning.sampler.vllm.server import VLLMServer
 from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import composed
+from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.vllm.support import PROMPTS, disturb, gap, ready, sample, sampling, tiny
 
@@ -109,6 +110,41 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     asked = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", *["/v1/completions"] * 3]
     assert server.log == ["/v1/models", *asked, *asked]
     assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
+
+
+@provocation(
+    "`sampler.directory=` a directory of the user's with a folder, file or link `weights-0` in it",
+    "refused in one sentence; everything stays. What a killed run has left of its weights is removed",
+)
+@pytest.mark.parametrize("kind", ["folder", "model", "file", "link", "link to an empty one"])
+def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
+    place, mine = tmp_path / "weights" / "weights-0", tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    place.parent.mkdir()
+    if kind == "file":
+        place.write_text("mine")
+    elif kind.startswith("link"):
+        place.symlink_to(mine if kind == "link" else mine / "sub")
+    else:
+        place.mkdir()
+        (place / ("notes.txt" if kind == "folder" else "model.safetensors")).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"^sampler\.directory=.*/weights: weights-0 in it holds something else than"):
+        sample(sampler, tiny())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert server.log == ["/v1/models"]
+
+
+@pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
+def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
+    place, read = tmp_path / "weights" / "weights-0", []
+    monkeypatch.setattr(server, "reload", lambda given: read.append(sorted(p.name for p in Path(given).iterdir())))
+    place.mkdir(parents=True)
+    for name in left:
+        (place / name).write_text("")
+    sample(sampler, tiny())
+    assert read == [[".grpo-lightning", "config.json", "model.safetensors"]]
+    assert list(place.parent.iterdir()) == []
 
 
 def test_every_request_says_that_nothing_shapes_the_distribution(server, sampler):

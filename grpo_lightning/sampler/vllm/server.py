@@ -22,6 +22,8 @@ from grpo_lightning.sampler.vllm.http import Connection
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
+_MARK = ".grpo-lightning"
+"""A file in a directory of weights, which is there before them."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at whether the run was asked to end."""
 _NEUTRAL = {
@@ -68,7 +70,7 @@ class VLLMServer:
         """As in `Sampler.ready`.
 
         Raises:
-            ValueError: The server serves no model, or several.
+            ValueError: The server serves no model, or several; or the directory holds something else than such weights.
             RuntimeError: It does not answer, or has kept keys and values of older weights.
         """
         if not hasattr(policy, "weights"):
@@ -79,6 +81,7 @@ class VLLMServer:
         with clock("sync"):
             self.model = self.model or ranks.together(self._only_model)[ranks.rank]
             place = self.directory.resolve() / f"weights-{version}"
+            ranks.together(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
             ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
         with policy.sampled_by(self):
@@ -123,8 +126,6 @@ class VLLMServer:
         """The weights as a model's directory; all processes iterate, the first one writes."""
         is_first = ranks.rank == 0
         if is_first:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
             dtype = policy.describe(place)
         kept = {}
         for name, weight in policy.weights():
@@ -180,3 +181,21 @@ class VLLMServer:
         if kept:
             return Completion(ids[:kept], told[:kept], finished=True)
         return Completion(ids, told, finished=ids[-1] in asked.end_ids)
+
+
+def _make(place: Path) -> None:
+    """Make an empty directory; one that a run which was killed has left is removed, and nothing else.
+
+    Raises:
+        ValueError: Something else is there.
+    """
+    is_ours = not place.is_symlink() and place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir()))
+    if is_ours:
+        shutil.rmtree(place)
+    elif place.is_symlink() or place.exists():
+        raise ValueError(
+            f"sampler.directory={place.parent}: {place.name} in it holds something else than weights that a run has "
+            "written for its server; allowed is a directory of their own"
+        )
+    place.mkdir(parents=True)
+    (place / _MARK).touch()
