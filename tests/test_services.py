@@ -169,14 +169,19 @@ def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
     code = (
         "from grpo_lightning.logger.wandb import WandbLogger\n"
         "run = WandbLogger('run', offline=True, project='mine').experiment\n"
-        "print(run.settings.base_url, run.settings.entity, run.dir)\n"
+        "import json, os, wandb\n"
+        "found = [run.settings.base_url, run.settings.entity, os.path.abspath(run.dir)]\n"
+        "os.chdir('/')\n"  # where no settings lie
+        "open(os.environ['TOLD'], 'w').write(json.dumps([wandb.Settings().base_url, *found]))\n"
     )
     known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home")}
+    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home"), "TOLD": str(tmp_path / "told")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    address, entity, place = done.stdout.split()[-3:]
-    assert (address, entity) == ("https://api.wandb.ai", "None"), done.stderr
+    assert done.returncode == 0, done.stderr
+    of_the_library, address, entity, place = json.loads((tmp_path / "told").read_text())
+    assert (address, entity) == (of_the_library, None)
+    assert address.startswith("https://")
     assert place.startswith(str(tmp_path / "run"))
 
 
