@@ -1,4 +1,4 @@
-"""Truncated sampling with an engine, which does not tell its sets: they are made again, and what falls outside counts."""
+"""Truncated sampling with an engine, which does not tell its sets: they are made again from the policy's logits."""
 
 import itertools
 import json
@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Prompts, Rollout, Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
 from grpo_lightning.policy.plain import PlainPolicy
@@ -21,7 +22,7 @@ from grpo_lightning.sampler.own import draw
 from grpo_lightning.transformer import logits
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
-from tests.support.processes import finish, start
+from tests.support.processes import finish, main, start
 from tests.support.running import small_run
 from tests.test_truncated import FREE, NUCLEUS, collector, gradients, sharpened
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, tiny
@@ -295,6 +296,10 @@ def test_groups_that_are_carried_keep_the_sets_of_the_policy_that_drew_them(vllm
 
 def test_runs_with_an_engine_and_truncated_sampling(monkeypatch, tmp_path):
     stand_in.install(monkeypatch)
+    told = []
+    monkeypatch.setattr(
+        grpo, "check_rollout", lambda *given, **more: (told.append(more), check_rollout(*given, **more))
+    )
     module = small_run(
         tmp_path,
         *("sampler=vllm", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.temperature=0.8", "rollout.min_p=0.01"),
@@ -304,9 +309,10 @@ def test_runs_with_an_engine_and_truncated_sampling(monkeypatch, tmp_path):
     assert module.metrics["policy/mismatch_max"] < 1e-4
     assert module.metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     assert 1 < module.metrics["completion/set_size_mean"] <= 20
+    assert told == [{"coarse": False, "filtered": True}]
 
 
-# --- the self-check ----------------------------------------------------------------------------------------------------
+# --- the self-check --------------------------------------------------------------------------------------------------
 
 
 def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
@@ -329,7 +335,7 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
             checked(wrong, **more)
 
 
-# --- several processes -------------------------------------------------------------------------------------------------
+# --- several processes -----------------------------------------------------------------------------------------------
 
 STAGED = [
     *("sampler._target_=tests.support.stand_in.Staged", "+sampler.seed=0", "rollout.top_p=0.8", "logger=none"),
@@ -345,10 +351,11 @@ def metrics_of(directory, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "more"), [("ddp", []), ("fsdp", []), ("fsdp", LOCKSTEP)], ids=str)
-def test_several_processes_make_the_sets_together(tmp_path, trainer, more):
+@pytest.mark.parametrize(("trainer", "more"), [("ddp", []), ("fsdp", LOCKSTEP)], ids=str)
+def test_several_processes_make_the_sets_together(monkeypatch, tmp_path, trainer, more):
+    stand_in.install(monkeypatch)
     words = [*STAGED, "+sampler.disturbed=0.05"]
-    finish(start(1, tmp_path, "cpu", {"one": words}))
+    main(tmp_path, "cpu", {"one": words})
     finish(start(2, tmp_path, trainer, {"two": [*words, *more]}))
     one, two = metrics_of(tmp_path, "one"), metrics_of(tmp_path, "two")
     assert one["sampler/outside"] > 0.01
@@ -357,9 +364,8 @@ def test_several_processes_make_the_sets_together(tmp_path, trainer, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "more"), [("ddp", []), ("fsdp", LOCKSTEP)], ids=str)
-def test_an_engine_that_fails_in_one_process_is_told_to_the_others(tmp_path, trainer, more):
-    started = start(2, tmp_path, trainer, {"two": [*STAGED, "+sampler.broken=1", *more]})
+def test_an_engine_that_fails_in_one_process_is_told_to_the_others(tmp_path):
+    started = start(2, tmp_path, "fsdp", {"two": [*STAGED, "+sampler.broken=1", *LOCKSTEP]})
     first, second = (process.communicate(timeout=120)[0] for process in started)
     assert "RuntimeError: the engine is out of order" in second
     assert "process 1 of 2: RuntimeError: the engine is out of order" in first
