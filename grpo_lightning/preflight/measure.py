@@ -74,7 +74,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         seconds.append(phases)
         if module.self_check and number == 0:
             checked = (module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
-            check_rollout(*checked, coarse=module.sampler.is_coarse)
+            check_rollout(*checked, coarse=module.sampler.is_coarse, filtered=module.sampler.is_engine)
     fits, update = True, float("nan")
     try:
         # the first one also tries which ways of computing the model allows

@@ -44,17 +44,6 @@ def _arguments(get: Reader, name: str) -> list[str]:
     return arguments.problems(engine)
 
 
-def _whole_distribution(get: Reader, name: str) -> list[str]:
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    return [
-        f"{part}.{key}={get(f'{part}.{key}')}: allowed with {name} is {value}: the log-probabilities that are trained "
-        "on are those of all tokens, an engine's are those of the tokens that it keeps"
-        for part in ("rollout", "validation")
-        for key, value in neutral.items()
-        if get(f"{part}.{key}") != value
-    ]
-
-
 def _own_cache(get: Reader, name: str) -> list[str]:
     instead = "sampler.kv_cache_gib" if name == "sampler=vllm" else "the server's own settings"
     return [
@@ -95,7 +84,6 @@ def _of_transformers(get: Reader, name: str) -> list[str]:
 _RULES: tuple[Callable[[Reader, str], list[str]], ...] = (
     _installed,
     _arguments,
-    _whole_distribution,
     _own_cache,
     _to_the_end,
     _no_entropy,

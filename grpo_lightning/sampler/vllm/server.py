@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check, row_seed
+from grpo_lightning.sampler.filtered import options
+from grpo_lightning.sampler.vllm.copied import CopiedWeights
 from grpo_lightning.sampler.vllm.http import Connection
 
 KEY = "VLLM_API_KEY"
@@ -27,13 +29,13 @@ _MARK = ".grpo-lightning"
 _LOOK_EVERY = 0.2
 """Seconds between two looks at whether the run was asked to end."""
 _NEUTRAL = {
-    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "use_beam_search": False},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"min_tokens": 0, "use_beam_search": False},
 }
-"""Said with every request, so that no default of the server's shapes the distribution."""
+"""Said with every request, like the filters, so that no default of the server's shapes the distribution."""
 
 
-class VLLMServer:
+class VLLMServer(CopiedWeights):
     """Completions of a ``vllm serve``d model, which reads the policy's weights from files before every rollout.
 
     Args:
@@ -45,25 +47,14 @@ class VLLMServer:
         timeout: Seconds that the server may take for one answer.
     """
 
-    is_engine = True
-
     def __init__(
         self, *, url: str, directory: str, model: str | None = None, dtype: str | None = None, timeout: float = 600.0
     ) -> None:
+        super().__init__(dtype)
         self.directory = Path(directory)
         self.model = model
-        self.dtype = dtype
         self._server = Connection(url, timeout=timeout, key_name=KEY)
-        self._version: int | None = None
         self._ranks = ALONE
-
-    @property
-    def is_coarse(self) -> bool:
-        return self.dtype in ("bfloat16", "float16")
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return {} if self._version is None else {"sampler/weight_version": float(self._version)}
 
     @contextmanager
     def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
@@ -154,6 +145,7 @@ class VLLMServer:
             "/v1/completions",
             {
                 **_NEUTRAL,
+                **options(sampling),
                 "model": self.model,
                 "prompt": list(asked.prompts[number]),
                 "n": asked.group_size,
