@@ -23,7 +23,8 @@ from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.engine import WeightSource
 
 _PHASES = ("rollout", "reward", "score")
-_OF_ENGINES = ("wake", "sync")
+_OF_SAMPLING = ("wake", "sync", "environment")
+"""Phases of a step that are counted as sampling: what engines and environments take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _collect(
         )
     seconds = clock.read()
     found = {phase: seconds.get(phase, 0.0) for phase in _PHASES}
-    found["rollout"] += sum(seconds.get(phase, 0.0) for phase in _OF_ENGINES)
+    found["rollout"] += sum(seconds.get(phase, 0.0) for phase in _OF_SAMPLING)
     return collected, found
 
 
