@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import described, threads
+from grpo_lightning.output.files import replace
 
 CASED = ("compare", "memory")
 ALONE = ("report", "smoke")
@@ -54,10 +55,17 @@ def main() -> None:
         path = RESULTS / machine["kind"] / f"{part}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(path.read_text()) if case and path.exists() else {}
+        if known and known["machine"] != machine:
+            other = ", ".join(
+                f"{name} {value}" for name, value in known["machine"].items() if machine.get(name) != value
+            )
+            parser.error(
+                f"{part}:{case}: the other cases in {path} were measured with {other}; allowed is {part}, all of it"
+            )
         found = module.run(names=[case]) if case else module.run()
         if case and case not in found:
             parser.error(f"{part} has no case {case}")
-        path.write_text(json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
+        replace(path, json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -292,8 +292,11 @@ def run(names: Sequence[str] = (*CASES, *LONG, "states"), *, setting: str = "run
     return found
 
 
-RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc then keeps nothing that was freed, see mallopt(3): resident memory is what is allocated."""
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
+"""glibc and MKL then keep nothing that was freed, see mallopt(3) and MKL's guide: resident memory is what is allocated.
+
+MKL keeps buffers of its products otherwise, whose size depends on the kind of processor.
+"""
 
 
 def apart(*arguments: str):

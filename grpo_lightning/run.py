@@ -21,7 +21,7 @@ from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
-from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume, tensorboard
+from grpo_lightning.checkpoint import changes, leftovers, lock, logs, own_policy, resume
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
@@ -29,7 +29,6 @@ from grpo_lightning.distributed import signals, slurm
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
-from grpo_lightning.logger.csv import rewind as rewind_tables
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
@@ -93,6 +92,7 @@ class Run:
         self._summary: dict[str, Any] = {}
         self._swept = swept
         self._ended_metrics: Mapping[str, float] = {}
+        self._has_begun = False
 
     @cached_property
     def data(self) -> PromptData:
@@ -128,13 +128,13 @@ class Run:
         return dict(self.module.metrics) if "module" in vars(self) else dict(self._ended_metrics)
 
     def fit(self) -> "Run":
-        """Train, from the checkpoint that the settings name if there is one; returns itself.
+        """Train, from the checkpoint that the settings name or, called again, from the run's own last; returns itself.
 
         Raises:
             ValueError: The run directory holds another run, or the checkpoint cannot be used.
             Preempted: A signal, such as Ctrl-C or SIGTERM; the last complete step is saved.
         """
-        if summary := resume.ended(self.config, self.directory):
+        if summary := resume.ended(self.config | ({"checkpoint": "last"} if self._has_begun else {}), self.directory):
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
@@ -149,10 +149,9 @@ class Run:
                 recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
                 resume.same_optimizer(recorded["config"], module.settings)
             changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
-            if is_first():
-                own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
-                tensorboard.rewind(self.directory / "tensorboard", recorded["events"], continues=own)
-                rewind_tables(trainer.loggers, resume.so_far(checkpoint, self.directory)[0] if own else -1)
+            if is_first() and (checkpoint or not module.completed_steps):
+                logs.rewind(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
+            self._has_begun = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
@@ -229,20 +228,19 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         trained_already = "module" in vars(self) and self.module.completed_steps > 0
+        again = (
+            {"checkpoint": "last"} if self._has_begun and (self.directory / "checkpoints/last.ckpt").exists() else {}
+        )
         checkpoint = None
-        if not trained_already:  # else the policy as it is now goes on, or is measured
-            checkpoint = resume.chosen(
-                self.config | {"mode": mode},
-                self.directory,
-                directory_given=self._directory_given,
-                overrides=self._overrides,
-            )
+        if (mode == "fit" and again) or not trained_already:  # else the policy as it is now goes on, or is measured
+            given, named = self.config | {"mode": mode} | again, self._directory_given or bool(again)
+            checkpoint = resume.chosen(given, self.directory, directory_given=named, overrides=self._overrides)
         steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
         began = first or now()
         activity.note(seconds_before=seconds, started=began, choices=self._choices)
         if mode == "fit" and is_first():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
-            completed = self.module.completed_steps if trained_already else steps if own else 0
+            completed = steps if own else self.module.completed_steps if trained_already else 0
             leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
         if self._on_start is not None and is_first():
             self._on_start(self.directory)

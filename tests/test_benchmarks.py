@@ -1,6 +1,7 @@
 """The benchmarks start, and say why where they do not."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks import compare, episodes, growth, head, learning, memory, report
 from benchmarks.__main__ import PARTS
+from benchmarks.machine import described
 from benchmarks.process import Worker
 from benchmarks.timing import quartiles, ratio
 from tests.support.composed import ROOT
+from tests.support.provocations import provocation
 
 BENCHMARKS = Path(ROOT) / "benchmarks"
 
@@ -123,3 +127,29 @@ def test_episodes_are_measured_beside_their_controls(tmp_path, monkeypatch):
         *("before", "<!-- episodes -->", *episodes.table(found).splitlines(), "<!-- end episodes -->", "after", ""),
     ]
     assert (tmp_path / "curve.png").stat().st_size > 5000
+
+
+@provocation(
+    "`python -m benchmarks compare:base` where the stored cases are of another machine or other versions",
+    "refused before it measures; the figures stay as they are",
+)
+def test_cases_of_several_machines_are_not_mixed(tmp_path, monkeypatch, capsys):
+    here = described()
+    file = tmp_path / here["kind"] / "compare.json"
+    file.parent.mkdir()
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(compare, "run", lambda names: {"base": {"seconds": 1.0}})
+    monkeypatch.setattr("sys.argv", ["benchmarks", "compare:base"])
+    monkeypatch.setattr("os.environ", dict(os.environ))  # it sets threads, for itself and what it starts
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    stored = {"machine": here | {"torch": "1.0"}, "other": {"seconds": 2.0}}
+    file.write_text(json.dumps(stored))
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert "compare.json were measured with torch 1.0; allowed is compare, all of it" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == stored
+    file.write_text(json.dumps(stored | {"machine": here}))
+    command.main()
+    assert json.loads(file.read_text()) == {"machine": here, "other": {"seconds": 2.0}, "base": {"seconds": 1.0}}
+    assert [path.name for path in file.parent.iterdir()] == ["compare.json"]

@@ -44,3 +44,19 @@ def test_what_named_the_old_run_is_left_out():
 def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-lightning", "steps=3"])
     assert continue_command(["steps=3"], Path("/d")).startswith("grpo-lightning steps=3 hydra.run.dir=/d")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config-dir", "my conf"],
+        ["--config-dir=conf", "--config-name=own"],
+        ["-cd", "conf", "-cn", "own"],
+    ],
+)
+def test_where_settings_were_found_is_told(options, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", *options, "steps=3", "-m"])
+    line = continue_command(["steps=3"], Path("/d"))
+    assert shlex.split(line) == ["python", "train.py", *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
+    monkeypatch.setattr("sys.argv", ["my_program.py", *options])
+    assert continue_command([], Path("/d")) == "python train.py hydra.run.dir=/d checkpoint=last"

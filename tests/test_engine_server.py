@@ -2,8 +2,10 @@
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from grpo_lightning.sampler.vllm.http import Connection
 from grpo_lightning.sampler.vllm.server import VLLMServer
 from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import composed
+from tests.support.provocations import provocation
 from tests.support.running import small_run
+from tests.support.stand_in import filtered
 from tests.vllm.support import PROMPTS, disturb, gap, ready, sample, sampling, tiny
 
 
@@ -45,7 +49,7 @@ class Server(ThreadingHTTPServer):
             ids, told = [], []
             while len(ids) < asked["max_tokens"] and not set(ids) & set(asked["stop_token_ids"]):
                 logits = self.policy.model(torch.tensor([[*asked["prompt"], *ids]])).logits[0, -1]
-                logprobs = (logits / asked["temperature"]).log_softmax(-1)
+                logprobs = filtered(logits / asked["temperature"], SimpleNamespace(**asked)).log_softmax(-1)
                 ids.append(int(logprobs.exp().multinomial(1, generator=generator)))
                 told.append(float(logprobs[ids[-1]]))
             choices.append({"index": index, "token_ids": ids, "logprobs": {"token_logprobs": told}})
@@ -111,6 +115,41 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
 
 
+@provocation(
+    "`sampler.directory=` a directory of the user's with a folder, file or link `weights-0` in it",
+    "refused in one sentence; everything stays. What a killed run has left of its weights is removed",
+)
+@pytest.mark.parametrize("kind", ["folder", "model", "file", "link", "link to an empty one"])
+def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
+    place, mine = tmp_path / "weights" / "weights-0", tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    place.parent.mkdir()
+    if kind == "file":
+        place.write_text("mine")
+    elif kind.startswith("link"):
+        place.symlink_to(mine if kind == "link" else mine / "sub")
+    else:
+        place.mkdir()
+        (place / ("notes.txt" if kind == "folder" else "model.safetensors")).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"^sampler\.directory=.*/weights: weights-0 in it holds something else than"):
+        sample(sampler, tiny())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert server.log == ["/v1/models"]
+
+
+@pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
+def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
+    place, read = tmp_path / "weights" / "weights-0", []
+    monkeypatch.setattr(server, "reload", lambda given: read.append(sorted(p.name for p in Path(given).iterdir())))
+    place.mkdir(parents=True)
+    for name in left:
+        (place / name).write_text("")
+    sample(sampler, tiny())
+    assert read == [[".grpo-lightning", "config.json", "model.safetensors"]]
+    assert list(place.parent.iterdir()) == []
+
+
 def test_every_request_says_that_nothing_shapes_the_distribution(server, sampler):
     sample(sampler, tiny())
     body = server.bodies[-1]
@@ -118,6 +157,19 @@ def test_every_request_says_that_nothing_shapes_the_distribution(server, sampler
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
     assert (body["presence_penalty"], body["frequency_penalty"], body["ignore_eos"]) == (0.0, 0.0, True)
     assert (body["temperature"], body["n"], body["max_tokens"]) == (0.7, 4, 24)
+
+
+def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(server, sampler):
+    policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
+    with ready(sampler, policy):
+        found = policy.sample(PROMPTS, group_size=4, sampling=asked, seed=3)
+        assert found.kept is None
+        sets = policy.kept(found, asked)
+    body = server.bodies[-1]
+    assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 20, 0.01)
+    assert not sets.outside.any()
+    assert gap(policy, found) > 0.05
+    assert gap(policy, replace(found, kept=sets.kept)) < 1e-4
 
 
 def test_stop_strings_and_what_is_told_early(server, sampler):
@@ -201,5 +253,3 @@ def test_a_run_with_a_server(server, tmp_path):
 def test_its_settings_are_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"sampler\.timeout=0: allowed"):
         check(composed("sampler=vllm_server", f"sampler.directory={tmp_path}", "sampler.timeout=0"))
-    with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.9: allowed with sampler=vllm_server is 1"):
-        check(composed("sampler=vllm_server", f"sampler.directory={tmp_path}", "rollout.top_p=0.9"))

@@ -1,6 +1,7 @@
 """Rollouts of episodes: what rewards are told, whose scores count where, and what an environment's failures cost."""
 
 import itertools
+import math
 import re
 from functools import partial
 
@@ -15,6 +16,7 @@ from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.environment import of_environment
+from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
@@ -94,6 +96,34 @@ def test_rewards_are_told_the_last_turn_and_ask_for_all(policy):
             assert reply == chatty(turns[: number + 1])
             assert scores[number] == (number, 0.1)
     assert scored.rewards["watching"].tolist() == [len(own) for own in seen["turns"]]
+
+
+def test_the_length_of_an_episode_is_that_of_all_turns_and_replies(policy):
+    """Which is what the limit is for; the last turn alone may be short in an episode that was cut."""
+    limit = {"max_length": SAMPLING.max_new_tokens, "right": [1.0, 0.0], "wrong": [1.0, 0.0]}
+    rewards = {
+        "overlong": Weighted(partial(soft_overlong, max_length=SAMPLING.max_new_tokens, buffer=0.5), 1.0),
+        "cosine": Weighted(partial(cosine_length, outcome=lambda completions: [0.0] * len(completions), **limit), 1.0),
+    }
+    scored, _ = judged(policy, rewards=rewards)
+    lengths = [turns[-1][1] for turns in spans(scored.sampled.mask)]
+    assert {turn_count > 1 for turn_count in map(len, scored.sampled.turns)} == {True, False}
+    assert min(lengths) < 30 < 55 < max(lengths)
+    overlong = [min(0.0, max(-1.0, (30 - length) / 30)) for length in lengths]
+    assert scored.rewards["overlong"].tolist() == pytest.approx(overlong)
+    cosine = [(1 + math.cos(math.pi * length / 60)) / 2 for length in lengths]
+    assert scored.rewards["cosine"].tolist() == pytest.approx(cosine, abs=1e-6)
+
+
+def test_episodes_are_not_carried_over(policy):
+    environment = Environment(scored_turns, max_turns=9)
+    settings = {"reward": {"environment": Weighted(partial(of_environment), 1.0)}, "outcome": None, "threshold": 1.0}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 60, "stop": ()}
+    collector = Collector(
+        **settings, **sampling, environment=environment, advantage=advantage.centered, group_size=3, over_sample=1.5
+    )
+    with pytest.raises(ValueError, match=r"rollout.over_sample=1.5: allowed with an environment is 1"):
+        collector.collect(policy, None, DATA, microbatch_tokens=1000, context=StepContext(seed=5))
 
 
 def test_steps_of_other_rewards_lie_in_the_last_turn(policy):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.checkpoint.lock import NAME, Locked, held
+from grpo_lightning.checkpoint.lock import NAME, Locked, all_held, held
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
@@ -180,3 +180,19 @@ def test_validation_looks_at_a_run_that_trains(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@provocation(
+    "two runs at once with the same `sampler.directory`", "the second is refused, before it has written anything"
+)
+def test_the_weights_for_a_server_are_one_runs(tmp_path):
+    config = {"sampler": {"directory": str(tmp_path / "weights")}}
+    with all_held(config, tmp_path / "one", first=True):
+        again = all_held(config, tmp_path / "two", first=True)
+        with pytest.raises(Locked, match=r"^sampler\.directory=.*/weights: "), again:
+            pass
+        with all_held({"sampler": {"directory": None}}, tmp_path / "two", first=True):
+            pass
+    with all_held(config, tmp_path / "two", first=True):
+        pass
+    assert list((tmp_path / "weights").iterdir()) == []

@@ -102,7 +102,7 @@ def test_a_checkpoint_shortens_no_foreign_file(tmp_path):
 WRITTEN = [
     *("train.log", "summary.json", ".summary.json.77", "health.json", ".hydra", ".hydra/config.yaml"),
     *(".hydra/.config.yaml", "checkpoints", "checkpoints/.last.ckpt.77", "tensorboard", "tensorboard/hparams.yaml"),
-    *("csv", "csv/metrics.csv", "export", "rollouts"),
+    *("csv", "csv/metrics.csv", "export", "rollouts", ".wandb_id", ".mlflow_id", "preflight.json"),
 ]
 
 

@@ -170,6 +170,24 @@ def test_facts_follow_the_settings(tmp_path):
     assert "reward format is 0 for all completions: it teaches nothing." in said
 
 
+def test_what_an_environment_takes_is_part_of_sampling(tmp_path):
+    environment = (
+        "environment=custom",
+        "environment.function._target_=tests.support.games.slow",
+        "reward=[environment]",
+    )
+    own = [word for word in SMALL if not word.startswith("reward")]
+    more = ("environment.max_turns=2", "rollout.max_new_tokens=60", "preflight.prompts=2")
+    arguments = [*own, *environment, *more, f"run_dir={tmp_path}"]
+    facts: Any = Run(composed(*arguments), build(*arguments), overrides=arguments, directory_given=True).preflight()
+    # Of 2 prompts with 4 completions each, that have 1 or 2 turns; all but a few end before the limit.
+    assert facts["step"]["rollout"] > 6 * 0.05
+    assert facts["completions"]["truncated"] > 0.5
+    said = " ".join(facts["verdict"])
+    assert "raise rollout.max_new_tokens=60, or environment.max_turns=2 if episodes" in said
+    assert "cut at rollout.max_new_tokens or environment.max_turns" in "\n".join(page(facts))
+
+
 def test_a_checkpoint_is_looked_at_as_it_is(tmp_path):
     made(tmp_path, "steps=2").fit()
     run = made(tmp_path, "steps=5", "mode=preflight", "checkpoint=last", "preflight.prompts=4")

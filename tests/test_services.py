@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo_lightning
+from grpo_lightning.logger.known import keep, known
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
@@ -168,12 +169,36 @@ def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
     code = (
         "from grpo_lightning.logger.wandb import WandbLogger\n"
         "run = WandbLogger('run', offline=True, project='mine').experiment\n"
-        "print(run.settings.base_url, run.settings.entity, run.dir)\n"
+        "import json, os, wandb\n"
+        "found = [run.settings.base_url, run.settings.entity, os.path.abspath(run.dir)]\n"
+        "os.chdir('/')\n"  # where no settings lie
+        "open(os.environ['TOLD'], 'w').write(json.dumps([wandb.Settings().base_url, *found]))\n"
     )
     known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home")}
+    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home"), "TOLD": str(tmp_path / "told")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    address, entity, place = done.stdout.split()[-3:]
-    assert (address, entity) == ("https://api.wandb.ai", "None"), done.stderr
+    assert done.returncode == 0, done.stderr
+    of_the_library, address, entity, place = json.loads((tmp_path / "told").read_text())
+    assert (address, entity) == (of_the_library, None)
+    assert address.startswith("https://")
     assert place.startswith(str(tmp_path / "run"))
+
+
+@provocation(
+    "a run directory whose `.wandb_id` or `.mlflow_id` is no name of a run, or a link to a file of the user's",
+    "its text is not sent, and the file is as before",
+)
+@pytest.mark.parametrize("text", ["key = of-mine", "../../x", "a/b", "x" * 129, "", "\xff"])
+def test_only_names_of_runs_are_sent_to_services(text, tmp_path):
+    file, mine = tmp_path / ".wandb_id", tmp_path / "mine"
+    file.write_bytes(text.encode("latin-1"))
+    assert known(file) is None
+    mine.write_text("of-mine\n")
+    file.unlink()
+    file.symlink_to(mine)
+    assert known(file) is None
+    keep(file, "ab12-c_d")
+    assert known(file) == "ab12-c_d"
+    assert mine.read_text() == "of-mine\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".wandb_id", "mine"]

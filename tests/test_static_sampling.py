@@ -18,6 +18,7 @@ from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
+from grpo_lightning.sampler.own.talking import TalkingSlots
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.oracle import sampled_alone
 
@@ -31,6 +32,7 @@ OPTIONS = {
     "truncated": {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
     "stop": {"stop": ("th", "q")},
     "greedy": {"temperature": 0.0},
+    "talking": {"top_p": 0.9},
 }
 
 
@@ -238,16 +240,19 @@ def test_in_lockstep_a_process_that_has_enough_goes_on_with_the_others(policy):
 
 
 @contextmanager
-def in_the_middle(policy, monkeypatch, *, options=PLAIN, copied=0, tokens=64, at_once=None):
-    """Slots with some tokens drawn and room for more, as between two looks on a GPU."""
+def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_once=None):
+    """Slots with some tokens drawn and room for more, as between two looks on a GPU; with replies where they talk."""
     monkeypatch.setattr(linear, "packs", lambda *_: False)  # what oneDNN has packed is no tensor that can be traced
     monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)
-    sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | dict(options))
+    sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
     cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, begun={}, ranks=shared_prompt_cache.ALONE)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
-    slots = Slots(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64, begun={})
+    of = TalkingSlots if kind == "talking" else Slots
+    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64, begun={})
+    if kind == "talking":
+        slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
     with policy.evaluation(), torch.no_grad():
         slots.open(range(at_once or 6))
         cache.reserve(3)
@@ -274,14 +279,14 @@ def tensors(slots, cache) -> list[torch.Tensor]:
 
 
 STEPS = pytest.mark.parametrize("copied", [0, 1 << 20], ids=["once per group", "copied"])
-SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy"])
+SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy", "talking"])
 
 
 @STEPS
 @SAMPLINGS
 def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
     with (
-        in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _),
+        in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         slots.step()
@@ -292,12 +297,12 @@ def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
 @STEPS
 @SAMPLINGS
 def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
         for _ in range(12):
             slots.step()
         expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
         sets = None if slots.sets.recent is None else slots.sets.recent.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
 
         def step(unused):
             slots.step()
@@ -310,18 +315,18 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
         assert_close(slots.logprobs, expected[1], rtol=0, atol=1e-6)
         assert torch.equal(slots._count, expected[2])
         assert sets is slots.sets.recent is None or torch.equal(slots.sets.recent, sets)
-        assert (sets is not None) == (kind == "truncated")
+        assert (sets is not None) == (kind in ("truncated", "talking"))
     assert int(expected[2].max()) > 5
 
 
 @STEPS
 @SAMPLINGS
 def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
         for _ in range(6):
             slots.step()
         expected = slots.ids.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
         torch._dynamo.reset()
         compiled = torch.compile(slots.step, fullgraph=True, backend="eager")
         for _ in range(6):
@@ -332,7 +337,7 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
 @STEPS
 @SAMPLINGS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, cache):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         assert len(before) > 12
         for _ in range(40):
@@ -344,7 +349,7 @@ def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
 @STEPS
 @SAMPLINGS
 def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind], at_once=4, tokens=16) as (
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, at_once=4, tokens=16) as (
         slots,
         cache,
     ):

@@ -180,7 +180,7 @@ RULES = (
         finds=_truncation,
         metric="completion/truncated_fraction",
         said="{value:.0%} of the last completions were cut",
-        advice="raise rollout.max_new_tokens",
+        advice="raise rollout.max_new_tokens; or environment.max_turns, if the environment has ended too few episodes",
     ),
     Rule(
         name="length",

@@ -3,12 +3,13 @@
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_lightning.output.terminal import printable
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
+_CONFIG = ("--config-", "-cd", "-cn", "-cp")
 _PLAIN = re.compile(r"[\w/.+@%-]+")
 
 
@@ -25,11 +26,20 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
-    program = Path(sys.argv[0])
+    program, options = Path(sys.argv[0]), list[str]()
     start = ["python", sys.argv[0]] if program.name == "train.py" else ["python", "train.py"]
     if program.name == "grpo-lightning":
         start = [program.name]
-    return " ".join(_for_shell(word) for word in [*start, *kept, *own])
+    if program.name in ("train.py", "grpo-lightning"):
+        options = list(_options(sys.argv[1:]))
+    return " ".join(_for_shell(word) for word in [*start, *options, *kept, *own])
+
+
+def _options(words: Sequence[str]) -> Iterator[str]:
+    """Where Hydra was told to find settings, such as ``--config-dir conf``."""
+    for number, word in enumerate(words):
+        if word.startswith(_CONFIG):
+            yield from words[number : number + (1 if "=" in word else 2)]
 
 
 def _for_shell(word: str) -> str:

@@ -41,6 +41,8 @@ def all_held(config: Mapping[str, Any], directory: Path, *, first: bool) -> Iter
         place = ((config.get("callbacks") or {}).get(name) or {}).get("directory")
         if isinstance(place, str) and not Path(place).resolve().is_relative_to(directory.resolve()):
             places.setdefault(Path(place).resolve(), f"callbacks.{name}.directory")
+    if isinstance(place := (config.get("sampler") or {}).get("directory"), str):
+        places.setdefault(Path(place).resolve(), "sampler.directory")
     with ExitStack() as stack:
         for path, key in places.items():
             stack.enter_context(held(path if key != "hydra.run.dir" else directory, first=first, key=key))

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF
-from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
@@ -56,7 +56,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
         config = {name: _plain(cfg, name) for name in (*parts, "trusted")}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
-    check_trust(config, overrides)
+    check_trust(config | {"run_dir": str(directory)}, overrides, drawn=drawn(cfg, config))
     _, trusted = trust.packages(config)
     if untrusted := [name for _, name in trust.targets(config) if not trust.may_name(str(name), trusted)]:
         config["trusted"] = [*trusted, *{name.partition(".")[0] for name in untrusted}]  # they may not be needed

@@ -36,7 +36,7 @@ class WandbLogger(loggers.WandbLogger):
         """The run of the wandb library."""
         is_new = self._experiment is None
         if is_new:
-            _pass_by_settings()
+            _pass_by_settings(is_offline=self._offline)
         run = super().experiment
         if is_new and self._experiment is not None:  # in the first process
             keep(self._file, str(self._id))
@@ -51,13 +51,14 @@ class WandbLogger(loggers.WandbLogger):
             self._experiment = None
 
 
-def _pass_by_settings() -> None:
+def _pass_by_settings(*, is_offline: bool) -> None:
     """Let W&B read no settings of the working directory, which may name the server that it sends the key to.
 
-    Those in the home directory and in variables count.
+    Those in the home directory and in variables count. W&B reads the variables here, once, and would not see the one
+    that Lightning sets later for a run without a network.
     """
     if any(os.path.lexists(name) for name in _OF_THE_DIRECTORY):
         import wandb
 
         with contextlib.chdir(sys.prefix):
-            wandb.setup()
+            wandb.setup(wandb.Settings(mode="offline") if is_offline else None)

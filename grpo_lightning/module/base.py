@@ -150,7 +150,7 @@ class StepModule(LightningModule):
             mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
             for policy in self.policies():
                 half = self.trainer.precision == "bf16-mixed"
-                shard(policy, mesh, methods=("logprobs_and_entropy", "sample"), half=half)
+                shard(policy, mesh, methods=("logprobs_and_entropy", "kept", "sample"), half=half)
 
     def policies(self) -> list[Policy]:
         """All whose weights this module holds, trained or not."""

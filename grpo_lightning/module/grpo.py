@@ -106,7 +106,7 @@ class GRPOLightningModule(StepModule):
         self.carried = collected.carried
         if self.self_check and step == 0 and collected.is_fresh:
             checked = (self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
-            check_rollout(*checked, coarse=self.sampler.is_coarse)
+            check_rollout(*checked, coarse=self.sampler.is_coarse, filtered=self.sampler.is_engine)
         with self.clock("update"):
             updates = self._updates(collected, loss, rollout.temperature)
         flops = collected.flops + 3 * sum(update.flops for update in updates)  # backward costs two forwards

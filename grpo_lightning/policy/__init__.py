@@ -12,6 +12,7 @@ from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.partner import Partner
+from grpo_lightning.sampler.filtered import Found
 from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.decode import Enough, Poll
 from grpo_lightning.transformer.head import LossGradient
@@ -88,7 +89,7 @@ class Policy(nn.Module, ABC):
             first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called before every token.
             on_finished: Called with every completion that ends before the length limit, as soon as it does.
-            ranks: Processes that sample in lockstep, since each holds a part of every weight only.
+            ranks: Processes that sample in lockstep, since each holds a part of every weight only; an engine does not.
             begun: Row -> what an earlier rollout has drawn of it, at most ``max_new_tokens``. It keeps its tokens and
                 their log-probabilities, and this policy draws those behind them. At least one row must not be over.
             enough: Told which rows [B] are over; once it says so, the others stay as far as they are, with
@@ -125,6 +126,26 @@ class Policy(nn.Module, ABC):
         Returns:
             Two [B, T] float32 tensors in nats, 0 where masked; None in place of an entropy that is not wanted.
         """
+
+    def kept(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
+        """The sets that an engine with this policy's weights draws the completion tokens of ``rows`` from.
+
+        Args:
+            rows: Prompt and completion as token ids.
+            sampling: How they were drawn, truncated.
+
+        Returns:
+            The sets [B, T], with every drawn token in its own, and which tokens [B, T] had to be added to theirs.
+
+        Raises:
+            NotImplementedError: Engines know no such policies.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.kept")
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine draws its completions now: `sample` then makes no forward pass of the policy's own."""
+        return False
 
     def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
         """The first of what ``logprobs_and_entropy`` returns, [B, T]."""

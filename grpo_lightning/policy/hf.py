@@ -24,9 +24,10 @@ from grpo_lightning.policy.weights import named_weights, write_untied
 from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
 from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
-from grpo_lightning.transformer import logprobs
+from grpo_lightning.transformer import logits, logprobs
 from grpo_lightning.transformer.attention import grouped
 from grpo_lightning.transformer.head import LossGradient
+from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
@@ -151,6 +152,12 @@ class HFPolicy(TextPolicy):
             return path.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
+
+    def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+        path = self._shared_path(rows.ids.shape[1])
+        if path is None:
+            return logits.separate(self.model, rows, temperature=temperature)
+        return logits.shared(path.decoder, path.head, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
         shares = self.share_prompts and self._reaches(rows.ids.shape[1])

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from grpo_lightning.allowed import local_or_hub
+from grpo_lightning.batch import Prompt
 from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_boolean, only_data
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,11 @@ def check_embeddings(model: Any, tokenizer: Any) -> int:
     if without:
         log.warning("the model has no embeddings for the special tokens %s: no text may hold them", sorted(without))
     return count
+
+
+def is_ids(prompt: Prompt) -> bool:
+    """Whether a prompt is given as token ids."""
+    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
 
 
 def check_ids(

@@ -1,6 +1,6 @@
 """Any module that gives logits for token ids, as a policy: on the plain path, without a cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
+from grpo_lightning.transformer.logits import Chunk, parts
 from grpo_lightning.transformer.packing import lengths
 
 
@@ -85,6 +86,22 @@ class PlainPolicy(TextPolicy):
         entropy: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropies = token_logprobs(
+            self._completion_logits(rows),
+            rows.ids[:, rows.ids.shape[1] - rows.mask.shape[1] :],
+            temperature,
+            entropy_gradient=entropy,
+            kept=None if rows.kept is None else rows.kept.flat,
+        )
+        masked = ~rows.mask
+        return logprobs.masked_fill(masked, 0.0), entropies.masked_fill(masked, 0.0) if entropy else None
+
+    @torch.no_grad()
+    def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+        return parts(self._completion_logits(rows), rows, temperature=temperature)
+
+    def _completion_logits(self, rows: Sampled | Rollout) -> Tensor:
+        """[B, T, V] that the completion tokens are drawn from."""
         width, length = rows.ids.shape[1], rows.mask.shape[1]
         # Rows that are padded on the left move to the left: token n of a row is at place n, as when it was sampled.
         padding = (~rows.attention_mask[:, : width - length]).sum(-1, keepdim=True)  # [B, 1]
@@ -96,15 +113,7 @@ class PlainPolicy(TextPolicy):
         # Completion token t is at place S - padding + t, and predicted from the place before it.
         predictors = width - length - padding + torch.arange(length, device=ids.device) - 1  # [B, T]
         predictors = predictors.clamp(max=used - 1).unsqueeze(-1).expand(-1, -1, logits.shape[-1])  # [B, T, V]
-        logprobs, entropies = token_logprobs(
-            logits.gather(1, predictors),
-            rows.ids[:, width - length :],
-            temperature,
-            entropy_gradient=entropy,
-            kept=None if rows.kept is None else rows.kept.flat,
-        )
-        masked = ~rows.mask
-        return logprobs.masked_fill(masked, 0.0), entropies.masked_fill(masked, 0.0) if entropy else None
+        return logits.gather(1, predictors)
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the weights as ``model.pt``, for ``load_state_dict`` of such a module, and the tokenizer if it can."""

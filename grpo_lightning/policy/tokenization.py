@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompt, Sampled, Sampling
+from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Policy
 from grpo_lightning.policy.conversation import Conversation
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
-from grpo_lightning.policy.loading import check_ids
+from grpo_lightning.policy.loading import check_ids, is_ids
 from grpo_lightning.policy.partner import Partner
 from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.reporting import decoded, one_by_one, reporter
 from grpo_lightning.policy.stop_strings import StopStrings
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
+from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.transformer.logits import Chunk
 
 
 class TextPolicy(Policy):
@@ -110,6 +112,23 @@ class TextPolicy(Policy):
             ranks: Processes that may have to make every forward pass together.
         """
 
+    @abstractmethod
+    def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+        """The logits that the completion tokens of ``rows`` are drawn from, without gradient, a few tokens at a time.
+
+        Args:
+            rows: Prompt and completion as token ids.
+            temperature: Divides the logits, > 0.
+        """
+
+    @torch.no_grad()
+    def kept(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
+        return sets_of(rows, self.logits(rows, temperature=sampling.temperature), sampling)
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         """How many completions may be drawn at a time, so that keys and values stay in their budget; None: all."""
         return None
@@ -166,14 +185,14 @@ class TextPolicy(Policy):
             raise ValueError("partner: allowed is None with begun, with enough, and with an engine")
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
+        if self._engine is not None:
+            ranks = ALONE  # an engine makes no forward pass of the policy, which others would have to make, too
         longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
         self._check_context(longest, "rollout.max_new_tokens")
         stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
         if self._engine is not None:
             if begun or enough is not None:
                 raise ValueError("begun and enough: allowed is None with an engine, which draws to the end")
-            if poll and ranks.lockstep:
-                ranks.together(poll)  # whoever left alone while drawing would be waited for
             asked = Asked(
                 prompts=tokens,
                 group_size=group_size,
@@ -182,7 +201,7 @@ class TextPolicy(Policy):
                 end_ids=self.end_ids,
                 first_prompt=first_prompt,
                 stops=stops,
-                poll=None if ranks.lockstep else poll,
+                poll=poll,
                 on_finished=on_finished and one_by_one(self.tokenizer, on_finished),
             )
             drawn = as_decoded(self._engine.draw(asked), pad_id=self.pad_id, device=ids.device)
@@ -277,8 +296,3 @@ class TextPolicy(Policy):
                 f"prompt and completion need up to {tokens} tokens, the model's context holds {self._context}: "
                 f"lower {key} or data.max_prompt_length"
             )
-
-
-def is_ids(prompt: Prompt) -> bool:
-    """Whether a prompt is given as token ids."""
-    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)

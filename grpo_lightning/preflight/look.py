@@ -41,7 +41,7 @@ def look(
     measured = measure(module, data, prompts=prompts, processes=processes)
     scored, own = measured.scored, -(-data.prompts_per_step // processes)
     groups = (len(scored.prompts), scored.group_size)
-    lengths = scored.sampled.mask.sum(-1).float().cpu()
+    lengths, environment = scored.sampled.mask.sum(-1).float().cpu(), module.rollout.environment
     facts: dict[str, Any] = {
         "prompts": groups[0],
         "group_size": groups[1],
@@ -54,7 +54,8 @@ def look(
             "length_max": float(lengths.max()),
             "max_new_tokens": measured.max_new_tokens,
             "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
-        },
+        }
+        | ({} if environment is None else {"max_turns": environment.max_turns}),
         "groups": {str(size): _group(measured, size, own) for size in sorted({*GROUP_SIZES, groups[1]})},
     }
     facts["pays"] = best_size(facts["groups"])

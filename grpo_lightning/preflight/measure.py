@@ -23,7 +23,8 @@ from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.engine import WeightSource
 
 _PHASES = ("rollout", "reward", "score")
-_OF_ENGINES = ("wake", "sync")
+_OF_SAMPLING = ("wake", "sync", "environment")
+"""Phases of a step that are counted as sampling: what engines and environments take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         seconds.append(phases)
         if module.self_check and number == 0:
             checked = (module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
-            check_rollout(*checked, coarse=module.sampler.is_coarse)
+            check_rollout(*checked, coarse=module.sampler.is_coarse, filtered=module.sampler.is_engine)
     fits, update = True, float("nan")
     try:
         # the first one also tries which ways of computing the model allows
@@ -124,7 +125,7 @@ def _collect(
         )
     seconds = clock.read()
     found = {phase: seconds.get(phase, 0.0) for phase in _PHASES}
-    found["rollout"] += sum(seconds.get(phase, 0.0) for phase in _OF_ENGINES)
+    found["rollout"] += sum(seconds.get(phase, 0.0) for phase in _OF_SAMPLING)
     return collected, found
 
 

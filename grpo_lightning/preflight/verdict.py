@@ -58,9 +58,11 @@ def _on_groups(facts: Mapping[str, Any]) -> Iterator[str]:
 def _on_completions(facts: Mapping[str, Any]) -> Iterator[str]:
     lengths = facts["completions"]
     if lengths["truncated"] > CUT:
+        turns = lengths.get("max_turns")
+        more = "" if turns is None else f", or environment.max_turns={turns} if episodes have no end in so many turns"
         yield (
             f"Completions are cut in {lengths['truncated']:.0%} of cases: raise rollout.max_new_tokens="
-            f"{lengths['max_new_tokens']}."
+            f"{lengths['max_new_tokens']}{more}."
         )
 
 
@@ -103,7 +105,8 @@ def page(facts: Mapping[str, Any]) -> list[str]:
         "",
         f"completions   mean {completions['length_mean']:.1f}, 95 % within {completions['length_p95']:.0f}, longest "
         f"{completions['length_max']:.0f} of {completions['max_new_tokens']} tokens",
-        f"              {completions['truncated']:.1%} cut at rollout.max_new_tokens",
+        f"              {completions['truncated']:.1%} cut at rollout.max_new_tokens"
+        + (" or environment.max_turns" if completions.get("max_turns") else ""),
         "",
         "group size     teach   outcome differs    s/step    teaching completions/s",
     ]

@@ -44,7 +44,12 @@ def word_variety(completions: Sequence[str], **_: Any) -> list[float | None]:
 
 
 def soft_overlong(
-    completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: float, **_: Any
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    max_length: int,
+    buffer: float,
+    episode_tokens: Sequence[int] | None = None,
+    **_: Any,
 ) -> list[float | None]:
     """A penalty that falls linearly from 0 to -1 over the last ``buffer`` of ``max_length`` tokens.
 
@@ -55,6 +60,8 @@ def soft_overlong(
         completion_ids: [B] tokens of each completion.
         max_length: The tokens from which on the reward is -1.
         buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
+        episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's,
+            since the limit is one for all of them; None: completions of one turn.
 
     Returns:
         [B] in [-1, 0]
@@ -65,7 +72,8 @@ def soft_overlong(
     if not 0 < buffer <= 1 or max_length < 1:
         raise ValueError(f"max_length={max_length}, buffer={buffer}: allowed are max_length >= 1 and 0 < buffer <= 1")
     tokens = buffer * max_length
-    return [min(0.0, max(-1.0, (max_length - tokens - len(ids)) / tokens)) for ids in completion_ids]
+    lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
+    return [min(0.0, max(-1.0, (max_length - tokens - length) / tokens)) for length in lengths]
 
 
 def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: Any) -> list[float | None]:
@@ -101,6 +109,7 @@ def cosine_length(
     max_length: int,
     right: Sequence[float],
     wrong: Sequence[float],
+    episode_tokens: Sequence[int] | None = None,
     **columns: Sequence[Any],
 ) -> list[float | None]:
     """A value that follows a cosine from length 0 to ``max_length``, one for right and one for wrong completions.
@@ -117,6 +126,7 @@ def cosine_length(
         max_length: The tokens from which on the value stays at its end; at least 1.
         right: [start, end] for right completions.
         wrong: [start, end] for wrong ones.
+        episode_tokens: [B] as in `soft_overlong`.
         columns: Name -> [B] prompts and what else the data know.
 
     Returns:
@@ -137,9 +147,10 @@ def cosine_length(
     scores = [scalar(score) for score in outcome(**passed)]
     if len(scores) != len(completions):
         raise ValueError(f"outcome: expected {len(completions)} scores, got {len(scores)}")
+    lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
     return [
-        None if score is None else _on_cosine(len(ids) / max_length, *(right if score >= 1 else wrong))
-        for score, ids in zip(scores, completion_ids, strict=True)
+        None if score is None else _on_cosine(length / max_length, *(right if score >= 1 else wrong))
+        for score, length in zip(scores, lengths, strict=True)
     ]
 
 

@@ -125,7 +125,7 @@ class Collector:
             policy: Samples.
             reference: Gives log-probabilities of the samples, once; None for no KL term.
             prompts: [P * max_tries] those of each try; or [P * over_sample], rounded up.
-            microbatch_tokens: Most tokens in one forward pass of the reference.
+            microbatch_tokens: Most tokens in one forward pass that scores.
             context: The step's seed and what watches over it. All its processes return the whole rollout.
             carried: What the last rollout has left, which comes first; its old log-probabilities are those of the
                 policies that sampled it. Left out where it does not fit any more, see `Tries` and `OverSample`.
@@ -136,7 +136,7 @@ class Collector:
         source = (
             OverSample(self.judge, self.over_sample)
             if self.over_sample > 1
-            else Tries(self.judge, self.group_filter, self.max_tries)
+            else Tries(self.judge, self.group_filter, self.max_tries, microbatch_tokens)
         )
         found = source.choose(
             policy, prompts, carried, group_size=self.group_size, sampling=self.sampling, context=context

@@ -18,7 +18,7 @@ from grpo_lightning.reward import Score, Weighted
 from grpo_lightning.reward.environment import of_environment
 from grpo_lightning.rollout.step_context import StepContext
 
-COLUMNS = ("turns", "replies", "turn_scores")
+COLUMNS = ("turns", "replies", "episode_tokens", "turn_scores")
 """What rewards may ask for besides the columns of the data."""
 
 
@@ -57,7 +57,9 @@ def columns(sampled: Sampled, episodes: Episodes | None) -> dict[str, Sequence[A
     if sampled.turns is None or sampled.replies is None:
         return {}
     scores = {} if episodes is None else {"turn_scores": episodes.scores}
-    return {"turns": [list(own) for own in sampled.turns], "replies": [list(own) for own in sampled.replies], **scores}
+    seen = sampled.attention_mask[:, -sampled.mask.shape[1] :].sum(-1).tolist()
+    told = {"turns": sampled.turns, "replies": sampled.replies}
+    return {**{name: [list(own) for own in texts] for name, texts in told.items()}, "episode_tokens": seen, **scores}
 
 
 def without_failed(

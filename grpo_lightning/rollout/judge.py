@@ -100,7 +100,8 @@ class Judge:
             return episodes.ended(sampled, talk)
 
         # In lockstep all forward calls are common ones: an error between them could not be told to the others.
-        early = sample() if ranks.lockstep else None
+        # An engine makes none.
+        early = sample() if ranks.lockstep and not policy.has_engine else None
 
         def scored() -> tuple[Scored, dict[str, float], torch.device]:
             sampled = sample() if early is None else early

@@ -38,7 +38,7 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
 def set_metrics(kept: Kept) -> dict[str, Tensor]:
     """Metrics of the sets that tokens were drawn from, where they were not drawn from the whole vocabulary."""
     sizes = kept.sizes[kept.sizes > 0].float()
-    return {"completion/set_size_mean": sizes.mean(), "completion/set_full_fraction": (sizes == MOST).float().mean()}
+    return {"completion/set_size_mean": sizes.mean(), "completion/set_full_fraction": (sizes >= MOST).float().mean()}
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:

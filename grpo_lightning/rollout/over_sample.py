@@ -35,10 +35,17 @@ class OverSample:
     Args:
         judge: Scores the groups that are trained on.
         ratio: N / P, > 1.
+
+    Raises:
+        ValueError: On construction, if the judge has an environment: an episode that has begun is not carried over.
     """
 
     judge: Judge
     ratio: float
+
+    def __post_init__(self) -> None:
+        if self.judge.environment is not None:
+            raise ValueError(f"rollout.over_sample={self.ratio}: allowed with an environment is 1")
 
     def choose(
         self,

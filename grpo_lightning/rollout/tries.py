@@ -11,6 +11,7 @@ from grpo_lightning.batch import Prompts, Sampling, Scored
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.chosen import Chosen
 from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.sets import with_sets
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Carried
 
@@ -28,11 +29,13 @@ class Tries:
         judge: Samples and scores.
         group_filter: Says by the outcome rewards which groups to train on; None for all.
         max_tries: How often to sample at most.
+        microbatch_tokens: Most tokens in one forward pass of the policy.
     """
 
     judge: Judge
     group_filter: GroupFilter | None
     max_tries: int
+    microbatch_tokens: int
 
     def choose(
         self,
@@ -68,8 +71,12 @@ class Tries:
                 sampling=sampling,
                 context=replace(context, seed=context.seed + len(fresh)),
             )
+            sampled, outside = with_sets(
+                policy, scored.sampled, sampling, microbatch_tokens=self.microbatch_tokens, context=context
+            )
+            scored = replace(scored, sampled=sampled)
             fresh.append(scored)
-            told.append(own)
+            told.append(own | outside)
             kept.append(scored.groups(self._passing(scored)))
         chosen, left_over = self._chosen(kept, fresh, wanted)
         metrics = {name: torch.tensor([own[name] for own in told]).mean() for name in told[0]}
@@ -86,7 +93,7 @@ class Tries:
             left_over=left_over,
             metrics=metrics,
             num_tokens=int(judged.sampled.mask.sum()),
-            flops=policy.flops(judged.sampled),
+            flops=policy.flops(judged.sampled) * (2 if "sampler/outside" in metrics else 1),  # sets take a pass, too
             is_fresh=before is None,
         )
 

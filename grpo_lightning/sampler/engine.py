@@ -31,7 +31,7 @@ class Completion:
     ids: Sequence[int]
     """[T] token ids, the one that ends it included."""
     logprobs: Sequence[float]
-    """[T] in nats, under logits / temperature."""
+    """[T] in nats, under logits / temperature, out of the set where sampling is truncated."""
     finished: bool
     """Whether it ended of itself."""
 
@@ -185,11 +185,6 @@ def check(asked: Asked, key: str) -> None:
         ValueError: It was asked for.
     """
     sampling = asked.sampling
-    if sampling.truncated:
-        raise ValueError(
-            f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}: allowed with {key} are 1, 0 and "
-            "0: log-probabilities are those of all tokens, an engine's are those of the tokens that it keeps"
-        )
     if sampling.kv_cache_gib is not None:
         raise ValueError(
             f"kv_cache_gib={sampling.kv_cache_gib}: allowed with {key} is null; an engine has a cache of its own size"

@@ -1,6 +1,7 @@
 """Settings that an engine beside the policy cannot follow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.settings.contradictions import Reader, Unsound
@@ -12,15 +13,22 @@ def engine_problems(get: Reader) -> list[str]:
     """What the settings ask of ``sampler=vllm`` or ``sampler=vllm_server`` that it cannot do."""
     target = str(get("sampler._target_"))
     if not target.startswith(_VLLM):
-        return []
+        return list(_another(get))
     name = "sampler=vllm_server" if target.endswith("VLLMServer") else "sampler=vllm"
-    found: list[str] = []
+    found = list(_another(get))
     for rule in _RULES:
         try:
             found += rule(get, name)
         except Unsound:
             continue  # broken or absent, which is said elsewhere or is no problem here
     return found
+
+
+def _another(get: Reader) -> Iterator[str]:
+    """Whether the module has another sampler than the one that is checked here."""
+    with suppress(Unsound):
+        if get("module.sampler") != get("sampler"):
+            yield "module.sampler: allowed is what sampler says: sampler=own, sampler=vllm or sampler=vllm_server"
 
 
 def _installed(get: Reader, name: str) -> list[str]:
@@ -34,17 +42,6 @@ def _arguments(get: Reader, name: str) -> list[str]:
     if not isinstance(engine, dict):
         return [f"sampler.engine={engine}: allowed is a mapping, such as {{max_num_seqs: 256}}"]
     return arguments.problems(engine)
-
-
-def _whole_distribution(get: Reader, name: str) -> list[str]:
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    return [
-        f"{part}.{key}={get(f'{part}.{key}')}: allowed with {name} is {value}: the log-probabilities that are trained "
-        "on are those of all tokens, an engine's are those of the tokens that it keeps"
-        for part in ("rollout", "validation")
-        for key, value in neutral.items()
-        if get(f"{part}.{key}") != value
-    ]
 
 
 def _own_cache(get: Reader, name: str) -> list[str]:
@@ -87,7 +84,6 @@ def _of_transformers(get: Reader, name: str) -> list[str]:
 _RULES: tuple[Callable[[Reader, str], list[str]], ...] = (
     _installed,
     _arguments,
-    _whole_distribution,
     _own_cache,
     _to_the_end,
     _no_entropy,

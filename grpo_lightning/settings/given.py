@@ -1,41 +1,50 @@
 """What only the user may say, on the command line or to ``compose``, and no settings file, which may be a stranger's.
 
-It is whose code is trusted, where a key is sent, and where a run writes outside of its own directory.
+It is whose code is trusted, where a key is sent, what of the environment is sent anywhere, and where a run writes
+outside of its own directory.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.reach import is_in
 from grpo_lightning.settings.walk import each_target
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
-_DIRECTORIES = ("directory", "events_directory")
+_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
+_ANSWERS = "cache"
+"""Where a judge's answers are kept."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
-_NAMES = ("trusted", "trust_remote_code", "base_url", "sampler", *_DIRECTORIES, _TRACKING, _ARTIFACTS)
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
-_STORE = re.compile(r"https?://.*|file:.*|sqlite:///.*|[^:]*", re.DOTALL)
-"""Where MLflow may log without being told so by the user: other stores are opened by code that their address names."""
+_STORE = re.compile(r"file:.*|sqlite:///.*|[^:]*", re.DOTALL)
+"""Where MLflow may log without being told so by the user: servers get a key of the environment, and other stores are
+opened by code that their address names."""
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+_OWN = ("grpo_lightning.callbacks.", "grpo_lightning.logger.")
+_SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
+"""What sends values of its settings to other machines."""
 
 
 def say_words(words: Sequence[str]) -> None:
     """Take note of the command line, for this process and those that it starts."""
-    told = [word for word in words if any(name in word for name in _NAMES)]
-    os.environ[_WORDS] = json.dumps(told)
+    os.environ[_WORDS] = json.dumps(redacted_words(words))
 
 
-def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> list[str]:
+def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> list[str]:
     """What settings say that only the user may say, and has not: it stands in a file, or comes from one.
 
     Args:
         config: Resolved settings.
         words: The user's overrides; None: those of the command line, see `say_words`.
+        drawn: Dotted keys whose values come from the environment, which may hold keys.
     """
     if words is None:
         words = json.loads(os.environ.get(_WORDS) or "[]")
@@ -46,17 +55,18 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None) -> li
     for key, value in _nodes(config, "trust_remote_code"):
         if value not in (False, None) and not _is_given(config, key, given):
             found.append(key)
-    # Whoever writes a file could otherwise have the user's key sent to a server of his own.
-    for key, variable in _nodes(config, "api_key_env"):
-        address = f"{key.rpartition('.')[0]}.base_url"
-        if variable is not None and not _is_given(config, address, given):
-            found.append(address)
-    for key, value in _server(config):
+    # Whoever writes a file could otherwise have keys, prompts and completions sent to a server of his own.
+    for place, node in each_target(config):
+        address, variable = node.get("base_url"), node.get("api_key_env")
+        is_asked = "api_key_env" in node and (variable is not None or address is not None)
+        is_near = variable is None and _is_of_this_machine(address)
+        if is_asked and not is_near and not _is_given(config, f"{place}.base_url", given):
+            found.append(f"{place}.base_url")
+    for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
             found.append(printable(f"{key}={value}"))
-    for key, value in _outside(config):
-        if not _is_given(config, key, given):
-            found.append(printable(f"{key}={value}"))
+    # The value itself is not said: it may be a secret.
+    found += [printable(f"{key}=${{oc.env:…}}") for key in _sent(config, drawn) if not _is_given(config, key, given)]
     return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
 
 
@@ -82,27 +92,54 @@ def _at(node: Any, path: Sequence[str]) -> Any:
     return node
 
 
-def _server(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Where weights, and a key of the environment, are sent for sampling, if not to this machine."""
-    sampler = config.get("sampler")
-    if isinstance(sampler, Mapping) and str(sampler.get("_target_")).endswith(".VLLMServer"):
-        yield from ((f"sampler.{name}", sampler[name]) for name in ("url", "directory") if sampler.get(name) != _LOCAL)
+def _servers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Where weights, results, and a key of the environment are sent, if not to this machine or the user's own place."""
+    for key, node in each_target(config):
+        target = str(node["_target_"])
+        if target.endswith(".VLLMServer"):
+            yield from ((f"{key}.{name}", node[name]) for name in ("url", "directory") if node.get(name) != _LOCAL)
+        owner = node.get("entity")
+        if target.endswith(".WandbLogger") and owner is not None and owner != os.environ.get("WANDB_ENTITY"):
+            yield f"{key}.entity", owner
+
+
+def _sent(config: Mapping[str, Any], drawn: Collection[str]) -> Iterator[str]:
+    """The keys of what comes from the environment and is sent to other machines."""
+    for key, node in each_target(config) if drawn else ():
+        if not str(node["_target_"]).endswith(_SENDING):
+            continue
+        store = os.environ.get("MLFLOW_TRACKING_URI")
+        known = f"{key}.{_TRACKING}" if store is not None and node.get(_TRACKING) == store else None
+        yield from sorted(one for one in drawn if one.startswith(f"{key}.") and one != known)
 
 
 def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The places outside of the run directory that callbacks and loggers are to write to, as pairs of key and value."""
+    """The places outside of the run directory that parts are to write to, as pairs of key and value."""
     run = config.get("run_dir")
     for key, node in each_target(config):
-        if not isinstance(run, str) or key.partition(".")[0] not in ("callbacks", "logger"):
+        target, names = str(node["_target_"]), _DIRECTORIES
+        if target.endswith(".ChatJudge"):
+            names = (_ANSWERS,)
+        elif key.partition(".")[0] not in ("callbacks", "logger") and not target.startswith(_OWN):
             continue
-        for name in _DIRECTORIES:
-            if isinstance(value := node.get(name), str) and not is_in(Path(value), Path(run)):
+        for name in names:
+            value = node.get(name)
+            if isinstance(run, str) and isinstance(value, str) and not is_in(Path(value).expanduser(), Path(run)):
                 yield f"{key}.{name}", value
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
         store = node.get(_TRACKING)
-        if store is not None and store != os.environ.get("MLFLOW_TRACKING_URI") and not _STORE.fullmatch(str(store)):
+        is_plain = store is None or _STORE.fullmatch(str(store)) or _is_of_this_machine(store)
+        if not is_plain and store != os.environ.get("MLFLOW_TRACKING_URI"):
             yield f"{key}.{_TRACKING}", store
+
+
+def _is_of_this_machine(address: Any) -> bool:
+    try:
+        parts = urlsplit(str(address))
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and parts.hostname in _THIS_MACHINE
 
 
 def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

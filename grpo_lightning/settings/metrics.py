@@ -49,6 +49,7 @@ OF_GRPO = (
     "completion/set_size_mean",
     "completion/set_full_fraction",
     "sampler/weight_version",
+    "sampler/outside",
     "episode/turns",
     "episode/turns_max",
     "episode/reply_tokens",

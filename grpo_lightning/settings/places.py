@@ -50,7 +50,8 @@ def obstacle(directory: Path) -> str | None:
 
 
 _FILES = re.compile(
-    r"[\w.-]+\.log|health\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl|\.export\d*\.partial"
+    r"[\w.-]+\.log|(health|preflight)\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl"
+    r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb")
 _NOT_WRITTEN = {"checkpoints": "[!.]*.ckpt", "tensorboard": "events.out.tfevents.*", "export": "*"}

@@ -29,22 +29,13 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
     Returns:
         Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
     """
-    # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
-    start, length = rows.ids.shape[1] - rows.mask.shape[1], rows.mask.shape[1]
-    used = max(1, int(packing.ends(rows.mask).max()))  # completion tokens of the longest row
-    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
-    attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
-    # One logit more than there are tokens: each is predicted at the place before it.
-    logits = model(
-        input_ids=rows.ids[:, first:last],
-        attention_mask=attention_mask.long(),
-        position_ids=positions(attention_mask),
-        use_cache=False,
-        logits_to_keep=used + 1,
-    ).logits  # [B, used + 1, V]
-    chosen = rows.ids[:, last - used : last]  # [B, used]
+    length = rows.mask.shape[1]
+    logits = model_logits(model, rows)
+    used = logits.shape[1]
+    start = rows.ids.shape[1] - length
+    chosen = rows.ids[:, start : start + used]  # [B, used]
     logprobs, entropies = token_logprobs(
-        logits[:, -used - 1 : -1],
+        logits,
         chosen,
         temperature,
         entropy_gradient=entropy,
@@ -53,6 +44,27 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
     padding, masked = (0, length - used), ~rows.mask[:, :used]
     padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, used] -> [B, T]
     return padded, torch.nn.functional.pad(entropies.masked_fill(masked, 0.0), padding) if entropy else None
+
+
+def model_logits(model: Any, rows: Sampled | Rollout) -> Tensor:
+    """The logits [B, used, V] that completion tokens are drawn from, by the model's own forward pass.
+
+    ``used`` are the completion tokens of the longest row, at least 1.
+    """
+    # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    used = max(1, int(packing.ends(rows.mask).max()))
+    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
+    attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
+    # One logit more than there are tokens: each is predicted at the place before it.
+    logits: Tensor = model(
+        input_ids=rows.ids[:, first:last],
+        attention_mask=attention_mask.long(),
+        position_ids=positions(attention_mask),
+        use_cache=False,
+        logits_to_keep=used + 1,
+    ).logits  # [B, used + 1, V]
+    return logits[:, -used - 1 : -1]
 
 
 def shared(
@@ -71,6 +83,39 @@ def shared(
     """
     length = rows.mask.shape[1]
     start = rows.ids.shape[1] - length
+    hidden, numbers = predicting(decoder, rows)
+    zeros = torch.zeros(rows.mask.numel(), device=rows.ids.device)
+    if not len(numbers):
+        # Zeros that depend on all weights: a backward pass then gives every weight a gradient of zero, not an error.
+        logprobs, entropies = head(hidden, rows.ids[0, start - 1 : start], temperature=temperature, entropy=entropy)
+        nothing = zeros.view_as(rows.mask)  # [B * T] -> [B, T]
+        return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
+    logprobs, entropies = head(
+        hidden,
+        rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
+        temperature=temperature,
+        entropy=entropy,
+        loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
+        kept=None if rows.kept is None else rows.kept.of(numbers),
+    )
+    outside = ~rows.mask
+
+    def placed(values: Tensor) -> Tensor:
+        # [C] -> [B * T] -> [B, T]
+        return zeros.index_copy(0, numbers, values).view_as(rows.mask).masked_fill(outside, 0.0)
+
+    return placed(logprobs), None if entropies is None else placed(entropies)
+
+
+def predicting(decoder: Any, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
+    """The hidden states that completion tokens are predicted from, with every prompt computed once.
+
+    Returns:
+        Hidden states [C, H], and the number [C] of each token in a flattened [B, T]. Where no row has a token, one
+        hidden state [1, H] and no number [0].
+    """
+    length = rows.mask.shape[1]
+    start = rows.ids.shape[1] - length
     # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
     ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
     ends = packing.ends(mask).tolist()
@@ -85,35 +130,15 @@ def shared(
         tokens += [prompt, *(ids[row, start : start + ends[row] - 1] for row in members)]
         order += members
     device = rows.ids.device
-    zeros = torch.zeros(rows.mask.numel(), device=device)
     if not groups:
-        # Zeros that depend on all weights: a backward pass then gives every weight a gradient of zero, not an error.
         prompt = ids[0, :start][real[0, :start]].to(device)
         stream = Stream(((len(prompt), ()),), device)
         hidden = forward(decoder, prompt[None], stream.positions, stream)[0]  # [1, S, H] -> [S, H]
-        logprobs, entropies = head(hidden[-1:], prompt[:1], temperature=temperature, entropy=entropy)
-        nothing = zeros.view_as(rows.mask)  # [B * T] -> [B, T]
-        return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
+        return hidden[-1:], torch.empty(0, dtype=torch.long, device=device)
     stream = Stream(tuple(groups), device)
     hidden = forward(decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]  # [1, N, H] -> [N, H]
-    # The number [C] of each in a flattened [B, T].
     numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order])
     predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
     if not asked.all():  # replies are read, not predicted
         numbers, predictors = numbers[asked], predictors[asked]
-    numbers = numbers.to(device)
-    logprobs, entropies = head(
-        selected(hidden, predictors),  # [N, H] -> [C, H]
-        rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
-        temperature=temperature,
-        entropy=entropy,
-        loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
-        kept=None if rows.kept is None else rows.kept.of(numbers),
-    )
-    outside = ~rows.mask
-
-    def placed(values: Tensor) -> Tensor:
-        # [C] -> [B * T] -> [B, T]
-        return zeros.index_copy(0, numbers, values).view_as(rows.mask).masked_fill(outside, 0.0)
-
-    return placed(logprobs), None if entropies is None else placed(entropies)
+    return selected(hidden, predictors), numbers.to(device)  # [N, H] -> [C, H]

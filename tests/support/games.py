@@ -14,6 +14,12 @@ def vowels(turns, rng):
     return rng.choice(["12", "3", "0 0"]), 0.1 * len(said)
 
 
+def slow(turns):
+    """Takes its time, and never comes to an end."""
+    time.sleep(0.05)
+    return "1"
+
+
 def again(turns, answer, rng):
     """Whether the answer has been said: right away it is worth 1, later less."""
     if str(answer) in turns[-1]:

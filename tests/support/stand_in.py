@@ -1,12 +1,16 @@
 """A stand-in for the module ``vllm``: an engine of a hundred lines with weights of its own, which can be stale."""
 
+import os
 import sys
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_lightning.sampler.vllm.inside import VLLM
 
 
 class RequestOutputKind(Enum):
@@ -51,6 +55,7 @@ class LLM:
 class Engine:
     def __init__(self, llm):
         self.llm, self.requests, self.version, self.aborted = llm, {}, None, []
+        self.sets = {}
 
     def set_weight_version(self, version):
         self.version = version
@@ -74,12 +79,14 @@ class Engine:
         for number, one in list(self.requests.items()):
             logits = self.llm.model(torch.tensor([[*one.ids, *one.drawn]])).logits[0, -1].float()
             params = one.params
-            logprobs = (logits / (params.temperature or 1)).log_softmax(-1)
+            logits = filtered(logits / (params.temperature or 1), params)
+            logprobs = logits.log_softmax(-1)
             if params.temperature:
                 token = int(logprobs.exp().multinomial(1, generator=one.generator))
             else:
                 token = int(logprobs.argmax())
             one.drawn.append(token)
+            self.sets.setdefault(number, []).append(logits.isfinite().nonzero().flatten().tolist())
             one.logprobs.append(float(logprobs[token]))
             finished = token in params.stop_token_ids or len(one.drawn) == params.max_tokens
             stepwise = params.output_kind is RequestOutputKind.DELTA
@@ -94,6 +101,45 @@ class Engine:
                 )
                 outputs.append(SimpleNamespace(request_id=number, finished=finished, outputs=[part]))
         return outputs
+
+
+def filtered(logits, params):
+    """The logits [V] of one token, -inf where vLLM's filters leave it out: min_p, top_k and top_p, in this order."""
+    if params.temperature == 0:
+        return logits  # the likeliest of all
+    probabilities = logits.softmax(-1)
+    logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
+    if params.top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(params.top_k, len(logits))).values[-1], -torch.inf)
+    if params.top_p < 1:
+        sums, order = logits.softmax(-1).sort()
+        out = sums.cumsum(-1) <= 1 - params.top_p
+        out[-1] = False
+        logits = logits.masked_fill(out.gather(0, order.argsort()), -torch.inf)
+    return logits
+
+
+class Staged(VLLM):
+    """``sampler=vllm`` with the stand-in, in processes of their own.
+
+    Args:
+        broken: The process whose engine fails; None: none.
+        disturbed: What is added to the engine's weights, so that it draws from other sets.
+    """
+
+    def __init__(self, *, broken=None, disturbed=0.0, **options):
+        install(pytest.MonkeyPatch())
+        super().__init__(**options)
+        self.broken, self.disturbed = broken, disturbed
+
+    def draw(self, asked):
+        if self.broken == int(os.environ.get("RANK", 0)):
+            raise RuntimeError("the engine is out of order")
+        generator = torch.Generator().manual_seed(1)
+        with torch.inference_mode(False), torch.no_grad():
+            for weight in self._llm.model.parameters():
+                weight += self.disturbed * torch.randn(weight.shape, generator=generator)
+        return super().draw(asked)
 
 
 def install(monkeypatch):

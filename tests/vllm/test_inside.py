@@ -1,5 +1,7 @@
 """vLLM inside this process, against the policy's own sampler and scores, in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,32 @@ def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy,
     assert gap(policy, found, temperature + 0.1) > 1e-2  # not before the temperature, which is vLLM's default
     assert len(set(found.texts)) > len(PROMPTS)  # the completions of a group differ
     assert torch.equal(found.entropy, -found.logprobs)  # an estimate, which is right on average
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9, "top_k": 20}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.7}, {"top_p": 0.7, "min_p": 0.05}],
+    ids=str,
+)
+def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, filters):
+    asked = replace(sampling(temperature=1.6), **filters)
+    with ready(vllm, policy):
+        rows = policy.sample(PROMPTS, group_size=12, sampling=asked, seed=3)
+    found = policy.kept(rows, asked)
+    near = torch.zeros_like(rows.mask)  # a bound, so that rounding decides
+    for factor in (1 - 1e-4, 1 + 1e-4):
+        top_p = asked.top_p * factor if asked.top_p < 1 else 1.0
+        moved = replace(asked, top_p=top_p, min_p=asked.min_p * factor)
+        near |= policy.kept(rows, moved).kept.sizes != found.kept.sizes
+    assert near.sum() < 0.02 * rows.mask.sum()
+    clear = rows.mask & ~near
+    assert not (found.outside & clear).any()
+    own = policy.logprobs(replace(rows, kept=found.kept), temperature=1.6)
+    assert (own - rows.logprobs).abs()[clear].max() < 1e-3
+    assert (policy.logprobs(rows, temperature=1.6) - rows.logprobs).abs()[clear].max() > 0.02  # of all tokens
+    if len(filters) == 2 and "min_p" in filters:  # in the other order, the own sampler's, sets are larger
+        both = policy.kept(rows, replace(asked, min_p=0.0)).kept.sizes
+        assert (found.kept.sizes < both)[clear].any()
 
 
 def test_frequencies_are_the_probabilities(vllm, policy):

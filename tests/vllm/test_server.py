@@ -5,13 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.sampler.vllm.http import Connection
 from grpo_lightning.sampler.vllm.server import KEY, VLLMServer
-from tests.vllm.support import PROMPTS, SHARED, disturb, gap, sample, tiny
+from tests.vllm.support import PROMPTS, SHARED, disturb, gap, ready, sample, sampling, tiny
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,17 @@ def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
     assert gap(policy, again) < 1e-3
     assert sampler.metrics == {"sampler/weight_version": 1.0}
     assert Connection(url, timeout=5, key_name=KEY).get("/weight_info") == {"weight_version": "1"}
+
+
+def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
+    policy, sampler = tiny(), VLLMServer(url=url, directory=str(tmp_path), timeout=60)
+    asked = replace(sampling(temperature=1.3), top_p=0.8, top_k=10, min_p=0.02)
+    with ready(sampler, policy):
+        found = policy.sample(PROMPTS, group_size=4, sampling=asked, seed=3)
+    kept = policy.kept(found, asked)
+    assert not kept.outside.any()
+    assert gap(policy, found, 1.3) > 0.02
+    assert gap(policy, replace(found, kept=kept.kept), 1.3) < 1e-3
 
 
 def test_stop_strings_of_a_real_server(url, tmp_path):

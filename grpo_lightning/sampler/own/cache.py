@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 class Cache(Protocol):
@@ -21,6 +22,8 @@ class Cache(Protocol):
     """Whether ``step`` makes the same operations, on tensors in the same places, as long as ``version`` is the same."""
     extends: bool
     """Whether ``extend`` can be called."""
+    rewinds: bool
+    """Whether ``rewind`` will be called; whoever calls it says so before ``open``."""
     version: int
     """Another number whenever ``step`` would use other tensors or shapes than it did."""
 
@@ -65,7 +68,7 @@ class PlainCache:
         pad_id: The token id that stands before shorter prompts.
     """
 
-    refills = is_static = extends = False
+    refills = is_static = extends = rewinds = False
     version = 0
 
     def __init__(
@@ -91,6 +94,10 @@ class PlainCache:
         lengths = torch.tensor([[len(text)] for text in texts], device=device)
         seen = (torch.arange(width, device=device) >= width - lengths).long()  # [P, S]
         self._cache = DynamicCache(config=self._model.config)
+        if self.rewinds:  # what is forgotten may have pushed older tokens out of a sliding window, which then count
+            self._cache.layers = [
+                DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in self._cache.layers
+            ]
         # Padding before the first real token would have the position -1; it is masked, so any position will do.
         output = self._model(
             input_ids=ids,
@@ -132,7 +139,28 @@ class PlainCache:
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         places, kept = (torch.tensor(values, device=self._seen.device) for values in (slots, tokens))
         seen, limit = self._seen[places], (self._firsts[places] + kept).unsqueeze(-1)
-        self._seen[places] = seen.where(seen.cumsum(-1) <= limit, 0)
+        self._seen[places] = rest = seen.where(seen.cumsum(-1) <= limit, 0)
+        if not torch.equal(rest, seen):
+            self._close_gaps()
+
+    def _close_gaps(self) -> None:
+        """Move all columns that count to the right: sliding windows reach back over columns, whether these count."""
+        order = self._seen.argsort(dim=-1, stable=True)[
+            :, -int(self._seen.sum(-1).max()) :
+        ]  # [b, S + T] -> [b, longest]
+        self._seen = self._seen.gather(-1, order)
+        for layer in self._cache.layers:
+            if not getattr(layer, "is_initialized", True):
+                continue  # it reads the keys of another layer
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"policy: {type(self._model).__name__} keeps a {type(layer).__name__}, which cannot forget tokens; "
+                    "allowed with an environment are models that keep keys and values of every token"
+                )
+            for name in ("keys", "values"):
+                held = getattr(layer, name)  # [b, Hkv, S + T, D]
+                places = order[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
+                setattr(layer, name, held.gather(2, places))
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._seen.device)
@@ -153,7 +181,7 @@ class RecomputedCache:
         device: The device of the model.
     """
 
-    refills = is_static = extends = False
+    refills = is_static = extends = rewinds = False
     version = 0
 
     def __init__(

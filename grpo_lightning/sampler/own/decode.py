@@ -104,6 +104,7 @@ def decode(
     begun = begun or {}
     on_cpu = uniforms.device.type == "cpu"
     look_every = look_every or (1 if on_cpu else LOOK_EVERY)
+    cache.rewinds = talk is not None
     # A completion draws once when it takes its slot, which may be between two looks.
     kind = TalkingSlots if talk else Slots
     slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1, begun=begun)

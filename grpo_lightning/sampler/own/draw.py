@@ -21,7 +21,7 @@ _ROUNDING = 1e-6
 """The relative error of a sum of probabilities in float32."""
 
 
-_LEAST = -1e4
+LEAST = -1e4
 """A shifted logit whose exponential is 0; a finite stand-in for -inf."""
 
 BLOCK = 512
@@ -85,7 +85,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Drawn:
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     # The largest becomes 0, so that no exponential overflows; and -inf a finite number, since 0 * -inf is not 0.
-    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=_LEAST)
+    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
     weights = shifted.exp()
     total = weights.sum(-1)
     sound = total.isfinite()

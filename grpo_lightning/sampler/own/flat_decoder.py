@@ -122,7 +122,7 @@ def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
     if extra := {name for name in names if not name.endswith(("weight", "bias"))}:
         raise TypeError(f"{type(layer).__name__} has the weights {sorted(extra)}")
     attention, mlp = layer.self_attn, layer.mlp
-    linear = [weight_of(layer.get_submodule(name)) for name in _PROJECTIONS]
+    projections = [layer.get_submodule(name) for name in _PROJECTIONS]
     scales = _scale(layer.input_layernorm), _scale(layer.post_attention_layernorm)
     folded = scales if dtype == torch.float32 else (None, None)
     head_norm = None
@@ -133,25 +133,28 @@ def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
         ]
         head_norm = torch.cat(head_scales), _epsilon(attention.q_norm)
     return _Layer(
-        qkv=_together(linear[:3], folded[0], dtype),
+        qkv=_together(projections[:3], weight_of, folded[0], dtype),
         head_norm=head_norm,
-        out=copied(*linear[3], dtype),
-        gate_up=_together(linear[4:6], folded[1], dtype),
-        down=copied(*linear[6], dtype),
+        out=copied(*weight_of(projections[3]), dtype),
+        gate_up=_together(projections[4:6], weight_of, folded[1], dtype),
+        down=copied(*weight_of(projections[6]), dtype),
         activation=torch.nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
         epsilons=(_epsilon(layer.input_layernorm), _epsilon(layer.post_attention_layernorm)),
         scales=None if dtype == torch.float32 else scales,
     )
 
 
-def _together(layers: list[tuple[Tensor, Tensor | None]], scale: Tensor | None, dtype: torch.dtype) -> Linear:
+def _together(layers: list[Any], weight_of: WeightOf, scale: Tensor | None, dtype: torch.dtype) -> Linear:
     """Linear layers side by side as one, behind a norm that multiplies by ``scale``, if by anything."""
     # One product in place of two or three: with so few rows a step is also limited by the number of its operations.
-    weight = torch.cat([weight for weight, _ in layers])
-    biases = [bias for _, bias in layers if bias is not None]
-    if biases and len(biases) < len(layers):
+    # A weight with an adapter merged into it is new memory, so that none of them is held for longer than it is needed.
+    weights, biases = zip(*map(weight_of, layers), strict=True)
+    weight = torch.cat(weights).to(dtype)
+    del weights
+    given = [bias for bias in biases if bias is not None]
+    if given and len(given) < len(layers):
         raise TypeError("some of the projections have a bias and some have none")
-    return copied(weight if scale is None else weight * scale, torch.cat(biases) if biases else None, dtype)
+    return copied(weight if scale is None else weight.mul_(scale), torch.cat(given) if given else None, dtype)
 
 
 def _epsilon(norm: Any) -> float:

@@ -50,7 +50,7 @@ class SharedPromptCache:
         ranks: The processes that may have to make every forward pass together.
     """
 
-    refills = True
+    refills, rewinds = True, False
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SharedPromptCache:
         self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS, ranks=ranks)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
-        self.version, self.is_static, self.extends = 0, is_static, not ranks.lockstep
+        self.version, self.is_static, self.extends = 0, is_static, not (ranks.lockstep or windows)
         self._to_come = len(prompts) * group_size
         """Completions that have not been held yet."""
         self._read: Read | None = None

@@ -44,7 +44,7 @@ def problems(engine: Mapping[str, Any]) -> list[str]:
         if key in SAMPLING:
             found.append(
                 f"{told}allowed are arguments that leave the distribution as it is: what is sampled must be what is "
-                "trained, and rollout.temperature is all that shapes it"
+                "trained, and the keys of rollout are all that shapes it"
             )
         elif key not in ENGINE:
             found.append(f"{told}allowed are {', '.join(ENGINE)}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.engine import Asked, Completion
+from grpo_lightning.sampler.filtered import options
 
 
 @dataclass
@@ -64,7 +65,7 @@ def drawn(engine: Any, rows: Sequence[Row], asked: Asked, *, version: str, alone
 
 
 def parameters(asked: Asked, seed: int, *, stepwise: bool) -> Any:
-    """VLLM's parameters of one completion: nothing but the temperature shapes the distribution.
+    """VLLM's parameters of one completion: nothing but temperature and filters shapes the distribution.
 
     Args:
         asked: How completions are drawn.
@@ -77,6 +78,7 @@ def parameters(asked: Asked, seed: int, *, stepwise: bool) -> Any:
     sampling: Sampling = asked.sampling
     return SamplingParams(
         temperature=sampling.temperature,
+        **options(sampling),
         seed=seed,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(asked.end_ids),

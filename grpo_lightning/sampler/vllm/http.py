@@ -7,6 +7,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from grpo_lightning.output.redaction import remember
+
 LARGEST = 2**30
 """Bytes of an answer that are read."""
 
@@ -51,8 +53,18 @@ class Connection:
         data = json.dumps(content).encode()
         return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
 
+    def _key(self) -> str:
+        """The key, without the line end that files have; from now on it is hidden in all texts, also in a server's."""
+        key = os.environ.get(self._key_name, "").strip()
+        remember({}, texts=[key])
+        if not key.isascii() or not key.isprintable():
+            raise ValueError(
+                f"{self._key_name}: the variable's value cannot be a key: it has other signs than keys have"
+            )
+        return key
+
     def _asked(self, request: Request) -> Any:
-        if key := os.environ.get(self._key_name):
+        if key := self._key():
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
             with self._opener.open(request, timeout=self._timeout) as answer:

@@ -17,6 +17,7 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check
 from grpo_lightning.sampler.vllm import arguments
+from grpo_lightning.sampler.vllm.copied import CopiedWeights
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
 from grpo_lightning.sampler.vllm.surroundings import (
     check_heads,
@@ -34,7 +35,7 @@ SLEEP = 2
 """vLLM's level at which weights are forgotten, too: they come anew before they are used."""
 
 
-class VLLM:
+class VLLM(CopiedWeights):
     """Completions by vLLM's kernels, with the log-probabilities of the distribution that they are drawn from.
 
     A completion's seed is its own: it depends neither on those beside it nor on the number of processes, but for
@@ -55,8 +56,6 @@ class VLLM:
         ValueError: vLLM is not installed, or ``engine`` holds what it may not.
     """
 
-    is_engine = True
-
     def __init__(
         self,
         *,
@@ -72,8 +71,8 @@ class VLLM:
     ) -> None:
         if wrong := arguments.missing() or "; ".join(arguments.problems(engine or {})):
             raise ValueError(wrong)
+        super().__init__(dtype)
         self.seed = seed
-        self.dtype = dtype
         self.max_model_len = max_model_len
         self.gpu_memory_utilization = gpu_memory_utilization
         self.kv_cache_gib = kv_cache_gib
@@ -83,19 +82,10 @@ class VLLM:
         self.engine = dict(engine or {})
         self._llm: Any = None
         self._device = torch.device("cpu")
-        self._version: int | None = None
         self._label = ""
 
     def __deepcopy__(self, _: Any) -> "VLLM":
         return self  # an engine is a place, not a value
-
-    @property
-    def is_coarse(self) -> bool:
-        return self.dtype in ("bfloat16", "float16")
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return {} if self._version is None else {"sampler/weight_version": float(self._version)}
 
     @contextmanager
     def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:

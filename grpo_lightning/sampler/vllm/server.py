@@ -17,21 +17,25 @@ from safetensors.torch import save_file
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check, row_seed
+from grpo_lightning.sampler.filtered import options
+from grpo_lightning.sampler.vllm.copied import CopiedWeights
 from grpo_lightning.sampler.vllm.http import Connection
 
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
+_MARK = ".grpo-lightning"
+"""A file in a directory of weights, which is there before them."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at whether the run was asked to end."""
 _NEUTRAL = {
-    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "use_beam_search": False},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"min_tokens": 0, "use_beam_search": False},
 }
-"""Said with every request, so that no default of the server's shapes the distribution."""
+"""Said with every request, like the filters, so that no default of the server's shapes the distribution."""
 
 
-class VLLMServer:
+class VLLMServer(CopiedWeights):
     """Completions of a ``vllm serve``d model, which reads the policy's weights from files before every rollout.
 
     Args:
@@ -43,32 +47,21 @@ class VLLMServer:
         timeout: Seconds that the server may take for one answer.
     """
 
-    is_engine = True
-
     def __init__(
         self, *, url: str, directory: str, model: str | None = None, dtype: str | None = None, timeout: float = 600.0
     ) -> None:
+        super().__init__(dtype)
         self.directory = Path(directory)
         self.model = model
-        self.dtype = dtype
         self._server = Connection(url, timeout=timeout, key_name=KEY)
-        self._version: int | None = None
         self._ranks = ALONE
-
-    @property
-    def is_coarse(self) -> bool:
-        return self.dtype in ("bfloat16", "float16")
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return {} if self._version is None else {"sampler/weight_version": float(self._version)}
 
     @contextmanager
     def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
         """As in `Sampler.ready`.
 
         Raises:
-            ValueError: The server serves no model, or several.
+            ValueError: The server serves no model, or several; or the directory holds something else than such weights.
             RuntimeError: It does not answer, or has kept keys and values of older weights.
         """
         if not hasattr(policy, "weights"):
@@ -79,6 +72,7 @@ class VLLMServer:
         with clock("sync"):
             self.model = self.model or ranks.together(self._only_model)[ranks.rank]
             place = self.directory.resolve() / f"weights-{version}"
+            ranks.together(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
             ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
         with policy.sampled_by(self):
@@ -123,8 +117,6 @@ class VLLMServer:
         """The weights as a model's directory; all processes iterate, the first one writes."""
         is_first = ranks.rank == 0
         if is_first:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
             dtype = policy.describe(place)
         kept = {}
         for name, weight in policy.weights():
@@ -153,6 +145,7 @@ class VLLMServer:
             "/v1/completions",
             {
                 **_NEUTRAL,
+                **options(sampling),
                 "model": self.model,
                 "prompt": list(asked.prompts[number]),
                 "n": asked.group_size,
@@ -180,3 +173,21 @@ class VLLMServer:
         if kept:
             return Completion(ids[:kept], told[:kept], finished=True)
         return Completion(ids, told, finished=ids[-1] in asked.end_ids)
+
+
+def _make(place: Path) -> None:
+    """Make an empty directory; one that a run which was killed has left is removed, and nothing else.
+
+    Raises:
+        ValueError: Something else is there.
+    """
+    is_ours = not place.is_symlink() and place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir()))
+    if is_ours:
+        shutil.rmtree(place)
+    elif place.is_symlink() or place.exists():
+        raise ValueError(
+            f"sampler.directory={place.parent}: {place.name} in it holds something else than weights that a run has "
+            "written for its server; allowed is a directory of their own"
+        )
+    place.mkdir(parents=True)
+    (place / _MARK).touch()

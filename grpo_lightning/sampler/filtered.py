@@ -1,0 +1,91 @@
+"""The sets of tokens that an engine draws from where sampling is truncated: what it is asked for, and what they were.
+
+An engine does not tell the sets. They are made again from the policy's logits, by the engine's own filters in the
+engine's order, so that they are the same but for a token whose probability lies on a bound.
+
+Shapes: B rows of T completion tokens, n of these in a chunk; V the size of the vocabulary, K the most tokens of a set.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.batch import Rollout, Sampled, Sampling
+from grpo_lightning.batch.rows import Kept
+from grpo_lightning.sampler.own.draw import LEAST, MOST, likeliest
+from grpo_lightning.transformer.logits import Chunk
+
+
+def options(sampling: Sampling) -> dict[str, Any]:
+    """The filters of a request, as vLLM calls them; neutral ones where all tokens may be drawn.
+
+    Args:
+        sampling: How tokens are drawn. An engine bounds no set by itself, so it is asked for at most `MOST` tokens.
+    """
+    if not sampling.truncated or sampling.temperature == 0:
+        return {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return {"top_p": sampling.top_p, "top_k": min(sampling.top_k or MOST, MOST), "min_p": sampling.min_p}
+
+
+class Found(NamedTuple):
+    """The sets of some tokens."""
+
+    kept: Kept
+    """[n] or [B, T], each with the token that was drawn."""
+    outside: Tensor
+    """[n] or [B, T] (bool) whether that token would not have been in the set."""
+
+
+def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
+    """The sets that an engine with these logits draws from; a drawn token that is not in its set is added to it.
+
+    vLLM's order: min_p first, then top_k of what is left, then top_p of what that leaves (``vllm/v1/sample/sampler.py``
+    of version 0.32). The own sampler's is top_k, top_p, min_p, which differs where both top_p and min_p are used.
+
+    Args:
+        logits: [n, V] divided by the temperature; overwritten.
+        drawn: [n] the tokens.
+        sampling: How they were drawn, truncated.
+    """
+    asked, size = options(sampling), logits.shape[-1]
+    shifted = logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
+    weights = shifted.exp()
+    if asked["min_p"] > 0:
+        ruled_out = weights < asked["min_p"]
+        shifted.masked_fill_(ruled_out, LEAST)
+        weights.masked_fill_(ruled_out, 0.0)
+    ids, _, inside = likeliest(shifted, weights.sum(-1), top_k=asked["top_k"], top_p=asked["top_p"], min_p=0.0)
+    drawn = drawn.unsqueeze(-1)  # [n] -> [n, 1]
+    is_outside = ~((ids == drawn) & inside).any(-1, keepdim=True)
+    # Room that is not needed gets the number behind the last token, and so comes last.
+    tokens = torch.cat([ids.where(inside, size), drawn.where(is_outside, size)], -1).sort(-1).values  # [n, K + 1]
+    is_token = tokens < size
+    kept = Kept(is_token.sum(-1, dtype=torch.int32), tokens[is_token].int())  # [n, K + 1] -> [sum of sizes]
+    return Found(kept, is_outside.squeeze(-1))
+
+
+def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling) -> Found:
+    """The sets [B, T] of all completion tokens, and which tokens [B, T] were not in theirs; see `sets`.
+
+    Args:
+        rows: The completions.
+        chunks: The logits of their tokens, in any order.
+        sampling: How they were drawn, truncated.
+    """
+    length, count = rows.mask.shape[1], rows.mask.numel()
+    device = rows.mask.device
+    drawn = rows.ids[:, rows.ids.shape[1] - length :].flatten()  # [B, T] -> [B * T]
+    numbers, parts = [torch.empty(0, dtype=torch.long, device=device)], [Kept.everything(drawn[:0])]
+    outside = torch.zeros(count, dtype=torch.bool, device=device)
+    for own, logits in chunks:
+        found = sets(logits, drawn[own], sampling)
+        numbers.append(own)
+        parts.append(found.kept)
+        outside[own] = found.outside
+    known, kept = torch.cat(numbers), Kept.concatenate(parts)
+    sizes = kept.sizes.new_zeros(count)
+    sizes[known] = kept.sizes
+    ids = kept.of(known.argsort()).ids  # row by row
+    return Found(Kept(sizes.view_as(rows.mask), ids), outside.view_as(rows.mask))  # [B * T] -> [B, T]

@@ -1,0 +1,94 @@
+"""Episodes with sliding windows: what is forgotten, or read at once, moves no window."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.policy import tokenization
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.sampler.own import talking
+from grpo_lightning.sampler.own.cache import PlainCache
+from grpo_lightning.sampler.own.decode import decode
+from tests.support.checkpoints import tokenizer
+from tests.support.episodes import Played, chatty, played_alone
+from tests.test_episodes import assert_equal
+from tests.test_static_sampling import ENDS, PLAIN, PROMPTS
+
+WINDOW = 24
+LONGER = 80
+SIZES = {
+    **{"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW},
+    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None},
+}
+MODELS = {
+    "every layer": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
+    "every other layer": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1)),
+}
+
+
+def talkative(turns):
+    """Replies of 1 to 22 tokens."""
+    return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatch):
+    torch.manual_seed(0)
+    policy = HFPolicy(MODELS[kind](), tokenizer(chat=False), share_prompts=share_prompts)
+    policy.end_ids = ENDS
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    monkeypatch.setattr(talking, "READ_TOGETHER", 12)
+    sampling = Sampling(**PLAIN | {"max_new_tokens": LONGER})
+    expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
+    assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
+    for waits, look_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
+        monkeypatch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
+        partner = Played(talkative, waits=waits)
+        found = policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=5, partner=partner)
+        assert_equal(found, expected)
+        assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)
+
+
+def test_completions_that_wait_make_the_model_s_own_cache_no_longer():
+    """What is drawn while a completion waits is taken out, by hand for two rows of one prompt."""
+    torch.manual_seed(0)
+    cache = PlainCache(MODELS["every other layer"](), [[5, 6, 7]], 2, longest=20, begun={}, pad_id=0)
+    cache.rewinds = True
+    with torch.no_grad():
+        cache.open([0, 1])
+        for token in (11, 12, 13, 14):
+            cache.step(torch.tensor([token, token + 100]))
+        keys = [layer.keys.clone() for layer in cache._cache.layers]
+        cache.rewind([0], [1])
+        assert cache._seen.tolist() == [[0, 0, 0, 1, 1, 1, 1], [1] * 7]
+        cache.rewind([1], [2])
+    assert cache._seen.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    for layer, before in zip(cache._cache.layers, keys, strict=True):
+        assert type(layer) is DynamicLayer
+        assert torch.equal(layer.keys[0, :, 1:], before[0, :, :4])
+        assert torch.equal(layer.keys[1], before[1, :, :5])
+
+
+def test_a_state_that_cannot_forget_is_refused():
+    cache = PlainCache(MODELS["every layer"](), [[5, 6, 7]], 1, longest=20, begun={}, pad_id=0)
+    cache.rewinds = True
+    with torch.no_grad():
+        cache.open([0])
+        cache.step(torch.tensor([11]))
+        cache._cache = DynamicCache()
+        cache._cache.layers = [LinearAttentionLayer()]
+        cache._cache.layers[0].is_initialized = True
+        cache.rewind([0], [1])  # nothing is to be forgotten
+        with pytest.raises(ValueError, match="MistralForCausalLM keeps a LinearAttentionLayer, which cannot forget"):
+            cache.rewind([0], [0])
