@@ -42,8 +42,7 @@ def begin(
         context: The step's seed, and what watches over it.
     """
     seeds = [(context.seed, first_prompt + row // group_size, row % group_size) for row in range(len(prompts))]
-    # In lockstep an exception would leave the other processes waiting; there `decode` polls, for all together.
-    return environment.episodes(prompts, columns, seeds, None if context.ranks.lockstep else context.poll)
+    return environment.episodes(prompts, columns, seeds, context.poll, in_lockstep=context.ranks.lockstep)
 
 
 def ended(sampled: Sampled, episodes: Episodes) -> Sampled:
