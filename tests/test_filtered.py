@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Prompts, Rollout, Sampling
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
@@ -350,6 +350,27 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_in_lockstep_an_engine_draws_without_asking_the_other_processes(vllm, policy_of_engine):
+    class Deaf(Ranks):
+        def gather(self, value):
+            raise AssertionError("another process may have failed already")
+
+    policy, polls = policy_of_engine, []
+    with ready(vllm, policy):
+        assert policy.has_engine
+        ranks = Deaf(rank=0, size=2, lockstep=True)
+        found, alone = (
+            policy.sample(
+                PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=3, ranks=one, poll=lambda: polls.append(1)
+            )
+            for one in (ranks, ALONE)
+        )
+    assert torch.equal(found.ids, alone.ids)
+    assert len(polls) > 5
+    assert not policy.has_engine
+
 
 STAGED = [
     *("sampler._target_=tests.support.stand_in.Staged", "+sampler.seed=0", "rollout.top_p=0.8", "logger=none"),
