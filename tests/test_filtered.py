@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Prompts, Rollout, Sampling
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
@@ -158,6 +158,17 @@ def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, fi
             assert torch.equal(one.kept.ids, rows.kept.ids), path
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_the_order_of_the_rows_does_not_matter(policy, share):
+    policy.share_prompts = share
+    sampling = Sampling(**NUCLEUS)
+    rows = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    mixed = torch.tensor([3, 0, 5, 1, 2, 4])  # groups apart
+    found, expected = policy.kept(rows[mixed], sampling).kept, rows.kept[mixed]
+    assert torch.equal(found.sizes, expected.sizes)
+    assert torch.equal(found.ids, expected.ids)
+
+
 def test_rows_without_tokens_have_no_sets(policy):
     sampling = Sampling(**NUCLEUS)
     rows = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
@@ -215,7 +226,8 @@ def drawn(vllm, policy, sampling, group_size=3):
 
 
 def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engine):
-    policy, sampling = policy_of_engine, Sampling(**FREE | {"top_p": 0.7, "temperature": 1.2})
+    policy = policy_of_engine
+    sampling = Sampling(**FREE | {"top_p": 0.7, "temperature": 1.2, "max_new_tokens": 20})
     with ready(vllm, policy):
         rows = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
         disturb(policy)
@@ -223,6 +235,7 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
         found, told = with_sets(
             policy, rows, sampling, microbatch_tokens=60, context=StepContext(seed=1, clock=clock, ranks=ALONE)
         )
+    assert not rows.mask.all()
     sets_now = oracle(policy, rows, sampling)
     outside = [token not in own for own, token in zip(sets_now, tokens(rows))]
     assert 5 < sum(outside) < len(outside) / 2
@@ -248,6 +261,7 @@ def test_nothing_is_made_again_where_sets_are_known_or_none_are(vllm, policy_of_
     nucleus = Sampling(**NUCLEUS)
     own = policy.sample(PROMPTS, group_size=2, sampling=nucleus, seed=3)
     same(own, nucleus)
+    same(replace(own, kept=None), nucleus)  # of a policy that draws for itself and tells none
     with ready(vllm, policy):
         free = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=3)
         same(free, Sampling(**FREE))
@@ -337,11 +351,32 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
 
 # --- several processes -----------------------------------------------------------------------------------------------
 
+
+def test_in_lockstep_an_engine_draws_without_asking_the_other_processes(vllm, policy_of_engine):
+    class Deaf(Ranks):
+        def gather(self, value):
+            raise AssertionError("another process may have failed already")
+
+    policy, polls = policy_of_engine, []
+    with ready(vllm, policy):
+        assert policy.has_engine
+        ranks = Deaf(rank=0, size=2, lockstep=True)
+        found, alone = (
+            policy.sample(
+                PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=3, ranks=one, poll=lambda: polls.append(1)
+            )
+            for one in (ranks, ALONE)
+        )
+    assert torch.equal(found.ids, alone.ids)
+    assert len(polls) > 5
+    assert not policy.has_engine
+
+
 STAGED = [
     *("sampler._target_=tests.support.stand_in.Staged", "+sampler.seed=0", "rollout.top_p=0.8", "logger=none"),
     *("rollout.temperature=0.9", "data.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=8"),
     *("steps=1", "validation.every=1", "data.validation_size=4", "validation.samples_per_prompt=1"),
-    *("validation.ks=[1]", "module.self_check=false", "correction=token_truncation"),
+    *("validation.ks=[1]", "module.self_check=false", "correction=token_truncation", "module.microbatch_tokens=60"),
 ]
 LOCKSTEP = ["module.gather_weights=false"]
 

@@ -51,12 +51,9 @@ def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
     """
     asked, size = options(sampling), logits.shape[-1]
     shifted = logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
-    weights = shifted.exp()
     if asked["min_p"] > 0:
-        ruled_out = weights < asked["min_p"]
-        shifted.masked_fill_(ruled_out, LEAST)
-        weights.masked_fill_(ruled_out, 0.0)
-    ids, _, inside = likeliest(shifted, weights.sum(-1), top_k=asked["top_k"], top_p=asked["top_p"], min_p=0.0)
+        shifted.masked_fill_(shifted.exp() < asked["min_p"], LEAST)
+    ids, _, inside = likeliest(shifted, None, top_k=asked["top_k"], top_p=asked["top_p"], min_p=0.0)
     drawn = drawn.unsqueeze(-1)  # [n] -> [n, 1]
     is_outside = ~((ids == drawn) & inside).any(-1, keepdim=True)
     # Room that is not needed gets the number behind the last token, and so comes last.

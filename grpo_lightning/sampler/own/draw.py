@@ -117,7 +117,7 @@ def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tenso
 
 
 def likeliest(
-    logits: Tensor, total: Tensor, *, top_k: int, top_p: float, min_p: float
+    logits: Tensor, total: Tensor | None, *, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens that may be drawn, at most `MOST` of them: the likeliest one always may.
 
@@ -127,7 +127,7 @@ def likeliest(
 
     Args:
         logits: [b, V] of which the largest is 0.
-        total: [b] the sum of their exponentials.
+        total: [b] the sum of their exponentials; None, or with top_k: of those that are looked at.
         top_k: Keep this many; 0 keeps all.
         top_p: Keep the smallest set of the likeliest tokens whose probabilities reach this; 1 keeps all.
         min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
@@ -139,7 +139,7 @@ def likeliest(
     weights = values.exp()
     inside = weights > 0  # what the model rules out is not kept
     if top_p < 1:
-        whole = (weights.sum(-1) if top_k else total).unsqueeze(-1)
+        whole = (weights.sum(-1) if top_k or total is None else total).unsqueeze(-1)
         # Where probabilities add up to exactly top_p, rounding must not let in the token behind them.
         inside &= weights.cumsum(-1) - weights < top_p * (1 - _ROUNDING) * whole
     if min_p > 0:
