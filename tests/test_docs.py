@@ -21,6 +21,8 @@ LINKING = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "CHANGELOG.md"]
 TEXT = {path: path.read_text(encoding="utf-8") for path in LINKING}
 SETTINGS = TEXT[ROOT / "docs" / "settings.md"]
 METRICS = TEXT[ROOT / "docs" / "metrics.md"]
+STAGES = ("sft_tiny", "sft_tiny_flawed", "calculator_taught", "guess_taught")
+"""Supervised stages that other pages tell of."""
 TO_BE_WRITTEN = {"conf/reward/short.yaml"}
 """Files that a page tells people to make."""
 
@@ -38,7 +40,7 @@ def anchors(text):
 def test_every_choice_of_every_part_is_documented():
     for path in CONF.glob("*/*.yaml"):
         if path.parent.name == "experiment":
-            assert f"`{path.stem}`" in TEXT[README] or path.stem in ("sft_tiny", "sft_tiny_flawed"), path
+            assert f"`{path.stem}`" in TEXT[README] or path.stem in STAGES, path
         elif path.stem not in ("base", "taught"):
             assert f"`{path.stem}`" in SETTINGS or f"={path.stem}`" in SETTINGS, path
 
