@@ -152,6 +152,18 @@ def test_without_a_template_an_empty_line_stands_between():
     assert numbers.ids("5 6", after=None) == [5, 6]
 
 
+def test_only_what_stands_before_a_reply_is_not_repeated():
+    numbers = Replies(Words(None), templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    assert numbers.ids("9 7", after=9) == [9, 7]  # the reply's own 9
+    assert numbers.ids("9", after=9) == [9]
+    words = chatml(chat=False)
+    words.add_tokens(["\n\n"])
+    [line] = words("\n\n")["input_ids"]
+    replies = Replies(words, templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    assert replies.ids("46", after=line) == replies.ids("46", after=None)[1:] == words("46")["input_ids"]
+    assert replies.ids("", after=line) == [line]  # or there would be nothing to go on from
+
+
 def test_the_shipped_tokenizer_reads_replies_by_the_letter():
     words = character_tokenizer(64)
     replies = Replies(words, templated=True, template_kwargs=None, system_prompt=None, end_ids=[words.eos_token_id])

@@ -84,7 +84,9 @@ class Replies:
                 self._known.clear()
             self._known[role, text] = self._ids(text, role)
         ids = self._known[role, text]
-        return ids[1:] if ids and ids[0] == after else list(ids)
+        # What belongs to the reply is said, whatever the model has said before; and it cannot read nothing.
+        is_known = len(ids) > 1 and ids[0] == after and self._encoded(self._frame(role).head)[:1] == [after]
+        return ids[1:] if is_known else list(ids)
 
     def end_of_turn(self, role: str, *, otherwise: int) -> int:
         """The id with which the template ends what the model has said; ``otherwise`` where that is no end to sampling.
