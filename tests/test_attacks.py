@@ -11,6 +11,7 @@ from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
 from grpo_lightning.settings import ConfigError
+from tests.support import prepared
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
@@ -25,6 +26,12 @@ def start(place: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
     command = [sys.executable, str(ROOT / "train.py"), *words]
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def begun(place: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The same where it does not matter what Python finds and imports first."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+    return prepared.run([str(ROOT / "train.py"), *words], cwd=place, env=environment)
 
 
 class Touch:
@@ -79,7 +86,7 @@ def test_settings_run_no_code(words, tmp_path):
     with (tmp_path / "x.npy").open("wb") as file:
         pickle.dump(Touch(tmp_path / "HIT"), file)
     (tmp_path / "mine.py").write_text(MINE if "=mine." in words[0] else "import os\n")
-    done = start(tmp_path, *SMALL[:11], "reward=[format]", *words)
+    done = begun(tmp_path, *SMALL[:11], "reward=[format]", *words)
     assert done.returncode == 1
     assert "allowed" in done.stderr or "from directories" in done.stderr
     assert "Traceback" not in done.stderr
@@ -119,7 +126,7 @@ def test_settings_files_run_no_code(lines, tmp_path):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{lines}\n")
     (tmp_path / "mine.py").write_text("open('HIT', 'w')\n")
-    done = start(tmp_path, "--config-dir", "conf", "experiment=evil")
+    done = begun(tmp_path, "--config-dir", "conf", "experiment=evil")
     assert done.returncode == 1
     assert "allowed" in done.stderr
     assert "Traceback" not in done.stderr
@@ -202,7 +209,7 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
         place = tmp_path / f"run{number}"
         where = f"hydra.{'sweep' if mode else 'run'}.dir={place}"
         environment = {"MINE": "k-environment4", "BEARER": "k-bearer5", "QUOTED": "k-quoted6", "NAMED": "k-named7"}
-        done = start(tmp_path, *mode, *SMALL[:11], "trainer=cpu", "steps=1", *words, *reward, where, **environment)
+        done = begun(tmp_path, *mode, *SMALL[:11], "trainer=cpu", "steps=1", *words, *reward, where, **environment)
         assert done.returncode == (reward == own), done.stderr[-3000:]
         assert "<redacted>" in done.stderr
         files = [path for path in place.rglob("*") if path.is_file()]
@@ -224,7 +231,7 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path):
     own = ("reward=[custom]", "reward.custom.function._target_=mine.fails")
     for more in ((), ("reward.custom.timeout=20", "reward.custom.max_failed=0")):
         place = tmp_path / f"run{len(more)}"
-        done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", *own, *more, f"hydra.run.dir={place}")
+        done = begun(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", *own, *more, f"hydra.run.dir={place}")
         assert done.returncode == 1
         for text in (done.stdout, done.stderr, (place / "train.log").read_text(), (place / "summary.json").read_text()):
             assert "\x1b[2J" not in text
@@ -248,7 +255,7 @@ def test_the_log_is_written_through_no_link(tmp_path):
         (["-m", f"hydra.sweep.dir={tmp_path}", "seed=0"], "train.log in it is a link to"),
         ([f"hydra.run.dir={run}", "hydra.job.name=../mine"], "hydra.job.name=../mine: allowed are letters, digits"),
     ):
-        done = start(tmp_path, *words)
+        done = begun(tmp_path, *words)
         assert done.returncode == 1
         assert told in done.stderr
         assert "Traceback" not in done.stderr
@@ -265,7 +272,7 @@ def test_a_sweep_is_written_through_no_link(name, tmp_path):
     mine.write_text("mine")
     place.mkdir()
     (place / name).symlink_to(mine)
-    done = start(tmp_path, "-m", f"hydra.sweep.dir={place}", "seed=0,1", "steps=0")
+    done = begun(tmp_path, "-m", f"hydra.sweep.dir={place}", "seed=0,1", "steps=0")
     assert done.returncode == 1
     assert f"hydra.sweep.dir={place}: {name} in it is a link to {mine}" in done.stderr
     assert mine.read_text() == "mine"
@@ -282,7 +289,7 @@ def test_other_logs_are_written_through_no_link(tmp_path):
     (run / "own.log").symlink_to(mine)
     own = "{class: logging.FileHandler, delay: true, filename: '${hydra.runtime.output_dir}/own.log'}"
     words = (f"+hydra.job_logging.handlers.own={own}", "hydra.job_logging.root.handlers=[own]")
-    done = start(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", "reward=[format]", f"hydra.run.dir={run}", *words)
+    done = begun(tmp_path, *SMALL[:11], "trainer=cpu", "steps=1", "reward=[format]", f"hydra.run.dir={run}", *words)
     assert done.returncode == 1
     assert "own.log in it is a link to" in done.stderr
     assert mine.read_text() == "mine"
@@ -293,7 +300,7 @@ def test_other_logs_are_written_through_no_link(tmp_path):
 )
 def test_a_sweep_that_does_not_begin_has_written_no_secret(tmp_path):
     words = ("-m", "seed=0,1", "+wandb.auth=k-logger1", "reward=[format],[formt]", f"hydra.sweep.dir={tmp_path}/sweep")
-    done = start(tmp_path, *words)
+    done = begun(tmp_path, *words)
     assert done.returncode == 1
     assert "formt" in done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support import prepared
 from tests.support.composed import ROOT
 from tests.support.running import SMALL
 from tests.test_callbacks import scalars
@@ -18,10 +19,14 @@ pytestmark = pytest.mark.slow
 STEPS = ("steps=8", "validation.every=3", "callbacks.checkpoint.every=2", "optimizer.lr=0.01")
 
 
-def train(*arguments: str, small: bool = True) -> subprocess.CompletedProcess[str]:
+def train(*arguments: str, small: bool = True, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """What train.py does, in a Python of its own where ``fresh``."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     multirun = [argument for argument in arguments if argument == "-m"]  # Hydra wants its flags first
-    command = [sys.executable, "train.py", *multirun, *(SMALL if small else ()), *(a for a in arguments if a != "-m")]
+    words = ["train.py", *multirun, *(SMALL if small else ()), *(a for a in arguments if a != "-m")]
+    if not fresh:
+        return prepared.run(words, cwd=ROOT, env=environment, timeout=600)
+    command = [sys.executable, *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -191,7 +196,7 @@ def test_one_failing_job_does_not_take_the_others_along(tmp_path):
 
 
 def test_help_is_readable():
-    result = train("--help", small=False)
+    result = train("--help", small=False, fresh=True)
     assert result.returncode == 0
     assert "python train.py algorithm=dapo" in result.stdout
     assert "algorithm: cispo, dapo, dr_grpo, gmpo, grpo" in result.stdout
@@ -201,6 +206,7 @@ def test_the_shipped_policy_learns(tmp_path):
     result = train(
         *("steps=20", "validation.every=20", "data.validation_size=100", f"hydra.run.dir={tmp_path}"),
         small=False,
+        fresh=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     passes = [value for _, value in scalars(tmp_path / "tensorboard")["val/pass@1"]]

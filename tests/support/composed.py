@@ -1,6 +1,7 @@
 """The settings as train.py composes them, without a run."""
 
 import tempfile
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.recording import files
 from grpo_lightning.settings.functions import with_targets
+from tests.support.hydra_memory import files_read_once
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -34,7 +36,8 @@ def settings(*overrides: str) -> DictConfig:
 
 @lru_cache(8)
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    reading = nullcontext() if any("hydra" in word for word in overrides) else files_read_once()
+    with initialize_config_dir(str(CONF), version_base="1.3"), reading:
         own = [] if any("trusted" in word for word in overrides) else ["trusted=[tests,benchmarks]"]
         return compose("train", [*own, f"run_dir={NOWHERE}", *overrides])
 
