@@ -273,15 +273,29 @@ def tensors(slots, cache) -> list[torch.Tensor]:
     return found
 
 
-STEPS = pytest.mark.parametrize("copied", [0, 1 << 20], ids=["once per group", "copied"])
-SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy"])
+@pytest.fixture
+def stepped(request, checkpoints):
+    return opened(checkpoints[request.param])
+
+
+ONCE, COPIED = 0, 1 << 20
+ALL_STEPS = [(ONCE, "plain"), (ONCE, "truncated"), (COPIED, "truncated"), (COPIED, "greedy")]
+"""How prompts are held beside how tokens are drawn; neither knows of the other."""
+STEPS = pytest.mark.parametrize(
+    "stepped, copied, kind",
+    [
+        pytest.param(name, copied, kind, marks=[] if name in FIRST else pytest.mark.slow)
+        for name in sorted(ARCHITECTURES)
+        for copied, kind in (ALL_STEPS if name in FIRST else [(ONCE, "truncated")])
+    ],
+    indirect=["stepped"],
+)
 
 
 @STEPS
-@SAMPLINGS
-def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
+def test_a_step_looks_at_no_value(stepped, monkeypatch, copied, kind):
     with (
-        in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _),
+        in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         slots.step()
@@ -290,14 +304,13 @@ def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
 
 
 @STEPS
-@SAMPLINGS
-def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+def test_a_recorded_step_repeated_equals_as_many_steps(stepped, monkeypatch, copied, kind):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
         for _ in range(12):
             slots.step()
         expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
         sets = None if slots.sets.recent is None else slots.sets.recent.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
 
         def step(unused):
             slots.step()
@@ -315,13 +328,12 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
 
 
 @STEPS
-@SAMPLINGS
-def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+def test_a_step_is_one_graph(stepped, monkeypatch, copied, kind):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
         for _ in range(6):
             slots.step()
         expected = slots.ids.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, _):
         torch._dynamo.reset()
         compiled = torch.compile(slots.step, fullgraph=True, backend="eager")
         for _ in range(6):
@@ -330,9 +342,8 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
 
 
 @STEPS
-@SAMPLINGS
-def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache):
+def test_nothing_moves_between_two_looks(stepped, monkeypatch, copied, kind):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind]) as (slots, cache):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         assert len(before) > 12
         for _ in range(40):
@@ -342,9 +353,8 @@ def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
 
 
 @STEPS
-@SAMPLINGS
-def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, options=OPTIONS[kind], at_once=4, tokens=16) as (
+def test_nothing_moves_where_a_completion_takes_the_place_of_another(stepped, monkeypatch, copied, kind):
+    with in_the_middle(stepped, monkeypatch, copied=copied, options=OPTIONS[kind], at_once=4, tokens=16) as (
         slots,
         cache,
     ):

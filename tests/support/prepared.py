@@ -1,7 +1,8 @@
 """Commands of Python in processes that have the libraries already, each seconds shorter than one that imports them.
 
 A process that has imported torch and the like, and nothing of this package, is forked for every command. What a test
-asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own.
+asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own;
+so does one of several processes, since Lightning looks for its rank when it is imported.
 """
 
 import atexit
@@ -46,17 +47,9 @@ class Process:
         arguments: A file, or ``-m`` and a module, and the arguments.
         cwd: The directory in which it starts.
         env: Its environment; this process's where none is given.
-        one_file: Whether its errors are written where its output is.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        one_file: bool = False,
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
         self.returncode: int | None = None
         self._place = tempfile.TemporaryDirectory()
         self._out, self._errors = (Path(self._place.name) / name for name in ("out", "errors"))
@@ -66,7 +59,7 @@ class Process:
             cwd=str(cwd),
             env=dict(os.environ if env is None else env),
             out=str(self._out),
-            errors=str(self._out if one_file else self._errors),
+            errors=str(self._errors),
         )
 
     def poll(self) -> int | None:
