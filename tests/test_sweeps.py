@@ -48,7 +48,8 @@ def start(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (place / "mine.py").write_text(KILLING)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     own = ("reward=[custom]", "reward.custom.function._target_=mine.vowels")
-    return prepared.run([str(ROOT / "train.py"), "-m", *FAST, *own, *words], cwd=place, env=environment, timeout=600)
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *FAST, *own, *words]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def summary(directory: Path) -> dict:

@@ -1,7 +1,8 @@
 """Commands of Python in processes that have the libraries already, each seconds shorter than one that imports them.
 
 A process that has imported torch and the like, and nothing of this package, is forked for every command. What a test
-asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own.
+asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own;
+so does one of several processes, since Lightning looks for its rank when it is imported.
 """
 
 import atexit
@@ -36,7 +37,7 @@ def run(
     """What ``python`` does with the arguments, a file or ``-m`` and a module first, as subprocess.run tells it."""
     process = Process(arguments, cwd=cwd, env=env)
     out, errors = process.communicate(timeout)
-    return subprocess.CompletedProcess(["python", *arguments], process.returncode, out, errors)
+    return subprocess.CompletedProcess(["python", *arguments], process.wait(), out, errors)
 
 
 class Process:
@@ -46,17 +47,9 @@ class Process:
         arguments: A file, or ``-m`` and a module, and the arguments.
         cwd: The directory in which it starts.
         env: Its environment; this process's where none is given.
-        one_file: Whether its errors are written where its output is.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        one_file: bool = False,
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
         self.returncode: int | None = None
         self._place = tempfile.TemporaryDirectory()
         self._out, self._errors = (Path(self._place.name) / name for name in ("out", "errors"))
@@ -66,7 +59,7 @@ class Process:
             cwd=str(cwd),
             env=dict(os.environ if env is None else env),
             out=str(self._out),
-            errors=str(self._out if one_file else self._errors),
+            errors=str(self._errors),
         )
 
     def poll(self) -> int | None:
@@ -106,27 +99,29 @@ class _Server:
             env=environment,
             start_new_session=True,
         )
+        self._asked: Any = self._process.stdin
+        self._answers: Any = self._process.stdout
         self._ended: dict[int, int] = {}
         atexit.register(self._close)
 
     def _close(self) -> None:
-        self._process.stdin.close()
+        self._asked.close()
         self._process.wait()
 
     def begin(self, **command: Any) -> int:
-        print(json.dumps(command), file=self._process.stdin, flush=True)
+        print(json.dumps(command), file=self._asked, flush=True)
         while True:
             told = self._told()
             if "pid" in told:
                 return int(told["pid"])
 
     def ended(self, pid: int) -> int | None:
-        while pid not in self._ended and select.select([self._process.stdout], [], [], 0)[0]:
+        while pid not in self._ended and select.select([self._answers], [], [], 0)[0]:
             self._told()
         return self._ended.pop(pid, None)
 
     def _told(self) -> dict[str, int]:
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise RuntimeError(f"the prepared process has ended with {self._process.wait()}")
         told: dict[str, int] = json.loads(line)
@@ -167,7 +162,9 @@ def serve() -> None:
                 command = json.loads(line)
                 pid = os.fork()
                 if not pid:
-                    os.close(awake), os.close(woken), answers.close()
+                    os.close(awake)
+                    os.close(woken)
+                    answers.close()
                     _begin(own=own, **command)
                 print(json.dumps({"pid": pid}), file=answers, flush=True)
 
