@@ -58,9 +58,10 @@ def _without_git() -> Iterator[None]:
     """
     from mlflow.tracking.context.git_context import GitRunContext
 
-    before = GitRunContext.in_context
-    GitRunContext.in_context = lambda _: False
+    asks: Any = GitRunContext
+    before = asks.in_context
+    asks.in_context = lambda _: False
     try:
         yield
     finally:
-        GitRunContext.in_context = before
+        asks.in_context = before
