@@ -26,6 +26,7 @@ USED_BY = {
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
     "math_verify": {"reward"},
     "matplotlib": {"report"},
+    "mlflow": {"logger"},
     "numpy": {"sampler", "data"},
     "omegaconf": {"composition"},
     "pebble": {"reward"},

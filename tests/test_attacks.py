@@ -117,6 +117,10 @@ def test_settings_run_no_code(words, tmp_path):
             "policy: '${oc.create:{trust_remote_code: true}}'",
             "hydra: {job_logging: {handlers: {file: {'.': {baseFilename: HIT}}}}}",
             "hydra: {job_logging: {handlers: {file: {stream: '${now:ext://mine}'}}}}",
+            "hydra: {run: {dir: '${evil}'}, job_logging: {handlers: {x: {class: logging.StreamHandler, "
+            "stream: '${hydra.run.dir}'}}}}\nevil: ext://antigravity.x",
+            "hydra: {run: {dir: '${evil}'}, job_logging: {handlers: {file: {filename: '${hydra.run.dir}/x.log'}}}}\n"
+            "evil: ext://antigravity.x",
             "hydra: {job: {chdir: true}}",
             'hydra: {job: {name: "x\\ntouch HIT"}}',
         )

@@ -188,6 +188,8 @@ def test_lightning_s_own_checkpoints_on_slurm_are_refused(tmp_path):
                 "FSDPStrategy: allowed is trainer=fsdp",
             ),
             ("+trainer.strategy=deepspeed_stage_2", "trainer.strategy=deepspeed_stage_2: allowed is trainer=fsdp"),
+            ("+trainer.strategy=DeepSpeed_stage_2", "trainer.strategy=DeepSpeed_stage_2: allowed is trainer=fsdp"),
+            ("+trainer.strategy=FSDP", "trainer.strategy=FSDP: allowed is trainer=fsdp"),
         )
     ],
 )

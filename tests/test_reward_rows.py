@@ -14,6 +14,23 @@ REFUSED = "the task's verifier would evaluate it; allowed is"
 X = {"variable": "x", "integrand": "2*x"}
 
 
+@provocation(
+    "a model that answers a task of reasoning_gym with a name of the verifier's own, such as `[oracle_answer]`",
+    "the name is not looked up: the answer is wrong",
+)
+@pytest.mark.parametrize(
+    ("task", "text", "metadata"),
+    [
+        ("spiral_matrix", "[oracle_answer]", {}),
+        ("string_insertion", "oracle_answer", {}),
+        ("binary_matrix", "[[oracle_answer]]", {}),
+        ("n_queens", "valid_solutions", {"valid_answers": ["Q"]}),
+    ],
+)
+def test_a_name_of_the_verifiers_own_is_no_answer(task, text, metadata):
+    assert reasoning_gym([text], ["Q _"], [task], [metadata]) == [0.0]
+
+
 @pytest.fixture
 def mark(tmp_path):
     """A file that code in a row makes; the test fails where there is one at its end."""

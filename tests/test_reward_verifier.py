@@ -123,7 +123,8 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
 @pytest.mark.parametrize(
     ("check", "text", "allowed"),
     [
-        (is_literal, "[[1, -2], ('a', b)]", True),
+        (is_literal, "[[1, -2], ('a', 'b')]", True),
+        (is_literal, "[[1, -2], ('a', b)]", False),
         (is_literal, "1 0 1\n0 0 1", True),  # no expression: eval raises at once
         (is_literal, "_ Q", True),
         (is_literal, "a.b", False),

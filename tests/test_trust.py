@@ -45,9 +45,11 @@ import os
 from functools import lru_cache, partial
 from os import system
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 from trust_library import Tool, another, decorated, load, tool
 
+from grpo_lightning.environment.tools import Tools
 from grpo_lightning.reward.format import _is_formatted, format
 
 NUMBER = 1
@@ -201,6 +203,8 @@ def test_what_a_file_of_the_user_has_may_be_named(name, mine):
         ("Tool.apply", "leads to trust_mine.Tool of another package"),
         ("own.apply", "is defined in trust_library"),
         ("_is_formatted", "allowed are"),
+        ("ModelCheckpoint", "is defined in lightning.pytorch.callbacks"),  # rules look for its own name
+        ("Tools", "is defined in grpo_lightning.environment.tools"),
     ],
 )
 def test_what_a_file_of_the_user_only_imports_may_not(name, reason, mine):

@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -52,8 +53,12 @@ _MADE = ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging")
 """What Hydra makes objects of."""
 _TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)|verbose"
 _TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
-_PLAIN = re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{_TEXTS})|{_TIME}|oc\.env:\w+)\}}")
-_LOG_FILE = re.compile(r"\$\{hydra\.(runtime\.output_dir|sweep\.dir|run\.dir)\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
+_TEXTS_OF_LOGS = r"runtime\.(output_dir|cwd)|job\.(name|num)"
+"""Texts that a file cannot make begin with ext://, which logging would import a module for."""
+_PLAIN, _PLAIN_OF_LOGS = (
+    re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}|oc\.env:\w+)\}}") for texts in (_TEXTS, _TEXTS_OF_LOGS)
+)
+_LOG_FILE = re.compile(r"\$\{hydra\.runtime\.output_dir\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
 _PLACE = re.compile(r"(file://)?[^:]*")
 _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
 """What of submitit's folder is the same for all jobs, before what stands for a job's number, such as %j."""
@@ -63,6 +68,8 @@ _SBATCH = (
     *("gres", "licenses", "nodelist", "qos", "reservation"),
 )
 """Options of sbatch that change where a job runs, not what."""
+_only_composes: ContextVar[bool] = ContextVar("only_composes", default=False)
+"""Whether settings are composed and Hydra runs nothing of its own: they may be those of a stranger's run."""
 
 
 class CheckedLoader(ConfigLoaderImpl):
@@ -133,12 +140,16 @@ def install() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Inside, Hydra composes by `CheckedLoader`; afterwards, in a program that has settings of its own, as before."""
-    before = hydra_internal.ConfigLoaderImpl  # type: ignore[attr-defined]
+    """Inside, Hydra composes by `CheckedLoader`; afterwards, in a program that has settings of its own, as before.
+
+    Nothing of what Hydra's own settings name is run by composing, so nothing is imported for them either.
+    """
+    before, told = hydra_internal.ConfigLoaderImpl, _only_composes.set(True)  # type: ignore[attr-defined]
     install()
     try:
         yield
     finally:
+        _only_composes.reset(told)
         hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
 
 
@@ -171,7 +182,8 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed is true: a file is opened once it is known not to be a link")
         if part.endswith("_logging") and ".." in key:
             found.append(f"{key}: allowed are keys without dots, which would set attributes of handlers")
-        if part in _MADE and len(_PLAIN.findall(text)) < text.count("${"):
+        plain = _PLAIN_OF_LOGS if part.endswith("_logging") else _PLAIN
+        if part in _MADE and len(plain.findall(text)) < text.count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
     for part in ("job_logging", "hydra_logging"):
         for name, handler in ((hydra.get(part) or {}).get("handlers") or {}).items():
@@ -263,6 +275,8 @@ def _may_run(name: Any) -> bool:
     if not isinstance(name, str) or name in _MEMBERS:
         return isinstance(name, str)
     if trust.is_of_user(name.partition(".")[0]):
+        if _only_composes.get():
+            return True
         with suppress(Exception):  # importing a user's file may raise anything
             return callable(trust.resolved(name))
         return False

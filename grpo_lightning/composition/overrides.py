@@ -27,6 +27,7 @@ from grpo_lightning.composition import CONF, episodes
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import installed
+from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
@@ -198,6 +199,7 @@ def made(
     """
     _recall_policy(cfg, options["overrides"] if explicit is None else explicit)
     config = plain(cfg, explicit)
+    use_private_cache()
     from grpo_lightning.run import Run
 
     checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then

@@ -1,6 +1,7 @@
 """MLflow, which goes on with a run where the run's directory says so."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ class MLFlowLogger(loggers.MLFlowLogger):
     def experiment(self) -> Any:
         """The client of the mlflow library."""
         is_new = not self._initialized
-        client = super().experiment
+        with _without_git():
+            client = super().experiment
         if is_new and self._initialized:
             keep(self._file, str(self._run_id))
             client.update_run(self._run_id, status="RUNNING")
@@ -46,3 +48,20 @@ class MLFlowLogger(loggers.MLFlowLogger):
         """Write the settings, once: MLflow refuses others later."""
         if not self._continues:
             super().log_hyperparams(params)
+
+
+@contextmanager
+def _without_git() -> Iterator[None]:
+    """Inside, MLflow does not ask git of which commit the program is.
+
+    It would ask in the program's directory and in those above, where a stranger's ``.git/config`` may name commands.
+    """
+    from mlflow.tracking.context.git_context import GitRunContext
+
+    asks: Any = GitRunContext
+    before = asks.in_context
+    asks.in_context = lambda _: False
+    try:
+        yield
+    finally:
+        asks.in_context = before

@@ -32,7 +32,7 @@ _SHIFTS = (ast.Add, ast.Sub, ast.Mult, ast.LShift, ast.RShift, ast.UAdd, ast.USu
 _BITWISE = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, *_SHIFTS)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub)
 _FUNCTIONS = frozenset(("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt"))
-_LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
+_LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Load, ast.UnaryOp, ast.unaryop)
 
 
 def make_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
@@ -173,7 +173,8 @@ GATES: Mapping[str, Callable[[str], bool]] = {
     "rubiks_cube": has_small_steps,
     "rush_hour": has_small_steps,
 }
-"""The texts that the verifier of each task can be trusted with; any text for the others."""
+"""The texts that the verifier of each task can be trusted with; any text for the others. Names are no literals: where a
+verifier evaluates its text, `oracle_answer` is the right answer."""
 
 _FORMULA = (is_formula, "a formula of numbers, names and elementary functions with powers of bounded size")
 _INTEGRAL = {"integrand": _FORMULA, "variable": (lambda text: text.isidentifier() and len(text) < 50, "one name")}

@@ -59,7 +59,9 @@ def main(descriptor: int, place: str) -> None:
     """
     for number in _IGNORED:  # as the workers of rewards do: whoever asks the trainer to end lets it finish its step
         signal.signal(number, signal.SIG_IGN)
-    channel = socket.socket(fileno=descriptor)
+    # The caller may have so many files open that this one's number is beyond those that a program closes.
+    channel = socket.socket(fileno=os.dup(descriptor))
+    os.close(descriptor)
     directory = ""
     try:
         directory = tempfile.mkdtemp(prefix="sandbox-", dir=place)

@@ -174,7 +174,7 @@ def _quantized(get: Reader) -> list[str]:
 
 def _old_sharding(get: Reader) -> list[str]:
     strategy = get("trainer.strategy")
-    if not isinstance(strategy, str) or "fsdp" not in strategy:
+    if not isinstance(strategy, str) or "fsdp" not in strategy.lower():
         return []
     return [
         f"trainer.strategy={strategy}: allowed is trainer=fsdp (FSDP2): the older FSDP runs on no CPU and does not "

@@ -76,10 +76,15 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
     for begin in range(len(parts) - 1):
         original = parts[begin:]
         above = [".".join(original[:count]) for count in range(1, len(original))]
-        is_set = ".".join(original) in given or any(parts[-1] in given.get(name, "") for name in above)
+        is_set = ".".join(original) in given or any(_has(given.get(name, ""), parts[-1]) for name in above)
         if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
             return True
     return key in given
+
+
+def _has(word: str, name: str) -> bool:
+    """Whether an override sets a mapping with a name in it; the name of a file may hold any words."""
+    return re.search(rf"[{{,]\s*['\"]?{re.escape(name)}['\"]?\s*:", word.partition("=")[2]) is not None
 
 
 def _at(node: Any, path: Sequence[str]) -> Any:

@@ -38,7 +38,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(run, str):
             yield from _places(key, node, name, Path(run))
     strategy = (config.get("trainer") or {}).get("strategy")
-    if isinstance(strategy, str) and strategy.startswith("deepspeed"):
+    if isinstance(strategy, str) and strategy.lower().startswith("deepspeed"):  # as Lightning reads it
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
     for key, value in [("run_dir", run), *_own_directories(config)]:
         if is_url(value):

@@ -10,7 +10,7 @@ from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.suggestions import nearest
-from grpo_lightning.settings.trust import may_name
+from grpo_lightning.settings.trust import is_of_library, may_name
 from grpo_lightning.settings.values import REWARD, RULES
 
 Read = Callable[[str], Signature]
@@ -34,6 +34,8 @@ def target_problems(
         return
     if not may_name(name, trusted):
         return  # reported by `trust.problems`
+    if "_args_" in node and is_of_library(name):
+        yield f"{key}._args_: allowed are arguments by name, as rules look for them"
     try:
         parameters = read(name).parameters
     except NoCallable as error:

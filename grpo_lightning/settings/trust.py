@@ -119,6 +119,11 @@ def may_name(name: str, trusted: Collection[str] = ()) -> bool:
     return _below(name, LIBRARIES) or is_of_user(parts[0], trusted)
 
 
+def is_of_library(path: str) -> bool:
+    """Whether a path is one of this package or of the libraries that settings may name, whose arguments have rules."""
+    return _below(path, ("grpo_lightning", *LIBRARIES))
+
+
 def is_of_user(top: str, trusted: Collection[str] = ()) -> bool:
     """Whether a package or module is one of the user's: trusted by name, or below the directory of the start."""
     if top in trusted:
@@ -143,7 +148,7 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     if not may_name(name, trusted):
         raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
     parts = name.split(".")
-    is_listed = _below(name, ("grpo_lightning", *LIBRARIES))
+    is_listed = is_of_library(name)
     if not is_listed:  # a file here is none of those, also where they are absent
         start.make_importable(parts[0])
     found: Any = importlib.import_module(parts[0])
@@ -186,8 +191,10 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
     if inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__"):
         if is_of_user(top, trusted):
             return True
-        if _below(own, ("grpo_lightning", *LIBRARIES)):
-            return may_name(own, trusted) and _is_defined_well(own, found, home, top, trusted)
+        if is_of_library(own):
+            # Rules of what settings may give a class look for it by its own name.
+            has_rules = inspect.isclass(found) and top in ("grpo_lightning", "lightning")
+            return not has_rules and may_name(own, trusted) and _is_defined_well(own, found, home, top, trusted)
         # What a decorator of a package makes of a function says that it is of that package, but is not to be had there.
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:
             return False

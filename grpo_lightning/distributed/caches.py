@@ -1,0 +1,37 @@
+"""What torch compiles is kept where nobody else can have put files: what is found there again is run."""
+
+import getpass
+import os
+import re
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_private_cache() -> None:
+    """Say where torch keeps what it compiles, for this process and those that it starts; a user's own word stays.
+
+    Torch's own choice is ``/tmp/torchinductor_USER``, a name that others can guess and take before. It is kept where
+    the directory is the user's or can be made so; else a new one of a name by chance is taken.
+    """
+    if VARIABLE in os.environ or not hasattr(os, "getuid"):
+        return
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # as in containers without a file of users
+        user = f"uid_{os.getuid()}"
+    name = re.sub(r"[^\w.-]", "_", user)
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{name}"
+    with suppress(OSError):  # of a full or read-only disk torch says more
+        os.environ[VARIABLE] = str(usual) if _is_own(usual) else tempfile.mkdtemp(prefix="torchinductor_")
+
+
+def _is_own(place: Path) -> bool:
+    """Whether a directory, which is made if there is none, belongs to the user and not everybody may write to it."""
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    found = place.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
