@@ -13,7 +13,6 @@ from grpo_lightning.composition import sweep
 from grpo_lightning.composition.loader import problems
 from grpo_lightning.settings import check
 from grpo_lightning.settings.suggestions import explain
-from tests.support import prepared
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
