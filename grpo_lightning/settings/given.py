@@ -72,6 +72,7 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
     """Whether an override sets a dotted key, a mapping above it with its name in it, or what all there is a copy of."""
+    key = re.sub(r"(\.\d+)+$", "", key)  # whoever gives a list gives what stands in it
     parts = key.split(".")
     for begin in range(len(parts) - 1):
         original = parts[begin:]
