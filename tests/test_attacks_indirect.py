@@ -59,6 +59,7 @@ def test_what_a_run_tells_hydra_is_not_run(words, shared):
     config, _ = recalled(shared, [], ["reward"])
     assert list(config["reward"]) == ["format"]
     assert "shared.evil" not in sys.modules
+    assert "PYTHONSAFEPATH" not in os.environ  # no job is launched
     assert not (shared.parent / "HIT").exists()
 
 
@@ -102,6 +103,8 @@ def test_mlflow_asks_no_git(tmp_path, monkeypatch):
     program.write_text("")
     monkeypatch.setattr(sys, "argv", [str(program)])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # which MLflow sets, and nobody takes back
     logger = MLFlowLogger(str(tmp_path), tracking_uri=f"sqlite:///{tmp_path}/m.db")
     run = logger.experiment.get_run(logger.run_id)
     assert run.data.tags["mlflow.source.name"] == str(program)

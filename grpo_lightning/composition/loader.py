@@ -100,7 +100,7 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(_listed(wrong))
         if linked := _link_of_sweep(composed):
             raise ConfigCompositionException(linked)
-        if composed.hydra.launcher.get("_target_") != _MEMBERS[0]:
+        if from_shell and composed.hydra.launcher.get("_target_") != _MEMBERS[0]:  # else no job is launched
             fresh.protect_jobs()
             _use_new_folder(composed)
         remember_secrets(composed)
