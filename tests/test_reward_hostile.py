@@ -151,6 +151,7 @@ def scores(names):
         "task": ["basic_arithmetic"] * rows,
         "metadata": [{}] * rows,
         "tests": [[{"input": "72", "output": "72"}]] * rows,
+        "turn_scores": [((0, 0.5), (1, -1.0))] * rows,
     }
     ids = [list(range(len(text) % 700)) for text in texts]
     return Scoring(rewards(names), ["p"] * rows, columns).finish(texts, ids)
