@@ -59,6 +59,15 @@ def test_a_run_that_has_finished_is_not_fitted_again(tmp_path):
     assert len(logged_of(tmp_path)[0]) == 7
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @provocation(
     "from Python, `run.fit()` once more after a reward has raised, or Ctrl-C",
     "goes on from the last checkpoint: bitwise the weights of an unbroken run, and every step is logged once",
