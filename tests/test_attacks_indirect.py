@@ -81,12 +81,20 @@ def test_the_name_of_a_file_gives_no_trust(tmp_path):
     "refused by the key",
 )
 @pytest.mark.parametrize(
-    "target", ["lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.loggers.MLFlowLogger"]
+    "target", ["lightning.pytorch.callbacks.ModelCheckpoint", "grpo_lightning.logger.mlflow.MLFlowLogger"]
 )
 def test_arguments_have_names(target):
     config = composed()
     config["callbacks"]["mine"] = {"_target_": target, "_args_": ["a", "b", "mysql+mine://x"]}
     with pytest.raises(ConfigError, match=r"callbacks\.mine\._args_: allowed are arguments by name"):
+        check(config)
+
+
+@provocation("Lightning's own MLflow logger, which would ask git", "refused by its key")
+def test_lightnings_own_mlflow_logger_is_refused():
+    config = composed()
+    config["logger"]["mine"] = {"_target_": "lightning.pytorch.loggers.MLFlowLogger"}
+    with pytest.raises(ConfigError, match=r"logger\.mine\._target_=lightning\.pytorch\.loggers\.MLFlowLogger: allowed"):
         check(config)
 
 

@@ -52,6 +52,7 @@ def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
         ["--config-dir", "my conf"],
         ["--config-dir=conf", "--config-name=own"],
         ["-cd", "conf", "-cn", "own"],
+        ["hydra.searchpath=[file://conf]"],
     ],
 )
 def test_where_settings_were_found_is_told(options, monkeypatch):

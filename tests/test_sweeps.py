@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning.composition import sweep
-from grpo_lightning.composition.loader import problems
+from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.settings import check
 from grpo_lightning.settings.suggestions import explain
 from tests.support.composed import CONF, ROOT, composed

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning import start
-from grpo_lightning.composition.loader import problems
+from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.settings import ConfigError, check, given, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation

@@ -36,10 +36,12 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:
-    """Where Hydra was told to find settings, such as ``--config-dir conf``."""
+    """Where Hydra was told to find settings, such as ``--config-dir conf`` or ``hydra.searchpath=[conf]``."""
     for number, word in enumerate(words):
         if word.startswith(_CONFIG):
             yield from words[number : number + (1 if "=" in word else 2)]
+        elif word.lstrip("+").startswith("hydra.searchpath="):
+            yield word
 
 
 def _for_shell(word: str) -> str:

@@ -43,6 +43,7 @@ def _hydra_job(cfg: DictConfig) -> float:
     start.pass_by_matplotlibrc()
     fresh.forget()
     given: Any = HydraConfig.get()
+    loader.note_sources(given)
     directory = Path(given.runtime.output_dir)
     is_sweep = given.mode == RunMode.MULTIRUN
     words: Any = OmegaConf.to_container(given.overrides, resolve=False)
@@ -71,7 +72,7 @@ def _hydra_job(cfg: DictConfig) -> float:
 
     if is_first_process() and not _openings:
         say(announcement.greeting(config))
-    choices = chosen(overrides, config, name=given.job.config_name)
+    choices = chosen([*words["hydra"], *overrides], config, name=given.job.config_name)  # hydra.searchpath among them
     if is_first_process():
         _open(choices, overrides, config, given.job.config_name)
         if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":

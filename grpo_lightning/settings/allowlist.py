@@ -72,7 +72,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.plugins.precision": ("lightning.pytorch.plugins.precision",),
     **{
         f"lightning.pytorch.loggers.{name}": ("lightning.pytorch.loggers",)
-        for name in ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+        for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger")
     },
 }
 """Prefix of a path -> the modules in which the class that it leads to is defined."""

@@ -2,8 +2,8 @@
 
 A ``_target_`` is imported and called with arguments that settings choose too, so that whoever writes settings could run
 anything if it might name anything. It may name a member of ``OWN`` or ``LIBRARIES``, and what files of the user define:
-those below the directory in which the program was started, and packages that ``trusted=[…]`` lists. What a path leads
-to counts, not how it begins: ``torch.os.system`` is no member of torch.
+those below the directory in which the program was started, and packages that ``trusted=[…]`` lists; see `brought` for
+settings from elsewhere. What a path leads to counts, not how it begins: ``torch.os.system`` is no member of torch.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_lightning import start
+from grpo_lightning.settings import brought
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
 
 _PROJECT = ("benchmarks", "tests", "train")
@@ -22,10 +23,10 @@ _PROJECT = ("benchmarks", "tests", "train")
 
 PACKAGE = "pkg://"
 """Begins a path inside an installed package."""
+OWN_FILES = "Python files below the directory where the program was started"
 ALLOWED = (
     "parts of this package, torch's and bitsandbytes' optimizers, Lightning's trainer, callbacks, loggers and "
-    "strategies, and what is defined in Python files below the directory where the program was started or in packages "
-    "that trusted=[…] names"
+    f"strategies, and what is defined in {OWN_FILES} or in packages that trusted=[…] names"
 )
 
 
@@ -50,7 +51,7 @@ def problems(config: Mapping[str, Any]) -> list[str]:
     found: dict[str, str] = {}
     for key, name in targets(config):
         if isinstance(name, str) and "." in name and name not in found and not may_name(name, trusted):
-            listed.append(f"{key}={name}: allowed are {ALLOWED}")
+            listed.append(_refusal(key, name, trusted))
             found[name] = key
     for key, value in values(config):
         if isinstance(value, bytes):
@@ -116,7 +117,15 @@ def may_name(name: str, trusted: Collection[str] = ()) -> bool:
     if parts[0] == "grpo_lightning":
         own = ".".join(parts[1:])
         return _below(DEFINED.get(own, own), OWN)
-    return _below(name, LIBRARIES) or is_of_user(parts[0], trusted)
+    return _below(name, LIBRARIES) or (is_of_user(parts[0], trusted) and not brought.may_be_brought(parts[0], trusted))
+
+
+def _refusal(key: str, name: str, trusted: Collection[str]) -> str:
+    top = name.partition(".")[0]
+    is_own = not is_of_library(name) and is_of_user(top, trusted)
+    return (
+        brought.refusal(key, name) if is_own and brought.may_be_brought(top) else f"{key}={name}: allowed are {ALLOWED}"
+    )
 
 
 def is_of_library(path: str) -> bool:
@@ -146,7 +155,7 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
         AttributeError: A module has no such member.
     """
     if not may_name(name, trusted):
-        raise Elsewhere(f"{key}={name}: allowed are {ALLOWED}")
+        raise Elsewhere(_refusal(key, name, trusted))
     parts = name.split(".")
     is_listed = is_of_library(name)
     if not is_listed:  # a file here is none of those, also where they are absent

@@ -1,0 +1,194 @@
+"""What Hydra's own settings must not do: run code other than Hydra's, or write where it should not."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+
+from grpo_lightning.settings import trust
+from grpo_lightning.settings.brought import said_places
+
+_LOG_CLASSES = (
+    *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
+    *("logging.handlers.RotatingFileHandler", "logging.handlers.TimedRotatingFileHandler"),
+    *("colorlog.ColoredFormatter", "grpo_lightning.output.terminal.TerminalFormatter"),
+    *("grpo_lightning.output.terminal.FileFormatter", "grpo_lightning.output.terminal.TerminalHandler"),
+    "grpo_lightning.output.terminal.unseen",
+)
+_LOG_OBJECTS = ("ext://sys.stdout", "ext://sys.stderr")
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_MEMBERS = (
+    BASIC_LAUNCHER,
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+    "grpo_lightning.composition.sweep.Note",
+    *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
+)
+_PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*|optuna\.samplers\.[A-Z]\w*Sampler")
+_ENVIRONMENT = re.compile(
+    r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|TZ"
+    r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
+    r"|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|WANDB_MODE"
+)
+_LOGS = ("job_logging", "hydra_logging")
+_MADE = ("callbacks", "launcher", "sweeper", *_LOGS)
+"""What Hydra makes objects of."""
+_TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)|verbose"
+_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
+_TEXTS_OF_LOGS = r"runtime\.(output_dir|cwd)|job\.(name|num)"
+"""Texts that a file cannot make begin with ext://, which logging would import a module for."""
+_PLAIN, _PLAIN_OF_LOGS = (
+    re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}|oc\.env:\w+)\}}") for texts in (_TEXTS, _TEXTS_OF_LOGS)
+)
+_LOG_FILE = re.compile(r"\$\{hydra\.runtime\.output_dir\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
+_JOB_NAME = re.compile(r"[\w.-]+")
+_SBATCH = (
+    *("account", "clusters", "comment", "constraint", "exclude"),
+    *("gres", "licenses", "nodelist", "qos", "reservation"),
+)
+"""Options of sbatch that change where a job runs, not what."""
+only_composes: ContextVar[bool] = ContextVar("only_composes", default=False)
+"""Whether settings are composed and Hydra runs nothing of its own: they may be those of a stranger's run."""
+
+
+def problems(hydra: Any) -> list[str]:
+    """What is wrong with Hydra's own settings.
+
+    Args:
+        hydra: The settings below ``hydra.``, not resolved.
+    """
+    found = []
+    places = ", ".join(said_places())
+    files = trust.OWN_FILES + f" but in none of its folders, as settings come from {places}" * bool(places)
+    for key, name in trust.targets(hydra, "hydra"):
+        if not _may_run(name):
+            found.append(
+                f"{key}={name}: allowed are Hydra's own, classes of hydra_plugins, Optuna's samplers, and what is "
+                f"defined in {files}"
+            )
+    for key, value in _leaves(hydra, "hydra"):
+        part = key.split(".")[1]
+        if part in _LOGS:
+            found += _log_problems(key, value)
+        elif str(value).startswith(("ext://", "cfg://")) and str(value) not in _LOG_OBJECTS:
+            found.append(f"{key}={value}: allowed are {', '.join(_LOG_OBJECTS)}")
+        plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
+        if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
+            found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+    for part in _LOGS:
+        for name, handler in _mapping(_mapping(hydra.get(part)).get("handlers")).items():
+            if "filename" in _mapping(handler) and "delay" not in handler:
+                found.append(f"hydra.{part}.handlers.{name}.delay: allowed is true")
+    found += _plugin_problems(_mapping(hydra.get("sweeper")), _mapping(hydra.get("launcher")))
+    found += _job_problems(_mapping(hydra.get("job")))
+    if hydra.get("output_subdir") is not None:
+        found.append(
+            f"hydra.output_subdir={hydra['output_subdir']}: allowed is null; the settings are written to .hydra, "
+            "without secrets"
+        )
+    return found
+
+
+def _log_problems(key: str, value: Any) -> Iterator[str]:
+    """What is wrong with one value of what Python's logging is set up by."""
+    text, name = str(value), key.rpartition(".")[2]
+    if name in ("()", "class", "factory"):
+        if text not in _LOG_CLASSES:
+            yield f"{key}={value}: allowed are {', '.join(_LOG_CLASSES)}"
+    elif text.startswith(("ext://", "cfg://")) and text not in _LOG_OBJECTS:
+        yield f"{key}={value}: allowed are {', '.join(_LOG_OBJECTS)}"
+    if name == "filename" and not _LOG_FILE.fullmatch(text):
+        yield f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log"
+    if name == "mode" and text != "a":
+        yield f"{key}={value}: allowed is a"
+    if name == "delay" and value is not True:
+        yield f"{key}={value}: allowed is true: a file is opened once it is known not to be a link"
+    if ".." in key:
+        yield f"{key}: allowed are keys without dots, which would set attributes of handlers"
+
+
+def _job_problems(job: Mapping[str, Any]) -> Iterator[str]:
+    """What would make processes load code, or files be taken for modules or lines of a script."""
+    for part in ("env_set", "env_copy"):
+        for name in job.get(part) or ():
+            if not _ENVIRONMENT.fullmatch(str(name)):
+                yield f"hydra.job.{part}: {name} is not allowed: it may make programs load code; set it outside"
+    if job.get("chdir"):
+        yield "hydra.job.chdir: allowed is false: files of the run directory would be taken for modules"
+    if not _JOB_NAME.fullmatch(str(job.get("name", "train"))):
+        yield f"hydra.job.name={job['name']}: allowed are letters, digits, '-', '_' and '.'"
+
+
+def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) -> Iterator[str]:
+    """What plug-ins would run that is no ``_target_``, and a search in the wrong direction."""
+    if (space := sweeper.get("custom_search_space")) is not None and not _may_run(space):
+        yield (f"hydra.sweeper.custom_search_space={space}: allowed is a function in {trust.OWN_FILES}")
+    if "direction" in sweeper and getattr(direction := sweeper["direction"], "name", direction) != "maximize":
+        yield (
+            f"hydra.sweeper.direction={getattr(direction, 'name', direction)}: allowed is maximize, as sweep_metric "
+            "is; sweep=optuna sets it"
+        )
+    if sweeper.get("storage") is not None:
+        yield "hydra.sweeper.storage: allowed is null: samplers read objects from a study, which may run code"
+    for name in launcher.get("additional_parameters") or ():
+        if name not in _SBATCH:
+            yield f"hydra.launcher.additional_parameters.{name}: allowed are {', '.join(_SBATCH)}"
+    if launcher.get("setup"):
+        yield "hydra.launcher.setup: allowed is null: its commands would be run by a shell; run them before the sweep"
+    for part, node in (("launcher", launcher), ("sweeper", sweeper)):
+        known = _keys_of(part, node.get("_target_"))
+        for name in node if known else ():
+            if name not in known:
+                yield f"hydra.{part}.{name}: allowed are {', '.join(sorted(known - {'_target_'}))}"
+    for key, value in _leaves(launcher, "hydra.launcher"):
+        if isinstance(value, str) and "\n" in value:
+            yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
+
+
+def _keys_of(part: str, target: Any) -> set[str]:
+    """The settings that a plug-in has of its own; others it hands on, as what starts processes in other ways."""
+    found: set[str] = set()
+    Plugins.instance()  # each says what its settings are when it is found
+    for name in ConfigStore.instance().list(f"hydra/{part}"):
+        if name.endswith(".yaml"):
+            node = ConfigStore.instance().load(f"hydra/{part}/{name}").node
+            found |= {str(key) for key in node} if node.get("_target_") == target else set()
+    return found - {"defaults"}
+
+
+def _may_run(name: Any) -> bool:
+    """Whether Hydra may make an object of what a path leads to."""
+    if not isinstance(name, str) or name in _MEMBERS:
+        return isinstance(name, str)
+    if trust.is_of_user(name.partition(".")[0]):
+        if only_composes.get():
+            return True
+        with suppress(Exception):  # importing a user's file may raise anything
+            return callable(trust.resolved(name))
+        return False
+    if not _PLUGIN.fullmatch(name):
+        return False
+    with suppress(ImportError):
+        module, _, member = name.rpartition(".")
+        found = getattr(importlib.import_module(module), member, None)
+        return inspect.isclass(found) and found.__module__.startswith(("hydra_plugins.", "optuna."))
+    return False
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """The value, if it is a mapping; what stands in the place of one is refused as a text."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
+    if pairs is None:
+        yield prefix, node
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{prefix}.{key}")
