@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 
 import grpo_lightning as grpo
 from grpo_lightning.environment import Environment, EpisodeError, Played
@@ -118,7 +119,6 @@ def test_only_what_may_be_trusted_is_called(target, message):
             "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",
             ["rollout.rescore=True: allowed with reward.environment is false: the environment is not asked again"],
         ),
-        ("module=sft data=demonstrations", ["module=sft: allowed is environment=none"]),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(override, messages):
@@ -130,6 +130,27 @@ def test_what_does_not_go_with_an_environment_is_refused(override, messages):
 def test_engines_are_named():
     found = problems(*GUESS.split(), "sampler=vllm", "mode=fit")
     assert any(one.startswith("sampler=vllm: allowed with an environment is sampler=own") for one in found)
+
+
+def welcome(turns):
+    """A reply to the first turn, and 1 for a second one."""
+    return 1.0 if len(turns) > 1 else ("more", 0.0)
+
+
+def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
+    """Its weights are those of a stage without one, and what it could do there is seen."""
+    words = ("module=sft", "policy=tiny", "seed=3", "validation.every=2", "schedule.warmup_steps=0", *SMALL)
+    words = (*words, "rollout.max_new_tokens=100", "data.validation_size=6")
+    rows = [{"prompt": f"Guess {number}", "completion": "7"} for number in range(12)]
+    runs = [
+        grpo.compose(*words, data=rows, reward=letters, run_dir=tmp_path / "alone"),
+        grpo.compose(*words, "reward=[environment]", data=rows, environment=welcome, run_dir=tmp_path / "told"),
+    ]
+    for run in runs:
+        run.fit()
+    alone, told = (run.module.policy.state_dict() for run in runs)
+    assert all(torch.equal(alone[name], told[name]) for name in alone)
+    assert runs[1].metrics["val/pass@1"] == 1.0
 
 
 @pytest.mark.parametrize("override", ["rollout=dynamic_sampling", "mode=export"])

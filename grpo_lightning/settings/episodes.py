@@ -19,7 +19,7 @@ def episode_problems(get: Reader) -> list[str]:
             for name in _own_rewards(get)
         ]
     found: list[str] = []
-    for rule in (_engine, _over_sampling, _scored_anew, _process, _supervised):
+    for rule in (_engine, _over_sampling, _scored_anew, _process):
         try:
             found += rule(get)
         except Unsound:
@@ -67,9 +67,3 @@ def _process(get: Reader) -> list[str]:
         "episodes, such as advantage=standardized: it compares turns with those of other episodes, which is biased "
         "where what the policy says decides how many there are"
     ]
-
-
-def _supervised(get: Reader) -> list[str]:
-    if "rollout" in get("module"):
-        return []
-    return ["module=sft: allowed is environment=none: demonstrations hold the replies"]
