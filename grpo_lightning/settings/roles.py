@@ -1,0 +1,67 @@
+"""Where in the settings a part of this package or of a library may stand, and which of them may be called later.
+
+What builds a policy is no reward: as one it would be called with the columns of a data set, and a row could say what no
+settings may, such as ``trust_remote_code``.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_lightning.settings.allowlist import CALLED, PLACES
+from grpo_lightning.settings.trust import may_name
+
+_HOLDS: Mapping[str, tuple[str, ...]] = {
+    "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
+    "rollout": ("advantage", "environment", "reward"),
+    "validation": ("environment", "reward"),
+    "trainer": ("callbacks", "logger"),
+    "loss": ("correction",),
+}
+"""Part -> others that it has as its own settings."""
+
+
+def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What stands where it is not meant to, by key.
+
+    Args:
+        config: Resolved settings.
+    """
+    for key, node in _nodes(config):
+        name, part = str(node["_target_"]), part_of(key)
+        allowed = _longest(PLACES, name)
+        if (
+            allowed is None
+            or not may_name(name)
+            or not (part in _HOLDS or any(part in places for places in PLACES.values()))
+        ):
+            continue  # no part of this package or of a library, refused anyway, or where nothing is built
+        if part not in PLACES[allowed]:
+            yield f"{key}._target_={name}: allowed below {', '.join(PLACES[allowed])}"
+        elif node.get("_partial_") and _longest(CALLED, name) is None:
+            yield (
+                f"{key}._partial_={node['_partial_']}: allowed is false, as {name} is made once, with arguments of the "
+                "settings"
+            )
+
+
+def part_of(key: str) -> str:
+    """The part of a run that a dotted key belongs to: reward for rollout.reward.format, and for reward.format."""
+    parts = key.split(".")
+    while len(parts) > 1 and parts[1] in _HOLDS.get(parts[0], ()):
+        del parts[0]
+    return parts[0]
+
+
+def _nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every mapping with a ``_target_``, copies included, with its dotted key."""
+    if isinstance(node, Mapping) and "_target_" in node and prefix:
+        yield prefix, node
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        yield from _nodes(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _longest(prefixes: Any, name: str) -> str | None:
+    """The longest of some dotted prefixes that a path begins with."""
+    found = [prefix for prefix in prefixes if name == prefix or name.startswith(f"{prefix}.")]
+    return max(found, key=len, default=None)
