@@ -41,6 +41,8 @@ OWN = (
 
 A function that others call after a check of its arguments must not be here: settings would call it without.
 """
+LOADING = tuple(f"grpo_lightning.{part}." for part in ("policy", "reference", "sampler"))
+"""How the paths begin of what loads weights, or starts what does."""
 DEFINED: Mapping[str, str] = {
     "composition.overrides.part": "composition.part",
     "data.prompt_data.PromptData": "data.PromptData",

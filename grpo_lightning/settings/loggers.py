@@ -7,8 +7,10 @@ from typing import Any
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.walk import each_target
 
-_FIXED = {"x_disable_meta": True, "console": "off"}
+_FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
+_OWN = "grpo_lightning.logger.wandb.WandbLogger"
+"""Sees to it by itself."""
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -34,11 +36,15 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
-    """What W&B must not be told: to copy files, or to run git, whose settings may name programs."""
+    """What W&B must not be told: to copy files, or to run git in its directory, where settings may name programs."""
     settings = logger.get("settings") or {}
     if not isinstance(settings, Mapping):
         yield f"{key}.settings={settings}: allowed is a mapping"
         return
+    if logger.get("save_code"):
+        yield f"{key}.save_code={printable(str(logger['save_code']))}: allowed is false"
+    if "disable_git" not in settings and logger["_target_"] != _OWN:
+        yield f"{key}.settings.disable_git: allowed is true"
     for name, value in settings.items():
         if name not in _WANDB or (name in _FIXED and value != _FIXED[name]):
             fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
