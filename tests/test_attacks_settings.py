@@ -11,8 +11,10 @@ import pytest
 
 import grpo_lightning as grpo
 from grpo_lightning.composition.hydra_settings import problems
+from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.logger.wandb import WandbLogger
 from grpo_lightning.policy import hf
+from grpo_lightning.recording import files
 from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
@@ -169,7 +171,7 @@ def test_what_loads_weights_is_called_by_nobody_else(key, copied):
         config[key.rpartition(".")[2]] = node
     with pytest.raises(ConfigError) as caught:
         check(config)
-    told = f"{key}._partial_=true: allowed for grpo_lightning.policy.hf.load is false, or to name it in reference"
+    told = f"{key}._partial_=true: allowed for {node['_target_']} is false, as others would choose its arguments"
     assert told in caught.value.problems
 
 
@@ -185,6 +187,20 @@ def test_a_model_among_arguments_of_ones_own_is_allowed():
     check(composed("reference=another_model", "reference.path=x/y"))
     node = "{_target_: grpo_lightning.policy.hf.load, path: x/y, dtype: float32, attn_implementation: sdpa, "
     check(composed("trusted=[tests]", f"+mine={node}trust_remote_code: false}}"))
+
+
+@provocation("a stranger's run directory is replayed whose rewards and recorded rows are such", "refused by its key")
+def test_a_replay_gives_no_trust_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    node = "{_target_: grpo_lightning.reference.another_model, _partial_: true, path: ./bundle/model, dtype: float32}"
+    own = f"{{_target_: grpo_lightning.reward.PerCompletion, function: {node}}}"
+    words = ["reward=[format]", f"+reward.own={{_target_: grpo_lightning.reward.Weighted, weight: 1, function: {own}}}"]
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
+    with pytest.raises(
+        ConfigError, match=r"reward\.own\.function\.function\._partial_=true: allowed for"
+    ):
+        recalled(tmp_path, [], ["reward"])
 
 
 CSV = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '${run_dir}', name: l, version: v}"
@@ -225,6 +241,27 @@ def test_lightning_writes_through_no_link(words, link, key, tmp_path):
     assert len(told.value.problems) == 1
     assert told.value.problems[0].startswith(key)
     assert "is a link" in told.value.problems[0]
+
+
+@pytest.mark.slow
+@provocation("a sweep's directory in which `.sweep.json` is a link to a file of the user's", "the file is as before")
+def test_the_list_of_jobs_is_written_through_no_link(tmp_path):
+    mine, place = tmp_path / "mine", tmp_path / "sweep"
+    mine.write_text("mine")
+    place.mkdir()
+    (place / ".sweep.json").symlink_to(mine)
+    begun(tmp_path, "-m", f"hydra.sweep.dir={place}", "seed=0,1", "steps=0")
+    assert mine.read_text() == "mine"
+    assert json.loads((place / "sweep.json").read_text())["jobs"] == [["seed=0", "steps=0"], ["seed=1", "steps=0"]]
+
+
+def test_rollouts_are_written_through_no_link(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".1.jsonl.gz.{os.getpid()}").symlink_to(mine)
+    files.write(tmp_path / "1.jsonl.gz", [{"a": 1}])
+    assert mine.read_text() == "mine"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["1.jsonl.gz", "mine"]
 
 
 @pytest.mark.parametrize("place", ["~/x", "$HOME/x", "a/${HOME}"])

@@ -27,12 +27,14 @@ _UNCHECKED = {
     ),
 }
 """Class of Lightning's -> what is allowed instead of it."""
-_FACTORIES = ("reference", "module.reference")
-"""Where a function may stand that loads weights when it is called.
+_NOT_HANDED_OVER = (*LOADING, "grpo_lightning.callbacks.", "grpo_lightning.logger.", "lightning.")
+"""How the paths begin of what settings make themselves, with arguments that have rules.
 
-Elsewhere, as a reward, an environment or a tool, columns of the data and the model's words would be its arguments,
-``trust_remote_code`` and ``path`` among them.
+A function that is handed over, as a reward, an environment or a tool, gets further ones from columns of the data and
+the model's words: ``trust_remote_code``, ``path`` and ``tracking_uri`` among them.
 """
+_FACTORIES = ("reference", "module.reference")
+"""Where a function stands that this project calls itself, with the policy."""
 
 
 def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -47,7 +49,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield printable(f"{key}._target_={target}: {_UNCHECKED[name]}")
         if isinstance(run, str):
             yield from _places(key, node, name, Path(run))
-    yield from _loading(config)
+    yield from _handed_over(config)
     strategy = (config.get("trainer") or {}).get("strategy")
     if isinstance(strategy, str) and strategy.lower().startswith("deepspeed"):  # as Lightning reads it
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
@@ -56,14 +58,15 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield printable(f"{key}={value}: allowed is a directory of this machine, without '://' and '::'")
 
 
-def _loading(config: Mapping[str, Any]) -> Iterator[str]:
-    """Functions that load weights and stand where others call them, each at the first of its places."""
+def _handed_over(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is handed over as a function and should not be, each at the first of its places."""
     told = set()
     for key, node in every_target(config):
         target = str(node["_target_"])
-        if node.get("_partial_") and target.startswith(LOADING) and key not in _FACTORIES and target not in told:
-            told.add(target)
-            yield printable(f"{key}._partial_=true: allowed for {target} is false, or to name it in reference")
+        if not node.get("_partial_") or not target.startswith(_NOT_HANDED_OVER) or target in told or key in _FACTORIES:
+            continue
+        told.add(target)
+        yield printable(f"{key}._partial_=true: allowed for {target} is false, as others would choose its arguments")
 
 
 def is_url(value: Any) -> bool:
