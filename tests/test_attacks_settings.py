@@ -72,6 +72,7 @@ def test_hydra_imports_nothing_for_them(lines, tmp_path):
         {"callbacks": {"x": {"_target_": "optuna.samplers.RandomSampler"}}},
         {"launcher": {"temp_folder": "${hydra.verbose}"}},  # which may be a mapping
         {"hydra_logging": {"formatters": {"x": {"format": "time ${now:%S}"}}}},
+        {"hydra_logging": {"handlers": {"x": {"stream": "${hydra.runtime.output_dir}/x.log"}}}},
         {"hydra_logging": {"handlers": {"x": {"filename": "${hydra.runtime.output_dir}/x.log", "delay": True}}}},
     ],
 )

@@ -46,10 +46,8 @@ _MADE = ("callbacks", "launcher", "sweeper", *_LOGS)
 """What Hydra makes objects of."""
 _TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)"
 """Keys of Hydra's that can hold nothing but texts and numbers."""
-_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
+_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"
 _TEXTS_OF_LOGS = r"runtime\.(output_dir|cwd)|job\.(name|num)"
-_MAY_BECOME_MODULE = re.compile(r"[a-z$\\]")
-"""How a text with ${…} begins that could be put together to ext://…, which logging would import a module for."""
 _PLAIN, _PLAIN_OF_LOGS = (
     re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}|oc\.env:\w+)\}}") for texts in (_TEXTS, _TEXTS_OF_LOGS)
 )
@@ -88,6 +86,10 @@ def problems(hydra: Any) -> list[str]:
         plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
         if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+        elif part in _LOGS and _may_become_module(key, str(value)):
+            found.append(
+                f"{key}={value}: allowed with ${{…}} are texts that begin with no small letter, but with [, say"
+            )
     for part in _LOGS:
         for name, handler in _mapping(_mapping(hydra.get(part)).get("handlers")).items():
             if "filename" in _mapping(handler) and "delay" not in handler:
@@ -102,6 +104,12 @@ def problems(hydra: Any) -> list[str]:
     return found
 
 
+def _may_become_module(key: str, text: str) -> bool:
+    """Whether what a text is put together to could begin with ext://, which logging would import a module for."""
+    is_file = key.endswith(".filename")  # has a rule of its own
+    return "${" in text and re.match(r"[a-z$\\]", text) is not None and not is_file
+
+
 def _log_problems(key: str, value: Any) -> Iterator[str]:
     """What is wrong with one value of what Python's logging is set up by."""
     text, name = str(value), key.rpartition(".")[2]
@@ -113,8 +121,6 @@ def _log_problems(key: str, value: Any) -> Iterator[str]:
     is_file = name == "filename" and key.startswith("hydra.job_logging.")  # others are set up before there is a place
     if name == "filename" and not (is_file and _LOG_FILE.fullmatch(text)):
         yield f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log, in hydra.job_logging"
-    elif not is_file and "${" in text and _MAY_BECOME_MODULE.match(text):
-        yield f"{key}={value}: allowed with ${{…}} are texts that begin with no small letter, but with [ for one"
     if name == "mode" and text != "a":
         yield f"{key}={value}: allowed is a"
     if name == "delay" and value is not True:
