@@ -88,7 +88,7 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
         elif part in _LOGS and _may_become_module(key, str(value)):
             found.append(
-                f"{key}={value}: allowed with ${{…}} are texts that begin with no small letter, but with [, say"
+                f"{key}={value}: allowed with ${{…}} are texts that begin with another sign than a small letter"
             )
     for part in _LOGS:
         for name, handler in _mapping(_mapping(hydra.get(part)).get("handlers")).items():

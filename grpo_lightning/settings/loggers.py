@@ -43,12 +43,12 @@ def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
         return
     if logger.get("save_code"):
         yield f"{key}.save_code={printable(str(logger['save_code']))}: allowed is false"
-    if "disable_git" not in settings and logger["_target_"] != _OWN:
-        yield f"{key}.settings.disable_git: allowed is true"
-    for name, value in settings.items():
-        if name not in _WANDB or (name in _FIXED and value != _FIXED[name]):
-            fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
-            yield f"{key}.settings.{printable(str(name))}={printable(str(value))}: allowed are {', '.join(fixed)}"
+    fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
+    wrong = [one for one, value in settings.items() if one not in _WANDB or _FIXED.get(one, value) != value]
+    for name in wrong:
+        yield f"{key}.settings.{printable(f'{name}={settings[name]}')}: allowed are {', '.join(fixed)}"
+    if not wrong and "disable_git" not in settings and logger["_target_"] != _OWN:
+        yield f"{key}.settings.disable_git=null: allowed is true"
 
 
 def _chosen(loggers: Mapping[str, Any]) -> list[str]:
