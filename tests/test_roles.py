@@ -67,7 +67,7 @@ def test_what_is_made_once_is_not_called_with_columns(key, target):
         node = node.setdefault(part, {})
     node[key.rpartition(".")[2]] = {"_target_": target, "_partial_": True}
     assert list(role_problems(config)) == [
-        f"{key}._partial_=True: allowed is false, as {target} is made once, with arguments of the settings"
+        f"{key}._partial_=true: allowed for {target} is false, as it is made once, with arguments of the settings"
     ]
 
 

@@ -50,6 +50,7 @@ from torch.optim import SGD
 from trust_library import Tool, another, decorated, load, tool
 
 from grpo_lightning.environment.tools import Tools
+from grpo_lightning.policy.hf import load as load_weights
 from grpo_lightning.reward.format import _is_formatted, format
 
 NUMBER = 1
@@ -212,6 +213,7 @@ def test_what_a_file_of_the_user_has_may_be_named(name, mine):
         ("_is_formatted", "allowed are"),
         ("ModelCheckpoint", "is defined in lightning.pytorch.callbacks"),  # rules look for its own name
         ("Tools", "is defined in grpo_lightning.environment.tools"),
+        ("load_weights", "is defined in grpo_lightning.policy.hf"),
     ],
 )
 def test_what_a_file_of_the_user_only_imports_may_not(name, reason, mine):

@@ -10,6 +10,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import trust
@@ -30,7 +32,11 @@ _MEMBERS = (
     "grpo_lightning.composition.sweep.Note",
     *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
 )
-_PLUGIN = re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*|optuna\.samplers\.[A-Z]\w*Sampler")
+_PLUGINS = {
+    re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*"): re.compile(r"hydra\.(launcher|sweeper)\._target_"),
+    re.compile(r"optuna\.samplers\.[A-Z]\w*Sampler"): re.compile(r"hydra\.sweeper\..*\._target_"),
+}
+"""Class of a plug-in -> the key at which its settings are looked at; elsewhere they could import what they name."""
 _ENVIRONMENT = re.compile(
     r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|TZ"
     r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
@@ -39,10 +45,10 @@ _ENVIRONMENT = re.compile(
 _LOGS = ("job_logging", "hydra_logging")
 _MADE = ("callbacks", "launcher", "sweeper", *_LOGS)
 """What Hydra makes objects of."""
-_TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)|verbose"
-_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"  # no line ends, no ext://
+_TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|subdir)"
+"""Keys of Hydra's that can hold nothing but texts and numbers."""
+_TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"
 _TEXTS_OF_LOGS = r"runtime\.(output_dir|cwd)|job\.(name|num)"
-"""Texts that a file cannot make begin with ext://, which logging would import a module for."""
 _PLAIN, _PLAIN_OF_LOGS = (
     re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}|oc\.env:\w+)\}}") for texts in (_TEXTS, _TEXTS_OF_LOGS)
 )
@@ -76,10 +82,10 @@ def problems(hydra: Any) -> list[str]:
     places = ", ".join(said_places())
     files = trust.OWN_FILES + f" but in none of its folders, as settings come from {places}" * bool(places)
     for key, name in trust.targets(hydra, "hydra"):
-        if not _may_run(name):
+        if not _may_run(key, name):
             found.append(
-                f"{key}={name}: allowed are Hydra's own, classes of hydra_plugins, Optuna's samplers, and what is "
-                f"defined in {files}"
+                f"{key}={name}: allowed are Hydra's own, a launcher and a sweeper of hydra_plugins, in the sweeper a "
+                f"sampler of Optuna's, and what is defined in {files}"
             )
     for key, value in _leaves(hydra, "hydra"):
         part = key.split(".")[1]
@@ -90,6 +96,10 @@ def problems(hydra: Any) -> list[str]:
         plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
         if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+        elif part in _LOGS and _may_become_module(key, str(value)):
+            found.append(
+                f"{key}={value}: allowed with ${{…}} are texts that begin with another sign than a small letter"
+            )
     for part in _LOGS:
         for name, handler in _mapping(_mapping(hydra.get(part)).get("handlers")).items():
             if "filename" in _mapping(handler) and "delay" not in handler:
@@ -119,6 +129,12 @@ def brought_problems(file: str, said: Any) -> list[str]:
     ]
 
 
+def _may_become_module(key: str, text: str) -> bool:
+    """Whether what a text is put together to could begin with ext://, which logging would import a module for."""
+    is_file = key.endswith(".filename")  # has a rule of its own
+    return "${" in text and re.match(r"[a-z$\\]", text) is not None and not is_file
+
+
 def _log_problems(key: str, value: Any) -> Iterator[str]:
     """What is wrong with one value of what Python's logging is set up by."""
     text, name = str(value), key.rpartition(".")[2]
@@ -127,8 +143,9 @@ def _log_problems(key: str, value: Any) -> Iterator[str]:
             yield f"{key}={value}: allowed are {', '.join(_LOG_CLASSES)}"
     elif text.startswith(("ext://", "cfg://")) and text not in _LOG_OBJECTS:
         yield f"{key}={value}: allowed are {', '.join(_LOG_OBJECTS)}"
-    if name == "filename" and not _LOG_FILE.fullmatch(text):
-        yield f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log"
+    is_file = name == "filename" and key.startswith("hydra.job_logging.")  # others are set up before there is a place
+    if name == "filename" and not (is_file and _LOG_FILE.fullmatch(text)):
+        yield f"{key}={value}: allowed is ${{hydra.runtime.output_dir}}/NAME.log, in hydra.job_logging"
     if name == "mode" and text != "a":
         yield f"{key}={value}: allowed is a"
     if name == "delay" and value is not True:
@@ -151,7 +168,7 @@ def _job_problems(job: Mapping[str, Any]) -> Iterator[str]:
 
 def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) -> Iterator[str]:
     """What plug-ins would run that is no ``_target_``, and a search in the wrong direction."""
-    if (space := sweeper.get("custom_search_space")) is not None and not _may_run(space):
+    if (space := sweeper.get("custom_search_space")) is not None and not _may_run("custom_search_space", space):
         yield (f"hydra.sweeper.custom_search_space={space}: allowed is a function in {trust.OWN_FILES}")
     if "direction" in sweeper and getattr(direction := sweeper["direction"], "name", direction) != "maximize":
         yield (
@@ -166,13 +183,29 @@ def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) ->
     if launcher.get("setup"):
         yield "hydra.launcher.setup: allowed is null: its commands would be run by a shell; run them before the sweep"
     for part, node in (("launcher", launcher), ("sweeper", sweeper)):
+        if "_args_" in node:
+            yield f"hydra.{part}._args_: allowed are arguments by name, as rules look for them"
         known = _keys_of(part, node.get("_target_"))
         for name in node if known else ():
             if name not in known:
                 yield f"hydra.{part}.{name}: allowed are {', '.join(sorted(known - {'_target_'}))}"
-    for key, value in _leaves(launcher, "hydra.launcher"):
-        if isinstance(value, str) and "\n" in value:
-            yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
+
+
+def script_problems(launcher: DictConfig) -> list[str]:
+    """What would add lines to the script of a job, whatever the texts are put together of.
+
+    Args:
+        launcher: The settings below ``hydra.launcher``.
+    """
+    try:
+        resolved = OmegaConf.to_container(launcher, resolve=True)
+    except OmegaConfBaseException:  # Hydra, which reads them in the same way, makes no launcher of them
+        return []
+    return [
+        f"{key}: allowed are texts of one line, which cannot add lines to a script"
+        for key, value in _leaves(resolved, "hydra.launcher")
+        if isinstance(value, str) and {"\n", "\r"} & set(value)
+    ]
 
 
 def _keys_of(part: str, target: Any) -> set[str]:
@@ -186,8 +219,13 @@ def _keys_of(part: str, target: Any) -> set[str]:
     return found - {"defaults"}
 
 
-def _may_run(name: Any) -> bool:
-    """Whether Hydra may make an object of what a path leads to."""
+def _may_run(key: str, name: Any) -> bool:
+    """Whether Hydra may make an object of what a path leads to.
+
+    Args:
+        key: Where the path stands.
+        name: The path.
+    """
     if not isinstance(name, str) or name in _MEMBERS:
         return isinstance(name, str)
     if trust.is_of_user(name.partition(".")[0]):
@@ -196,7 +234,7 @@ def _may_run(name: Any) -> bool:
         with suppress(Exception):  # importing a user's file may raise anything
             return callable(trust.resolved(name))
         return False
-    if not _PLUGIN.fullmatch(name):
+    if not any(known.fullmatch(name) and place.fullmatch(key) for known, place in _PLUGINS.items()):
         return False
     with suppress(ImportError):
         module, _, member = name.rpartition(".")

@@ -18,7 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
-from grpo_lightning.composition.hydra_settings import BASIC_LAUNCHER, brought_problems, only_composes, problems
+from grpo_lightning.composition.hydra_settings import (
+    BASIC_LAUNCHER,
+    brought_problems,
+    only_composes,
+    problems,
+    script_problems,
+)
 from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
@@ -57,7 +63,8 @@ class CheckedLoader(ConfigLoaderImpl):
         except HydraException as error:
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         note_sources(composed.hydra)
-        if wrong := problems(OmegaConf.to_container(composed.hydra, resolve=False)):
+        wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
+        if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := _link_of_sweep(composed):
             raise ConfigCompositionException(linked)

@@ -21,6 +21,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.output import summary
+from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.terminal import printable
 
@@ -48,9 +49,7 @@ class Note(Callback):
         _begun.append((directory, str(config.sweep_metric)))
         page = {"command": shlex.join(redacted_words(sys.argv)), "jobs": jobs(config)}
         directory.mkdir(parents=True, exist_ok=True)
-        staged = directory / f".{SWEEP_FILE}"
-        staged.write_text(json.dumps(page, indent=2) + "\n", encoding="utf-8")
-        staged.replace(directory / SWEEP_FILE)
+        replace(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
 
 
 def jobs(config: DictConfig) -> list[list[str]] | None:

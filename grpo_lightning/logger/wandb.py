@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ class WandbLogger(loggers.WandbLogger):
         self._file = Path(save_dir) / ".wandb_id"
         super().__init__(save_dir=save_dir, id=known(self._file) or secrets.token_hex(4), **options)
         self._wandb_init.pop("anonymous", None)  # which W&B warns about, whatever it is
+        settings = self._wandb_init.get("settings") or {}
+        if isinstance(settings, Mapping):  # a program's own are its own
+            # It would run git in the run's directory, where a stranger's .git/config may name programs.
+            self._wandb_init["settings"] = {**settings, "disable_git": True}
 
     @property
     def experiment(self) -> Any:

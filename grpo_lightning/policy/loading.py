@@ -77,6 +77,8 @@ def pretrained(
     model, loading_info = loaded
     with named(path):
         _check_whole(model, loading_info)
+    if not trust_remote_code:
+        _forget_code(model, tokenizer)
     return model, tokenizer
 
 
@@ -170,6 +172,12 @@ def _check_whole(model: Any, loading_info: Mapping[str, Any]) -> None:
             f"{len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, such "
             f"as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
         )
+
+
+def _forget_code(model: Any, tokenizer: Any) -> None:
+    """Leave out which code came with a model: it was not run, and an export would hand it on as the user's own."""
+    vars(model.config).pop("auto_map", None)
+    tokenizer.init_kwargs.pop("auto_map", None)
 
 
 def _packed_otherwise(model: Any) -> dict[str, _Shapes]:

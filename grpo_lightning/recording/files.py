@@ -97,8 +97,9 @@ def write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.unlink(missing_ok=True)
     try:
-        with staged.open("wb") as file:
+        with staged.open("xb") as file:  # anew: never through a link that somebody has put there
             with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
                 for line in lines:
                     text = json.dumps(line, allow_nan=False, separators=(",", ":"))

@@ -108,8 +108,8 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 }
 """Prefix of a path -> the parts of the settings in which it may stand; varying numbers and objects stand anywhere."""
 
-CALLED = (
-    *(f"grpo_lightning.{part}" for part in ("advantage", "correction", "loss", "reference", "schedule")),
+PLAIN = (
+    *(f"grpo_lightning.{part}" for part in ("advantage", "correction", "loss", "schedule")),
     "grpo_lightning.rollout.selection",
     *(f"grpo_lightning.data.{name}" for name in ("hub.gsm8k_row", "hub.has_answer", "episodes", "jsonl.Inline")),
     "grpo_lightning.data.taught.Demonstrations",
@@ -123,4 +123,6 @@ CALLED = (
     ),
     *("torch.optim", "bitsandbytes.optim", "transformers"),
 )
+"""What loads and writes nothing, whatever its arguments are."""
+CALLED = (*PLAIN, "grpo_lightning.reference")
 """What may be ``_partial_``: called later, with more arguments than those of the settings."""

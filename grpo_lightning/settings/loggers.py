@@ -7,8 +7,10 @@ from typing import Any
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.walk import each_target
 
-_FIXED = {"x_disable_meta": True, "console": "off"}
+_FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
+_TAKES = ("entity", "group", "job_type", "name", "notes", "offline", "prefix", "project", "save_dir", "tags")
+"""Arguments of W&B's logger; others are handed on to what begins a run of W&B's."""
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -34,15 +36,18 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
-    """What W&B must not be told: to copy files, or to run git, whose settings may name programs."""
+    """What W&B must not be told: to copy files, or to run git in its directory, where settings may name programs."""
     settings = logger.get("settings") or {}
     if not isinstance(settings, Mapping):
         yield f"{key}.settings={settings}: allowed is a mapping"
         return
-    for name, value in settings.items():
-        if name not in _WANDB or (name in _FIXED and value != _FIXED[name]):
-            fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
-            yield f"{key}.settings.{printable(str(name))}={printable(str(value))}: allowed are {', '.join(fixed)}"
+    fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
+    wrong = [one for one, value in settings.items() if one not in _WANDB or _FIXED.get(one, value) != value]
+    for name in wrong:
+        yield f"{key}.settings.{printable(f'{name}={settings[name]}')}: allowed are {', '.join(fixed)}"
+    for name in logger:
+        if not name.startswith("_") and name not in (*_TAKES, "settings"):
+            yield f"{key}.{printable(name)}: allowed are {', '.join(_TAKES)}"
 
 
 def _chosen(loggers: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,7 @@ _FILES = re.compile(
     r"[\w.-]+\.log|(health|preflight)\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl"
     r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
-_FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb")
+_FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb", "lightning_logs")
 _NOT_WRITTEN = {"checkpoints": "[!.]*.ckpt", "tensorboard": "events.out.tfevents.*", "export": "*"}
 """Folder -> what in it is replaced or only read, and never written through a link."""
 
@@ -67,14 +67,24 @@ def link_problem(directory: Path, *more: str) -> str | None:
         directory: The run's.
         more: Further names of what the run writes into it.
     """
-    home = os.path.realpath(directory)
     for path in _written(directory, more):
-        if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
+        if leads_out(path, directory):
             return printable(
                 f"hydra.run.dir={directory}: {path.relative_to(directory)} in it is a link to {os.readlink(path)}, "
                 "through which is not written; allowed is a directory whose own files lie in it, so remove the link"
             )
     return None
+
+
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a path is a link to something outside of a directory."""
+    home = os.path.realpath(directory)
+    return path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home
+
+
+def is_looked_through(place: Path, directory: Path) -> bool:
+    """Whether `link_problem` looks for links in a folder of a run directory."""
+    return place.name in _FOLDERS and place.parent.resolve() == directory.resolve()
 
 
 def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:

@@ -1,16 +1,19 @@
-"""What settings let Lightning's parts read and write: nothing of others, and no checkpoint that nobody has checked."""
+"""What settings let parts read and write: nothing of others, and no checkpoint that nobody has checked."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.places import is_looked_through, leads_out
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
+_PROFILERS = "lightning.pytorch.profilers."
 _LIBRARIES = ("lightning.", "grpo_lightning.logger.")
 _UNCHECKED = {
     "OnExceptionCheckpoint": "allowed is callbacks.checkpoint, whose last.ckpt is the last complete step, also after "
@@ -65,10 +68,41 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
         value = node.get(place)
         if isinstance(value, str) and (is_url(value) or not (shared or is_in(Path(value), run))):
             yield printable(f"{key}.{place}={value}: {inside}")
+        elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
+            yield printable(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
-        if isinstance(value, str) and (PurePath(value).is_absolute() or ".." in PurePath(value).parts):
-            yield printable(f"{key}.{part}={value}: allowed is a name without '..' that begins with no '/'")
+        if isinstance(value, str) and (PurePath(value).is_absolute() or {"..", "$"} & {*PurePath(value).parts, *value}):
+            yield printable(f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/'")
+    written = _written(node, name, run)
+    if written is not None and (found := _link(written, run)):
+        yield printable(
+            f"{key}: {found} is a link that leads out of run_dir={run}, through which is not written; allowed is a "
+            "directory whose own files lie in it, so remove the link"
+        )
+
+
+def _written(node: Mapping[str, Any], name: str, run: Path) -> Path | None:
+    """Where a logger or profiler of Lightning's writes files of names that are known before; None: others write none.
+
+    A logger whose version is left open takes a new directory.
+    """
+    if str(node["_target_"]).startswith(_PROFILERS):
+        return Path(node["dirpath"]) if isinstance(node.get("dirpath"), str) else run
+    if name not in _BELOW or not isinstance(node.get("save_dir"), str):
+        return None
+    version, last = node.get("version"), node.get("sub_dir")
+    below = [node.get("name", "lightning_logs"), f"version_{version}" if isinstance(version, int) else version, last]
+    return Path(node["save_dir"], *(str(part) for part in below if part is not None))
+
+
+def _link(place: Path, run: Path) -> Path | None:
+    """The link by which a directory, or something in it, leads out of the run directory; None if there is none."""
+    if not is_in(place, run):
+        return place
+    if is_looked_through(place, run) or not place.is_dir() or not os.access(place, os.R_OK | os.X_OK):
+        return None
+    return next((path for path in sorted(place.iterdir()) if leads_out(path, run)), None)
 
 
 def is_in(place: Path, run: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_lightning.settings.allowlist import CALLED, PLACES
 from grpo_lightning.settings.trust import may_name
+from grpo_lightning.settings.walk import every_target
 
 _HOLDS: Mapping[str, tuple[str, ...]] = {
     "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
@@ -26,22 +27,22 @@ def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
     Args:
         config: Resolved settings.
     """
-    for key, node in _nodes(config):
-        name, part = str(node["_target_"]), part_of(key)
-        allowed = _longest(PLACES, name)
-        if (
-            allowed is None
-            or not may_name(name)
-            or not (part in _HOLDS or any(part in places for places in PLACES.values()))
-        ):
-            continue  # no part of this package or of a library, refused anyway, or where nothing is built
-        if part not in PLACES[allowed]:
-            yield f"{key}._target_={name}: allowed below {', '.join(PLACES[allowed])}"
-        elif node.get("_partial_") and _longest(CALLED, name) is None:
-            yield (
-                f"{key}._partial_={node['_partial_']}: allowed is false, as {name} is made once, with arguments of the "
-                "settings"
-            )
+    places: dict[str, str] = {}
+    for key, node in every_target(config):
+        if problem := _problem(str(node["_target_"]), part_of(key), is_called=bool(node.get("_partial_"))):
+            places[problem] = min(places.get(problem, key), key, key=lambda one: one.count("."))  # not at its copies
+    yield from (f"{key}.{problem}" for problem, key in places.items())
+
+
+def _problem(name: str, part: str, *, is_called: bool) -> str | None:
+    allowed = _longest(PLACES, name)
+    if allowed is None or not may_name(name) or not (part in _HOLDS or any(part in one for one in PLACES.values())):
+        return None  # no part of this package or of a library, refused anyway, or where nothing is built
+    if part not in PLACES[allowed]:
+        return f"_target_={name}: allowed below {', '.join(PLACES[allowed])}"
+    if is_called and _longest(CALLED, name) is None:
+        return f"_partial_=true: allowed for {name} is false, as it is made once, with arguments of the settings"
+    return None
 
 
 def part_of(key: str) -> str:
@@ -50,15 +51,6 @@ def part_of(key: str) -> str:
     while len(parts) > 1 and parts[1] in _HOLDS.get(parts[0], ()):
         del parts[0]
     return parts[0]
-
-
-def _nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every mapping with a ``_target_``, copies included, with its dotted key."""
-    if isinstance(node, Mapping) and "_target_" in node and prefix:
-        yield prefix, node
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        yield from _nodes(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _longest(prefixes: Any, name: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_lightning import start
 from grpo_lightning.settings import brought
-from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN
+from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN, PLAIN
 
 _PROJECT = ("benchmarks", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
@@ -201,8 +201,8 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
         if is_of_user(top, trusted):
             return True
         if is_of_library(own):
-            # Rules of what settings may give a class look for it by its own name.
-            has_rules = inspect.isclass(found) and top in ("grpo_lightning", "lightning")
+            # Rules of where a class or a function may stand, and of what it may be given, look for it by its own name.
+            has_rules = top in ("grpo_lightning", "lightning") and (inspect.isclass(found) or not _below(own, PLAIN))
             return not has_rules and may_name(own, trusted) and _is_defined_well(own, found, home, top, trusted)
         # What a decorator of a package makes of a function says that it is of that package, but is not to be had there.
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:

@@ -9,6 +9,11 @@ def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     yield from _targets(config, config)
 
 
+def every_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The same, with copies of whole parts at each of their places: what a target is called with may differ there."""
+    yield from _targets(config, {})
+
+
 def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every plain value below a node, with its dotted key."""
     if not isinstance(node, Mapping | list):

@@ -1,0 +1,357 @@
+"""Settings of a stranger's that put together what no text of theirs says, or have it said by data, links and git"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import grpo_lightning as grpo
+from grpo_lightning.composition.hydra_settings import problems, script_problems
+from grpo_lightning.composition.recalled import recalled
+from grpo_lightning.logger.wandb import WandbLogger
+from grpo_lightning.policy import hf
+from grpo_lightning.recording import files
+from grpo_lightning.settings import ConfigError, check
+from tests.support.composed import ROOT, composed
+from tests.support.provocations import provocation
+from tests.test_attacks import REFUSED, begun
+
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+NAMING = {"_target_": OPTUNA, "custom_search_space": "theirs.x", "direction": "maximize"}
+NAMING |= dict.fromkeys(("sampler", "storage", "study_name", "search_space", "params"))
+NAMING |= {"n_trials": 1, "n_jobs": 1, "max_failure_rate": 0.0}
+TINY = ROOT / "grpo_lightning" / "policy" / "tiny"
+LOADED = {"path": "./bundle/model", "dtype": "float32", "attn_implementation": "sdpa"}
+STEP = ("steps=1", "data.prompts_per_step=4", "rollout.group_size=4", "data.validation_size=4", "logger=[]")
+
+
+def started(place: Path, lines: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A run with a stranger's experiment, where a stranger's module is on Python's path."""
+    (place / "bundle" / "experiment").mkdir(parents=True, exist_ok=True)
+    (place / "bundle" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (place / "theirs.py").write_text(f"open({str(place / 'HIT')!r}, 'w')\n")
+    more = {"PYTHONPATH": f"{ROOT}{os.pathsep}{place}"} | more
+    return begun(place, "--config-dir", "bundle", "experiment=theirs", *words, **more)
+
+
+def refused(place: Path, done: subprocess.CompletedProcess[str]) -> None:
+    assert not (place / "HIT").exists()
+    assert done.returncode == 1
+    assert "allowed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(lines, marks=provocation(f"a settings file with `{lines}`", REFUSED))
+        for lines in (
+            f"hydra: {{callbacks: {{x: {json.dumps(NAMING)}}}}}",
+            "hydra: {runtime: {output_dir: '${evil}'}, hydra_logging: {handlers: {x: {class: logging.StreamHandler, "
+            "stream: '${hydra.runtime.output_dir}'}}}}\nevil: ext://theirs.x",
+            "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: '${now:ext:}//theirs.x'}}}}",
+            "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'e${now:xt:}//theirs.x'}}}}",
+            "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'ext:${now:%Z}//theirs.x'}}}}",
+        )
+    ],
+)
+def test_hydra_imports_nothing_for_them(lines, tmp_path):
+    refused(tmp_path, started(tmp_path, lines, "steps=0"))
+
+
+@pytest.mark.parametrize(
+    "hydra",
+    [
+        {"sweeper": {"_target_": OPTUNA, "sampler": NAMING}},
+        {"sweeper": {"_target_": "hydra_plugins.hydra_optuna_sweeper._impl.OptunaSweeperImpl", "_args_": [1]}},
+        {"callbacks": {"x": {"_target_": "optuna.samplers.RandomSampler"}}},
+        {"launcher": {"temp_folder": "${hydra.verbose}"}},  # which may be a mapping
+        {"hydra_logging": {"formatters": {"x": {"format": "time ${now:%S}"}}}},
+        {"hydra_logging": {"handlers": {"x": {"stream": "${hydra.runtime.output_dir}/x.log"}}}},
+        {"hydra_logging": {"handlers": {"x": {"filename": "${hydra.runtime.output_dir}/x.log", "delay": True}}}},
+    ],
+)
+def test_what_hydra_makes_stands_where_it_is_looked_at(hydra):
+    assert len(problems(hydra)) == 1
+
+
+def test_what_users_need_of_plug_ins_and_logs_is_allowed():
+    sampler = {"_target_": "optuna.samplers.TPESampler", "seed": 0}
+    assert problems({"sweeper": {"_target_": OPTUNA, "sampler": sampler}}) == []
+    file = {"class": "logging.FileHandler", "filename": "${hydra.runtime.output_dir}/x.log", "delay": True}
+    logs = {"formatters": {"x": {"format": "[${hydra.job.name}] %(message)s"}}, "handlers": {"x": file}}
+    assert problems({"job_logging": logs}) == []
+
+
+@provocation(
+    "`hydra/launcher=submitit_slurm` of a settings file whose `hydra.sweep.dir`, or another text that is put into the "
+    "script of a job, holds the end of a line and a command, also by `${now:%En}`",
+    "refused by its key; nothing is handed to SLURM",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", ['sweep: {dir: "a\\nHIT\\nb"}', "launcher: {comment: 'a${now:%En}HIT'}", 'run: {dir: "a\\nHIT"}, launcher: '
+             "{comment: '${hydra.run.dir}'}"], ids=["sweep", "time", "run"]
+)  # fmt: skip
+def test_no_lines_are_added_to_the_script_of_a_job(more, tmp_path):
+    programs = {"sbatch": f"touch {tmp_path}/HIT; echo Submitted batch job 1", "srun": "exit 1", "sacct": "exit 1"}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    lines = (
+        "defaults: [override /hydra/launcher: submitit_slurm]\n"
+        f"hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}, {more}}}"
+    )
+    done = started(tmp_path, lines, "steps=1", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    refused(tmp_path, done)
+    assert "stands in a file; allowed there are hydra.mode" in done.stderr
+
+
+def test_no_texts_are_put_together_to_lines_of_a_script():
+    hydra = OmegaConf.create({"sweep": {"dir": "a\ntouch HIT"}, "launcher": {"comment": "x ${sweep.dir}", "nodes": 1}})
+    told = "hydra.launcher.comment: allowed are texts of one line, which cannot add lines to a script"
+    assert script_problems(hydra.launcher) == [told]
+    hydra.sweep.dir = "a b"
+    assert script_problems(hydra.launcher) == []
+
+
+def with_code(place: Path, *, of: str = "") -> Path:
+    """A model whose directory, or a repository of the hub, has code of its own, which leaves a mark."""
+    model = place / "bundle" / "model"
+    shutil.copytree(TINY, model)
+    (model / "evil.py").write_text(
+        f"open({str(place / 'HIT')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"AutoConfig": f"{of}evil.C", "AutoModelForCausalLM": f"{of}evil.M"}
+    config |= {"auto_map": own} | ({} if of else {"model_type": "evil"})
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.slow
+@provocation(
+    "rows with a column `trust_remote_code`, and a settings file whose reward of single completions is "
+    "`grpo_lightning.reference.another_model` with a path",
+    REFUSED,
+)
+def test_a_column_gives_no_trust(tmp_path):
+    with_code(tmp_path)
+    rows = [{"prompt": f"say {number}", "answer": "x", "trust_remote_code": True} for number in range(40)]
+    (tmp_path / "bundle" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    function = {"_target_": "grpo_lightning.reference.another_model", "_partial_": True, **LOADED}
+    own = {"_target_": "grpo_lightning.reward.PerCompletion", "function": function}
+    reward = {"_target_": "grpo_lightning.reward.Weighted", "weight": 1.0, "function": own}
+    lines = (
+        "defaults: [override /data: jsonl, override /reward: [format]]\n"
+        f"data: {{path: bundle/rows.jsonl}}\nreward: {json.dumps({'own': reward})}"
+    )
+    done = started(tmp_path, lines, *STEP)
+    refused(tmp_path, done)
+    assert (
+        "reward.own.function.function._target_=grpo_lightning.reference.another_model: allowed below reference"
+        in done.stderr
+    )
+
+
+@provocation(
+    "`environment.function`, a tool or a reward that is `grpo_lightning.policy.hf.load`, to which columns or the model "
+    "would say `trust_remote_code` and `path`",
+    "refused by its key, wherever it comes from",
+)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "environment.function",
+        "environment.function.tools.0",
+        "reward.format.function",
+        "reward.format.function.x",
+    ],
+)
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_loads_weights_is_called_by_nobody_else(key, copied):
+    node = {"_target_": "grpo_lightning.policy.hf.load", "_partial_": True, **LOADED}
+    config = composed("reward=[format]")
+    config["environment"] = {"function": {"tools": [None]}}
+    put(config, key, node)
+    if copied:  # from the top, where rules look at it that need not know of its other places
+        config[key.rpartition(".")[2]] = node
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    told = f"{key}._target_={node['_target_']}: allowed below policy"
+    assert told in caught.value.problems
+
+
+def put(config: Any, key: str, value: Any) -> None:
+    """Set what stands at a dotted key."""
+    *above, last = key.split(".")
+    for name in above:
+        config = config[name]
+    config[int(last) if isinstance(config, list) else last] = value
+
+
+def test_a_model_among_arguments_of_ones_own_is_allowed():
+    check(composed("reference=another_model", "reference.path=x/y"))
+    node = "{_target_: grpo_lightning.policy.hf.load, path: x/y, dtype: float32, attn_implementation: sdpa, "
+    check(composed("trusted=[tests]", f"+mine={node}trust_remote_code: false}}"))
+
+
+@provocation("a stranger's run directory is replayed whose rewards and recorded rows are such", "refused by its key")
+def test_a_replay_gives_no_trust_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    node = "{_target_: grpo_lightning.reference.another_model, _partial_: true, path: ./bundle/model, dtype: float32}"
+    own = f"{{_target_: grpo_lightning.reward.PerCompletion, function: {node}}}"
+    words = ["reward=[format]", f"+reward.own={{_target_: grpo_lightning.reward.Weighted, weight: 1, function: {own}}}"]
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match=r"reward\.own\.function\.function\._target_=.*: allowed below reference"):
+        recalled(tmp_path, [], ["reward"])
+
+
+CSV = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '${run_dir}', name: l, version: v}"
+BOARD = (
+    "{_target_: lightning.pytorch.loggers.TensorBoardLogger, save_dir: '${run_dir}', name: '', version: 3, sub_dir: s}"
+)
+PROFILER = "{_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: '${run_dir}/p', filename: x}"
+
+
+@provocation(
+    "links to files of the user's where Lightning's loggers and profilers write in a stranger's run directory, in "
+    "folders of any names",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize(
+    ("words", "link", "key"),
+    [
+        (("logger=[]", f"+logger.x={CSV}"), "l/v/hparams.yaml", "logger.x"),
+        (("logger=[]", f"+logger.x={CSV}"), "l", "logger.x"),
+        (("logger=[]", f"+logger.x={BOARD}"), "version_3/s/hparams.yaml", "logger.x"),
+        ((f"+trainer.profiler={PROFILER}",), "p/fit-x.txt", "trainer.profiler"),
+        ((f"+trainer.profiler={PROFILER.replace(', dirpath: ', ', _dirpath: ')}",), "fit-x.txt", "trainer.profiler"),
+        (("logger=[]", "trainer.logger=true"), "lightning_logs/x", "hydra.run.dir"),
+    ],
+)
+def test_lightning_writes_through_no_link(words, link, key, tmp_path):
+    run = tmp_path / "run"
+    words = [*words, f"run_dir={run}"]
+    words = [word.replace(", _dirpath: '${run_dir}/p'", "") for word in words]
+    (run / link).parent.mkdir(parents=True)
+    (run / "inside").mkdir()
+    (run / link).symlink_to(run / "inside")  # one that stays inside leads nowhere else
+    check(composed(*words))
+    (run / link).unlink()
+    (run / link).symlink_to(tmp_path)
+    with pytest.raises(ConfigError) as told:
+        check(composed(*words))
+    assert len(told.value.problems) == 1
+    assert told.value.problems[0].startswith(key)
+    assert "is a link" in told.value.problems[0]
+
+
+@pytest.mark.slow
+@provocation("a sweep's directory in which `.sweep.json` is a link to a file of the user's", "the file is as before")
+def test_the_list_of_jobs_is_written_through_no_link(tmp_path):
+    mine, place = tmp_path / "mine", tmp_path / "sweep"
+    mine.write_text("mine")
+    place.mkdir()
+    (place / ".sweep.json").symlink_to(mine)
+    begun(tmp_path, "-m", f"hydra.sweep.dir={place}", "seed=0,1", "steps=0")
+    assert mine.read_text() == "mine"
+    assert json.loads((place / "sweep.json").read_text())["jobs"] == [["seed=0", "steps=0"], ["seed=1", "steps=0"]]
+
+
+def test_rollouts_are_written_through_no_link(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".1.jsonl.gz.{os.getpid()}").symlink_to(mine)
+    files.write(tmp_path / "1.jsonl.gz", [{"a": 1}])
+    assert mine.read_text() == "mine"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["1.jsonl.gz", "mine"]
+
+
+@pytest.mark.parametrize("place", ["~/x", "$HOME/x", "a/${HOME}"])
+def test_names_of_the_shell_are_no_places(place, tmp_path, monkeypatch):
+    """TensorBoardLogger would put the user's home in their place."""
+    monkeypatch.chdir(tmp_path)
+    config = composed("logger=[tensorboard]", f"run_dir={tmp_path}")
+    config["logger"]["tensorboard"]["save_dir"] = config["trainer"]["logger"][0]["save_dir"] = place
+    with pytest.raises(ConfigError, match=r"logger\.tensorboard\.save_dir=.* nor '~' and '\$'"):
+        check(config)
+
+
+@provocation(
+    "a settings file with a path as a tag of YAML's, `!!python/object/apply:pathlib.PosixPath [/elsewhere]`, which "
+    "rules for texts would not see",
+    REFUSED,
+)
+def test_paths_are_texts(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    lines = "callbacks: {x: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: TAG [/elsewhere]}}"
+    lines = lines.replace("TAG", "!!python/object/apply:pathlib.PosixPath")
+    (tmp_path / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs", *STEP)
+    with pytest.raises(ConfigError, match=r"callbacks\.x\.dirpath: allowed are texts and numbers, .* PosixPath"):
+        grpo.compose(*words, run_dir=tmp_path / "run")
+    config = composed()
+    config["reward"]["format"]["function"]["x"] = [PurePosixPath("x")]
+    with pytest.raises(ConfigError, match=r"reward\.format\.function\.x\.0: allowed are texts and numbers, .*Posix"):
+        check(config)
+
+
+@pytest.mark.slow
+@provocation(
+    "`logger=wandb` in a stranger's run directory, below which `.git/config` names a command, with code to be saved",
+    "git is not asked there; `save_code` in settings is refused by its key",
+)
+def test_wandb_asks_no_git(tmp_path, monkeypatch):
+    place = tmp_path / "theirs"
+    (place / "run").mkdir(parents=True)
+    (place / "file").write_text("a")
+    for words in (
+        ["init", "-q"],
+        ["add", "file"],
+        ["-c", "user.email=a@b", "-c", "user.name=a", "commit", "-qm", "x"],
+        ["config", "core.fsmonitor", f"touch {tmp_path}/HIT; false"],
+    ):
+        subprocess.run(["git", *words], cwd=place, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SAVE_CODE", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # which Lightning sets, and nobody takes back
+    logger = WandbLogger(str(place / "run"), project="x", offline=True, settings={"silent": True, "console": "off"})
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.finalize("success")
+    assert list(place.glob("run/wandb/offline-run-*"))
+    assert not (tmp_path / "HIT").exists()
+
+
+def test_wandb_is_not_told_to_save_code():
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.save_code: allowed are entity, group, job_type"):
+        check(composed("logger=[wandb]", "+logger.wandb.save_code=true"))
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.sync_tensorboard: allowed are entity, group, job_type"):
+        check(composed("logger=[wandb]", "+logger.wandb.sync_tensorboard=true"))
+    check(composed("logger=[wandb]", "+logger.wandb.group=a", "+logger.wandb.tags=[b]"))
+    check(composed("logger=[wandb]", "logger.wandb.settings=null"))
+
+
+@provocation(
+    "a model directory whose `auto_map` names code in a repository of the hub is trained and exported",
+    "the export names no code: it was not run, and nobody is to trust it as the user's own",
+)
+def test_an_export_names_no_code_of_a_strangers(tmp_path):
+    model = with_code(tmp_path, of="stranger/repo--")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer | {"auto_map": {"AutoTokenizer": ["evil.T", None]}})
+    )
+    policy = hf.load(str(model), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    policy.export(tmp_path / "export")
+    written = {path.name: path.read_text() for path in (tmp_path / "export").glob("*.json")}
+    assert {"config.json", "tokenizer_config.json"} <= written.keys()
+    assert [name for name, text in written.items() if "auto_map" in text] == []
+    assert not (tmp_path / "HIT").exists()
