@@ -189,6 +189,7 @@ def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) ->
         for name in node if known else ():
             if name not in known:
                 yield f"hydra.{part}.{name}: allowed are {', '.join(sorted(known - {'_target_'}))}"
+    yield from _line_problems(launcher)
 
 
 def script_problems(launcher: DictConfig) -> list[str]:
@@ -198,14 +199,15 @@ def script_problems(launcher: DictConfig) -> list[str]:
         launcher: The settings below ``hydra.launcher``.
     """
     try:
-        resolved = OmegaConf.to_container(launcher, resolve=True)
+        return list(_line_problems(OmegaConf.to_container(launcher, resolve=True)))
     except OmegaConfBaseException:  # Hydra, which reads them in the same way, makes no launcher of them
         return []
-    return [
-        f"{key}: allowed are texts of one line, which cannot add lines to a script"
-        for key, value in _leaves(resolved, "hydra.launcher")
-        if isinstance(value, str) and {"\n", "\r"} & set(value)
-    ]
+
+
+def _line_problems(launcher: Any) -> Iterator[str]:
+    for key, value in _leaves(launcher, "hydra.launcher"):
+        if isinstance(value, str) and {"\n", "\r"} & set(value):
+            yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
 
 
 def _keys_of(part: str, target: Any) -> set[str]:
