@@ -96,6 +96,7 @@ def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
         adapted(base, tmp_path / "wider", wider, "steps=3", f"checkpoint={path}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_small_beside_its_base(base, tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = AutoConfig.from_pretrained(base, **sizes, layer_types=["full_attention"] * 4)

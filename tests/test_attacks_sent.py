@@ -157,6 +157,7 @@ def test_where_results_are_sent_only_the_user_says(words, found, monkeypatch):
 
 
 @provocation("a settings file with `module.sampler={_target_: …VLLMServer, url: …}` beside `sampler=own`", REFUSED)
+@pytest.mark.slow
 def test_a_server_is_found_wherever_it_stands():
     node = "{_target_: grpo_lightning.sampler.vllm.server.VLLMServer, url: 'http://x:1', directory: /shared}"
     words = [f"module.sampler={node}"]

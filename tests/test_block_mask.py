@@ -94,6 +94,7 @@ def test_padding_is_seen_by_no_one(groups: tuple[tuple[int, tuple[int, ...]], ..
     assert_close(found, masked(query, key, value, groups, 0.3), rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
 

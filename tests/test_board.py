@@ -196,6 +196,7 @@ def test_a_continued_csv_file_has_every_step_once(sweep):
     assert steps == [str(step) for step in (1, 2, 3, 4) for _ in range(8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt, status", [(False, "STATUS_FAILURE"), (True, "STATUS_UNKNOWN")])
 def test_hparams_tells_how_a_run_ended_until_it_goes_on(interrupt, status, tmp_path):
     fault = f"+callbacks.fault={{_target_: tests.test_board.Raise, step: 2, interrupt: {interrupt}}}"

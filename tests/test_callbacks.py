@@ -173,6 +173,7 @@ def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():
 
 
 @provocation("`callbacks.export.directory=` a directory of one's own", "refused by its key before the first step")
+@pytest.mark.slow
 def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
@@ -217,6 +218,7 @@ class Stop(Callback):
         trainer.should_stop = module.completed_steps >= self.step
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_ends_has_its_last_step_saved(tmp_path):
     small_run(tmp_path, "steps=6", "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
     assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 3
@@ -269,6 +271,7 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
     "a callback that ends a run before its last step, such as Lightning's `EarlyStopping`",
     "status stopped, which a line says; the last step is saved and continues; a sweep leaves the job alone",
 )
+@pytest.mark.slow
 def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
     stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 1, mode: max}"
     given = ("steps=6", "validation.every=1", "optimizer.lr=1e-12", f"+callbacks.stop={stop}")

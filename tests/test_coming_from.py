@@ -133,6 +133,7 @@ def test_every_block_says_whose_it_is():
             )  # of theirs a few lines, as the formatter breaks them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(HERE)))
 def test_a_block_of_ours_runs(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -145,6 +146,7 @@ def test_its_commands_are_among_those_that_compose():
     assert found <= set(COMMANDS)  # tests/test_readme.py composes them
 
 
+@pytest.mark.slow
 def test_the_tutorials_file_spelled_out_is_the_experiment():
     [command] = [one for one in commands(PAGE) if "policy.path=./sft_checkpoint" in one and "steps=500" in one]
     spelled = composed(*[word for word in command.split()[2:] if not word.startswith("hydra.")])

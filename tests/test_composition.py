@@ -62,6 +62,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", chat=True)
 
 
+@pytest.mark.slow
 def test_a_run_of_functions_and_rows_learns_from_them(tmp_path):
     run = grpo.compose(*SMALL, run_dir=tmp_path, reward={"letters": letters}, data=ROWS)
     assert run.metrics == {}
@@ -75,6 +76,7 @@ def test_a_run_of_functions_and_rows_learns_from_them(tmp_path):
     assert list(run.module.rollout.reward) == ["letters"]
 
 
+@pytest.mark.slow
 def test_overrides_reach_what_live_objects_leave_open(tmp_path):
     run = grpo.compose(
         *SMALL, "reward=[format]", "reward.letters.weight=0.5", run_dir=tmp_path, reward={"letters": letters}, data=ROWS
@@ -113,6 +115,7 @@ def test_parts_are_replaced_whole(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
+@pytest.mark.slow
 def test_models_go_in_as_objects_and_as_paths(checkpoint, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     live = grpo.compose(
@@ -144,6 +147,7 @@ def test_rows_take_the_place_of_an_experiments_data(experiment, checkpoint):
     assert list(run.module.rollout.reward) == ["letters"]
 
 
+@pytest.mark.slow
 def test_data_sets_and_files_are_the_same_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     runs = [
@@ -254,6 +258,7 @@ def test_any_part_may_be_what_its_settings_would_build(tmp_path):
     assert same(weights(run.module), expected)
 
 
+@pytest.mark.slow
 def test_paths_and_tables_and_other_users_of_hydra(checkpoint, tmp_path):
     odd = tmp_path / "a $ {b} = 'c' ${d} e"
     shutil.copytree(checkpoint, odd)
@@ -273,6 +278,7 @@ def test_an_experiments_rewards_give_way_to_live_ones(tmp_path):
     assert list(run.config["reward"]) == ["letters"]
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_not_used_or_is_the_policy_is_said(caplog):
     model = Own()
     with pytest.raises(ValueError, match=r"reference: the policy's own model, which trains; allowed is a copy of it"):
@@ -301,6 +307,7 @@ def early(completions, prompts, completion_ids):
 PLAIN = ("optimizer.lr=1e-2", "rollout.group_size=8", "rollout.max_new_tokens=8", "data.prompts_per_step=2")
 
 
+@pytest.mark.slow
 def test_a_plain_module_learns_from_prompts_of_token_ids(tmp_path):
     model = Own()
     run = grpo.compose(
@@ -365,6 +372,7 @@ def test_a_plain_module_may_have_a_tokenizer_of_transformers_and_a_reference(che
     assert run.module.policy.templated
 
 
+@pytest.mark.slow
 def test_a_module_that_gives_something_else_than_logits_is_named():
     run = grpo.compose(*PLAIN, policy=nn.Embedding(9, 4).requires_grad_(), reward=early, data=[[1], [2]])
     assert run.module.policy._logits(torch.ones(2, 3, dtype=torch.long)).shape == (2, 3, 4)
@@ -385,6 +393,7 @@ def test_a_module_that_gives_something_else_than_logits_is_named():
 # ------------------------------------------------------------------------------------------ a loop of one's own
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_makes_the_steps_of_the_trainer(tmp_path):
     settings = [*SMALL[1:], "steps=3", "data.validation_size=4", "schedule=linear", "rollout.max_new_tokens=36"]
     trained = grpo.compose(*settings, run_dir=tmp_path).fit()
@@ -399,6 +408,7 @@ def test_a_loop_of_ones_own_makes_the_steps_of_the_trainer(tmp_path):
     assert metrics[-1]["optim/lr"] == trained.metrics["optim/lr"] < metrics[0]["optim/lr"]
 
 
+@pytest.mark.slow
 def test_a_validation_between_steps_of_ones_own_changes_nothing(tmp_path):
     settings = [*SMALL, "data.validation_size=4"]
     more = {"reward": letters, "data": ROWS}
@@ -412,6 +422,7 @@ def test_a_validation_between_steps_of_ones_own_changes_nothing(tmp_path):
     assert same(weights(plain.module), weights(measured.module))
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_computes_in_the_precision_of_the_settings(tmp_path):
     runs = [
         grpo.compose(*SMALL, f"trainer.precision={precision}", run_dir=tmp_path, reward=letters, data=ROWS)
@@ -422,6 +433,7 @@ def test_a_loop_of_ones_own_computes_in_the_precision_of_the_settings(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_passes_columns_to_rewards(tmp_path):
     seen = []
 
@@ -513,6 +525,7 @@ def test_a_directory_is_chosen_where_no_other_process_has_chosen_one(monkeypatch
     assert grpo.compose(reward=letters, data=ROWS * 3).directory.parts[0] == "runs"
 
 
+@pytest.mark.slow
 def test_a_trainer_of_ones_own_resumes(tmp_path):
     plain = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     settings = [*SETTINGS, "schedule=constant"]
@@ -534,6 +547,7 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     assert done.module.completed_steps == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sanity", "validated_at"), [({}, -1), ({"num_sanity_val_steps": -1}, 0)])
 def test_a_look_at_two_batches_is_no_validation(tmp_path, sanity, validated_at):
     class Watch(Callback):

@@ -313,6 +313,7 @@ def test_bounds_may_vary(tmp_path):
     assert module.metrics["correction/max"] == 1.0
 
 
+@pytest.mark.slow
 def test_from_python_a_correction_is_a_function_and_one_beside_a_loss_is_reported(tmp_path, caplog):
     own = partial(correction.token_mask, low=0.5, high=2.0)
     run = grpo.compose(correction=own, run_dir=tmp_path)

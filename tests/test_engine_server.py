@@ -243,6 +243,7 @@ def test_addresses_that_are_none(url):
     assert "word" not in str(told.value)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_server(server, tmp_path):
     words = ("sampler=vllm_server", f"sampler.url={server.url}", f"sampler.directory={tmp_path / 'shared'}")
     module = small_run(tmp_path / "run", "policy=tiny", *words, "rollout.max_new_tokens=8", "rollout.stop=[]")

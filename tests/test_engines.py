@@ -303,6 +303,7 @@ def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
         VLLM(seed=0)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_engine_and_one_that_continues_it(monkeypatch, tmp_path):
     stand_in.install(monkeypatch)
     words = ["sampler=vllm", "validation.every=1", "rollout.temperature=0.8"]

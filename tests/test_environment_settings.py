@@ -215,6 +215,7 @@ def test_rewards_are_told_of_episodes():
         _ = grpo.compose(*SMALL, environment=environments.guess, reward=letters, data=named).data
 
 
+@pytest.mark.slow
 def test_the_reward_of_an_environment_needs_one():
     (found,) = problems("reward=[environment]")
     assert found.startswith("reward.environment: allowed with an environment, whose scores it is")
@@ -241,6 +242,7 @@ def with_tools(path, *words, **parts):
     return grpo.compose(*SMALL, *own, *TOOL, *words, reward=letters, data=ROWS, **parts)
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_given_the_tools(shown):
     policy = with_tools(shown).module.policy
     assert policy.render("How much?").startswith("add: Sums up ${a} and ${b}.\n<|im_start|>user\nHow much?<|im_end|>")
@@ -250,6 +252,7 @@ def test_the_chat_template_is_given_the_tools(shown):
 
 
 @provocation("tools that the chat template does not show", "refused before weights are read, by name")
+@pytest.mark.slow
 def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
     with pytest.raises(ValueError, match="the chat template does not show the tools add"):
@@ -282,6 +285,7 @@ def test_tools_of_the_settings_are_no_second_truth(shown):
         _ = with_tools(shown, "policy.template_kwargs={tools: []}").module
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_an_object_has_to_show_the_tools_itself(shown):
     options = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
     with pytest.raises(ValueError, match=r"allowed is one with template_kwargs=\{'tools': environment\.tools\}"):

@@ -67,6 +67,7 @@ def heard():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heard")
 @provocation(
     "from Python, `run.fit()` once more after a reward has raised, or Ctrl-C",

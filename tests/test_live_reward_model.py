@@ -230,6 +230,7 @@ class Scored(nn.Module):
         return self.embedding(input_ids).mean(1).squeeze(-1)
 
 
+@pytest.mark.slow
 def test_a_run_trains_by_it(tmp_path):
     network, words = Scored(200), AutoTokenizer.from_pretrained(TINY)
     before = copy.deepcopy(network)
@@ -245,6 +246,7 @@ def test_a_run_trains_by_it(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
 
 
+@pytest.mark.slow
 def test_it_may_learn_from_the_runs_outcomes(tmp_path):
     network, words = Scored(200), AutoTokenizer.from_pretrained(TINY)
     before = network.embedding.weight.detach().clone()
@@ -267,6 +269,7 @@ def odd(completions, **_):
     return [float(len(text) % 2) for text in completions]
 
 
+@pytest.mark.slow
 def test_token_id_prompts_need_no_tokenizer(tmp_path):
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))

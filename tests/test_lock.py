@@ -67,6 +67,7 @@ def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other,
     "two runs at once with the same `callbacks.checkpoint.directory` or `callbacks.rollouts.directory`",
     "the second is refused, before it has saved anything",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint", "rollouts"])
 def test_a_second_run_with_the_same_place_for_its_files_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.2)

@@ -108,6 +108,7 @@ def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
         assert_close(gradient(*ragged[:1], loss, ragged[1], **changed), whole, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", SOME_FAST)
 def test_completions_that_teach_nothing_are_left_out_at_no_cost(algorithm, gradients, tmp_path, monkeypatch):
     scored = []
@@ -316,6 +317,7 @@ def test_without_kl_no_reference_is_made(tmp_path):
     assert "policy/kl_divergence" not in module.metrics
 
 
+@pytest.mark.slow
 def test_kl_is_zero_while_policy_and_reference_agree(tmp_path):
     module = small_run(tmp_path)
     assert abs(module.metrics["policy/kl_divergence"]) < 1e-6

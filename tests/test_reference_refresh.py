@@ -46,6 +46,7 @@ def test_an_average_moves_by_alpha(weights, tmp_path):
         assert (after - before).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 0.6])
 def test_a_continued_run_has_the_reference_it_had(alpha, tmp_path):
     overrides = (*REFRESHED, "callbacks.reference.every=2", f"callbacks.reference.alpha={alpha}")

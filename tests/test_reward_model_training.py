@@ -270,6 +270,7 @@ def same(one, other) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
     overrides = settings_of(checkpoint, callbacks__reward_model__every=every)
@@ -306,6 +307,7 @@ def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp
     assert not torch.equal(trained["score.weight"], fresh["score.weight"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_path):
     overrides = settings_of(checkpoint, validation__temperature=0)
     trained = train_run(tmp_path, *overrides, "steps=2")

@@ -287,6 +287,7 @@ def alive(pid):
     return state != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hanging", [False, True])
 def test_no_worker_outlives_a_killed_trainer(hanging, tmp_path):
     script = tmp_path / "script.py"
@@ -354,6 +355,7 @@ if __name__ == "__main__":
     assert output_of(tmp_path, text)[0] == "[2]\n[4]\n[6]\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_does_not_wait_for_rows_that_hang(tmp_path):
     text = """
 import time
@@ -382,6 +384,7 @@ def test_ten_thousand_rows_take_seconds():
 TIMED = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0)}
 
 
+@pytest.mark.slow
 def test_a_hanging_reward_is_ended_and_counted_and_scores_what_is_set():
     texts, columns = ["a", "hang", "c"], {"answer": ["a", "x", "x"]}
     found = Scoring(TIMED, ["p"] * 3, columns).finish(texts, [[1]] * 3)

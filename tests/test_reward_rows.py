@@ -104,6 +104,7 @@ def test_the_rows_own_answer_is_not_evaluated(task, mark, monkeypatch):
     assert reasoning_gym(["1", "[1]"], [evil] * 2, [task] * 2, [metadata] * 2) == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [

@@ -281,6 +281,7 @@ def test_programs_run_in_workers_of_rewards():
     assert [one["stdout"] for one in found] == ["7\n", "8\n", "9\n", "10\n", "11\n", "12\n"]
 
 
+@pytest.mark.slow
 def test_computing_is_limited_by_itself():
     outcome = run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
     assert (outcome.ended, outcome.code) == ("time", -signal.SIGXCPU)

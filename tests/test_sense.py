@@ -51,6 +51,7 @@ def test_a_prompt_beyond_the_context_is_named_by_its_line(tmp_path, started):
     )
 
 
+@pytest.mark.slow
 def test_prompts_that_just_fit_and_those_left_out_are_fine(tmp_path, caplog):
     prompts = [*(f"number {i}" for i in range(40)), "x" * 501, "y" * 505]  # and the template's newline
     path = rows(tmp_path / "my.jsonl", prompts)
@@ -73,6 +74,7 @@ def test_held_out_prompts_are_measured_with_their_own_lengths(tmp_path, started)
 
 
 @provocation("a file with the same prompt in every row", "one sentence; with held-out rows of their own a warning")
+@pytest.mark.slow
 def test_rows_that_are_all_equal_are_said(tmp_path, caplog):
     path = rows(tmp_path / "my.jsonl", ["the same"] * 20)
     with pytest.raises(ValueError, match=r"data: all 20 rows have the same prompt .* at least 2 different prompts"):
@@ -133,6 +135,7 @@ def test_names_of_the_hub_and_directories_pass(tmp_path, monkeypatch):
         local_or_hub("./modle", "policy.path")
 
 
+@pytest.mark.slow
 def test_every_path_of_a_model_or_data_set_is_looked_at(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     began = time.monotonic()

@@ -140,6 +140,7 @@ def test_settings_of_a_logger_that_was_not_chosen_are_refused():
         check(composed("+logger.csv.name=x"))
 
 
+@pytest.mark.slow
 def test_a_program_names_loggers_or_hands_them_over(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 

@@ -74,6 +74,7 @@ def test_the_names_are_those_of_the_settings():
     assert len(NAMED) > 70
 
 
+@pytest.mark.slow
 def test_reading_imports_nothing():
     code = f"""
     import sys

@@ -114,6 +114,7 @@ def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
                     assert found.kept.sizes[row][~mask].count_nonzero() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["once per group", "copied later", "copied"])
 def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch, copied):
     monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)

@@ -484,6 +484,7 @@ def sums(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["module.ppo_epochs=2"], ["policy.share_prompts=false"]], ids=str)
 def test_the_first_update_of_the_open_r1_recipe_is_on_policy(sums, tmp_path, more):
     overrides = [
@@ -534,6 +535,7 @@ CARRIED = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_goes_on_with_the_carried_sets(tmp_path):
     run = (*RUN, *CARRIED["over-sampled"])
     whole = small_run(tmp_path / "whole", *run)
@@ -543,6 +545,7 @@ def test_a_run_that_is_broken_off_goes_on_with_the_carried_sets(tmp_path):
     assert torch.equal(weights(continued), weights(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *CARRIED])
 def test_recorded_sets_train_the_same_weights(tmp_path, name):
     one = small_run(tmp_path / "one", *RUN, *CARRIED.get(name, []), "callbacks=rollouts")

@@ -248,6 +248,7 @@ def test_operations_by_hand(policy):
     assert policy.flops(rows) == expected + 4 * config.hidden_size * config.num_hidden_layers * pairs
 
 
+@pytest.mark.slow
 def test_the_supervised_stage_takes_turns(tmp_path):
     file = tmp_path / "turns.jsonl"
     talks = [

@@ -68,6 +68,7 @@ def test_an_interrupted_course_goes_on_exactly():
 
 
 @provocation("a run is continued", "`values` of summary.json are those of an unbroken run, to the last bit")
+@pytest.mark.slow
 def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     own = ("steps=5", "validation.every=2", "schedule=constant", "callbacks.checkpoint.every=1")
     small_run(tmp_path / "whole", *own)
@@ -87,6 +88,7 @@ def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     assert summary(tmp_path / "parts")["started"] == last["run"]["started"] == began
 
 
+@pytest.mark.slow
 def test_a_summary_tells_of_the_whole_run_and_of_its_parts(tmp_path):
     module = small_run(tmp_path, "steps=4", "validation.every=2")
     told = summary(tmp_path)

@@ -122,6 +122,7 @@ def test_changed_settings_are_listed_once_each(tmp_path, caplog):
     "continuing after the file of the data was changed, though no setting was",
     "one line with how many prompts there are",
 )
+@pytest.mark.slow
 def test_changed_data_are_said_where_no_setting_changed(tmp_path, caplog):
     file = tmp_path / "rows.jsonl"
     rows = [json.dumps({"prompt": f"{number} a", "answer": str(number)}) for number in range(60)]
