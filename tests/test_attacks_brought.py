@@ -19,14 +19,14 @@ REWARD = (
 )
 THEIRS = f"# @package _global_\n{REWARD}".replace("NAME", "bundle.evil")
 OWN = f"defaults: [train, _self_]\n{REWARD}".replace("NAME", "bundle.evil")
-FOUND = f"hydra: {{searchpath: ['file://{CONF}']}}\n"
+FOUND = f"hydra.searchpath=[file://{CONF}]"
 HYDRA = "# @package _global_\nhydra: {callbacks: {x: {_target_: bundle.evil.score, completions: [a]}}}\n"
 EXPERIMENT = "bundle/experiment/theirs.yaml"
 CASES = {
     "a directory": (("--config-dir", "bundle", "experiment=theirs"), EXPERIMENT, THEIRS),
     "a search path": (("hydra.searchpath=[file://bundle]", "experiment=theirs"), EXPERIMENT, THEIRS),
     "a file": (("--config-dir", "bundle", "--config-name", "own"), "bundle/own.yaml", OWN),
-    "a path": (("--config-path", "HERE/bundle", "--config-name", "own"), "bundle/own.yaml", OWN + FOUND),
+    "a path": (("--config-path", "HERE/bundle", "--config-name", "own", FOUND), "bundle/own.yaml", OWN),
     "beside it": (("--config-dir", "bundle/conf", "experiment=theirs"), "bundle/conf/experiment/theirs.yaml", THEIRS),
     "another folder": (("--config-dir", "conf", "experiment=theirs"), "conf/experiment/theirs.yaml", THEIRS),
     "Hydra's own": (("--config-dir", "bundle", "experiment=theirs"), EXPERIMENT, HYDRA),
@@ -50,7 +50,8 @@ def test_a_folder_of_settings_brings_no_code(case, tmp_path):
     words = [word.replace("HERE", str(tmp_path)) for word in words]
     done = begun(tmp_path, *words, *TINY)
     assert done.returncode == 1
-    assert ("in none of its folders" if lines == HYDRA else "allowed is trusted=[bundle] on the command") in done.stderr
+    told = "theirs.yaml: hydra.callbacks.x._target_=bundle.evil.score stands in a file; allowed there are hydra.mode"
+    assert (told if lines == HYDRA else "allowed is trusted=[bundle] on the command line") in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "HIT").exists()
     if lines == HYDRA:

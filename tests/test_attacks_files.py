@@ -166,8 +166,8 @@ def test_files_are_not_run_by_launchers(launcher, tmp_path):
 
 
 @provocation(
-    "pickles that lie where `hydra/launcher=submitit_local` expects the results of its jobs, in a folder that a "
-    "settings file names or in a sweep's directory",
+    "pickles that lie where `hydra/launcher=submitit_local` expects the results of its jobs, in a folder that is "
+    "named (`hydra.launcher.submitit_folder`) or in a sweep's directory",
     "they are not read",
 )
 @pytest.mark.parametrize("given", [True, False], ids=["folder", "sweep"])
@@ -175,8 +175,7 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "evil.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_local\n"
-        f"hydra: {{mode: MULTIRUN, launcher: {{{'submitit_folder: there' * given}}}, "
-        "sweeper: {params: {seed: 0}}}\n"
+        "hydra: {mode: MULTIRUN, sweeper: {params: {seed: 0}}}\n"
     )
     result = pickle.dumps(("success", Touch(tmp_path / "HIT")))
     for number in range(os.getpid(), os.getpid() + 2000):  # a job is named by its process
@@ -184,7 +183,8 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}_0_result.pkl").write_bytes(result)
         (place / f"{number}_0_result.pkl.save_tmp").touch()  # with which a job cannot write its own
-    done = start(tmp_path, "--config-dir", "conf", "experiment=evil", "hydra.sweep.dir=sweep", *TINY, "reward=[format]")
+    words = ["experiment=evil", "hydra.sweep.dir=sweep", *["hydra.launcher.submitit_folder=there"] * given]
+    done = start(tmp_path, "--config-dir", "conf", *words, *TINY, "reward=[format]")
     assert not (tmp_path / "HIT").exists()
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -56,8 +56,13 @@ def test_what_a_run_tells_hydra_is_not_run(words, shared):
         words = [f"hydra.searchpath=[file://{shared}]", "experiment=evil"]
     sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"] if "space" in words[0] else []
     (shared / ".hydra" / "overrides.yaml").write_text(json.dumps(["reward=[format]", *sweeper, *words]))
-    config, _ = recalled(shared, [], ["reward"])
-    assert list(config["reward"]) == ["format"]
+    if "experiment=evil" in words:
+        with pytest.raises(
+            ConfigError, match=r"evil\.yaml: hydra\.callbacks\.x\._target_=shared\.evil\.C stands in a file"
+        ):
+            recalled(shared, [], ["reward"])
+    else:
+        assert list(recalled(shared, [], ["reward"])[0]["reward"]) == ["format"]
     assert "shared.evil" not in sys.modules
     assert "PYTHONSAFEPATH" not in os.environ  # no job is launched
     assert not (shared.parent / "HIT").exists()

@@ -23,6 +23,7 @@ from grpo_lightning.rollout.step_context import StepContext
 from tests.support import games
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
+from tests.support.provocations import provocation
 from tests.test_static_sampling import PLAIN, PROMPTS, opened
 
 DATA = Prompts(tuple(PROMPTS), {"number": (3, 4, 5)})
@@ -182,6 +183,36 @@ def test_episodes_in_which_the_environment_fails_are_left_out(policy, caplog):
     assert scored.scored.rewards["environment"][rows].tolist() == [-1.0] * len(rows)
     with pytest.raises(EpisodeError, match=r"failed in \d of 9 episodes .*max_failed=0.05.*first on row \d, exception"):
         collected(policy, failing, max_failed=0.05)
+
+
+def strange(turns, number):
+    """A word that the policy cannot read to the second prompt, where the others are replied to."""
+    reply = scored_turns(turns, number)
+    return ("strange", 0.1) if number == 4 and isinstance(reply, tuple) else reply
+
+
+@provocation(
+    "a reply that the policy cannot read, such as one with a token that its model has no embedding for",
+    "its episode has failed, and is counted as such",
+)
+def test_a_reply_that_cannot_be_read_fails_its_episode(policy, monkeypatch):
+    def read(text, **options):
+        ids = known(text, **options)
+        return [] if text == "strange" else ids
+
+    known = policy.replies.ids
+    monkeypatch.setattr(policy.replies, "ids", read)
+    whole, failed = collected(policy, scored_turns), collected(policy, strange)
+    rows = [row for row in range(3, 6) if len(whole.scored.sampled.turns[row]) > 1]
+    assert 0 < len(rows) < 3
+    assert failed.scored.rewards["total"].isnan().nonzero().flatten().tolist() == rows
+    assert failed.metrics["episode/failed"] == pytest.approx(len(rows) / 9)
+    own, other = failed.scored.sampled, whole.scored.sampled
+    for row in range(9):
+        assert own.turns[row] == (other.turns[row][:1] if row in rows else other.turns[row])
+        assert own.replies[row] == (() if row in rows else other.replies[row])
+    with pytest.raises(EpisodeError, match=r"failed in \d of 9 .* reply: the reply 'strange' has no tokens: allowed"):
+        collected(policy, strange, max_failed=0.05)
 
 
 @pytest.mark.slow

@@ -54,9 +54,9 @@ def row(override: str, message: str):
             "logger.wandb.settings.git_root=/x: allowed are silent, quiet, init_timeout, x_disable_meta=True",
         ),
         row(
-            "+callbacks.a={_target_: lightning.pytorch.callbacks.LambdaCallback, on_fit_start: {_target_: "
-            "lightning.pytorch.loggers.WandbLogger, save_dir: null, settings: {git_root: /x}}}",
-            "callbacks.a.on_fit_start.settings.git_root=/x: allowed are silent, quiet, init_timeout",
+            "+trainer.logger=[{_target_: grpo_lightning.logger.wandb.WandbLogger, save_dir: '${run_dir}', "
+            "settings: {git_root: /x}}]",
+            "trainer.logger.0.settings.git_root=/x: allowed are silent, quiet, init_timeout",
         ),
         row("logger=wandb|logger.wandb.settings.x_disable_meta=false", "x_disable_meta=False: allowed are silent"),
         row("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: allowed is two numbers in [0, 1), such as [0.9, 0.999]"),

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
+from transformers import Gemma3Config
 
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
@@ -174,6 +175,17 @@ def test_kernels_of_the_hub_are_code(model, tmp_path, ran):
     edit(rewarding / "config.json", attn_implementation="kernels-community/flash-attn2")
     with pytest.raises(ValueError, match=r"^reward.model.function.path='.*reward': attn_implementation=kernels-comm"):
         reward_model(rewarding)(["hi"], ["there"])
+
+
+@provocation(
+    "a reward model's config.json with `attn_implementation: {text_config: stranger/kernel}` for one of its parts",
+    "refused in one sentence",
+)
+def test_kernels_of_a_part_are_code_too(tmp_path):
+    settings = Gemma3Config().to_dict() | {"attn_implementation": {"": "sdpa", "text_config": "stranger/kernel"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"attn_implementation=stranger/kernel: a kernel of the hub, whose code would"):
+        reward_model(tmp_path)(["hi"], ["there"])
 
 
 def reward_model(path):

@@ -113,3 +113,44 @@ def test_settings_of_an_adapter_name_no_module(name, here):
     assert list(adapter_problems({"adapter": adapter})) == [
         f"policy.adapter.{name}: unknown; no adapter may name a module that peft would import"
     ]
+
+
+@provocation(
+    "`tokenizer_class: LlamaForCausalLM` in `tokenizer_config.json` or config.json, a class that loads such an adapter "
+    "in place of a tokenizer",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "AutoModel", "pipeline"])
+def test_a_tokenizer_is_a_tokenizer(name, file, here):
+    directory = with_adapter(write_checkpoint(here / "megatron", "llama", chat=True), **EVIL)
+    rewarding = write_reward_model(here / "reward", "llama", chat=True)
+    for place in (directory, rewarding):
+        for other in ("tokenizer_config.json", "config.json"):
+            settings = json.loads((place / other).read_text())
+            settings.pop("tokenizer_class", None)
+            (place / other).write_text(json.dumps(settings | ({"tokenizer_class": name} if other == file else {})))
+    said = rf"^{{}}.path='.*': transformers cannot read a.*: tokenizer_class='{name}': allowed are tokenizers"
+    with pytest.raises(ValueError, match=said.format("policy")):
+        hf.load(str(directory), **PLAIN)
+    shutil.copy(directory / "adapter_config.json", rewarding)
+    with pytest.raises(ValueError, match=said.format("reward.model.function")):
+        reward_model(rewarding)(["hi"], ["there"])
+
+
+@provocation(
+    "a model of the kind RAG or encoder-decoder, whose inner directories name such a class", "refused in one sentence"
+)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_tokenizer_of_tokenizers_has_tokenizers(is_inner, here):
+    directory = with_adapter(write_checkpoint(here / "megatron", "llama", chat=True), **EVIL)
+    inner = directory / "question_encoder_tokenizer"
+    shutil.copytree(directory, inner, ignore=shutil.ignore_patterns("base"))
+    edit(inner / "tokenizer_config.json", tokenizer_class="LlamaForCausalLM")
+    llama = json.loads((directory / "config.json").read_text())
+    rag = {"model_type": "rag", "question_encoder": llama, "generator": llama}
+    both = {"model_type": "encoder-decoder", "is_encoder_decoder": True, "encoder": rag, "decoder": llama}
+    (directory / "config.json").write_text(json.dumps(both if is_inner else rag))
+    (directory / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"transformers cannot read a model there: tokenizer_class='LlamaForCausalLM'"):
+        hf.load(str(directory), **PLAIN)

@@ -13,6 +13,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.brought import said_places
 
@@ -58,6 +59,15 @@ _SBATCH = (
     *("gres", "licenses", "nodelist", "qos", "reservation"),
 )
 """Options of sbatch that change where a job runs, not what."""
+_IN_FILES = {
+    r"hydra\.mode": "RUN|MULTIRUN",
+    r"hydra\.sweeper\.params\.(?!\W*hydra\b)[\w.+~]+": r"[^\n\r]*",
+    r"hydra\.sweeper\.(n_trials|n_jobs|max_batch_size|max_failure_rate|sampler\.seed)": r"[\d.]+|None",
+    r"hydra\.sweeper\.direction": "maximize",
+    r"hydra\.launcher\.(n_jobs|timeout_min|nodes|array_parallelism|(cpus|gpus|tasks)_per_(task|node)|mem_gb)": r"-?\d+",
+    r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
+}
+"""Key -> value, both as patterns, of what files of settings may say of Hydra."""
 only_composes: ContextVar[bool] = ContextVar("only_composes", default=False)
 """Whether settings are composed and Hydra runs nothing of its own: they may be those of a stranger's run."""
 
@@ -102,6 +112,21 @@ def problems(hydra: Any) -> list[str]:
             "without secrets"
         )
     return found
+
+
+def brought_problems(file: str, said: Any) -> list[str]:
+    """What a settings file must not say of Hydra, which decides what runs and where: that is the command's to say.
+
+    Args:
+        file: Its name, for messages.
+        said: What stands in it below ``hydra``, not resolved.
+    """
+    return [
+        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
+        "hydra.sweeper.params, and numbers of trials, jobs and their resources; anything else on the command line"
+        for key, value in _leaves(said, "hydra")
+        if not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _IN_FILES.items())
+    ]
 
 
 def _may_become_module(key: str, text: str) -> bool:

@@ -74,7 +74,7 @@ def _hydra_job(cfg: DictConfig) -> float:
         say(announcement.greeting(config))
     choices = chosen([*words["hydra"], *overrides], config, name=given.job.config_name)  # hydra.searchpath among them
     if is_first_process():
-        _open(choices, overrides, config, given.job.config_name)
+        _open(choices, words, config, given.job.config_name)
         if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
             say("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
 
@@ -111,10 +111,10 @@ def _hydra_job(cfg: DictConfig) -> float:
     return float(facts.get("value", -sys.float_info.max))
 
 
-def _open(choices: Choices, overrides: list[str], config: dict[str, Any], name: str) -> None:
+def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
     """Say what was chosen, before anything takes time."""
-    opening = _openings.setdefault(name, announcement.Opening(chosen([], name=name)))
-    for line in opening.lines(choices, overrides, config, settings.arithmetic(config)):
+    opening = _openings.setdefault(name, announcement.Opening(chosen(words["hydra"], name=name)))
+    for line in opening.lines(choices, words["task"], config, settings.arithmetic(config)):
         say(line)
 
 

@@ -9,14 +9,22 @@ from typing import Any
 
 from hydra._internal import hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.default_element import ResultDefault
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
-from grpo_lightning.composition.hydra_settings import BASIC_LAUNCHER, only_composes, problems, script_problems
+from grpo_lightning.composition.hydra_settings import (
+    BASIC_LAUNCHER,
+    brought_problems,
+    only_composes,
+    problems,
+    script_problems,
+)
 from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
@@ -80,6 +88,16 @@ class CheckedLoader(ConfigLoaderImpl):
             job.override_dirname = job_name(words, hidden=named.exclude_keys)
         return composed
 
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        """One file of settings, which says nothing of Hydra that only the command may say."""
+        loaded = super()._load_single_config(default, repo)
+        said: Any = OmegaConf.to_container(loaded.config, resolve=False)
+        if not isinstance(said, dict) or "hydra" not in said or _is_hydras_own(default, loaded):
+            return loaded
+        if wrong := brought_problems(f"{default.config_path}.yaml", said["hydra"]):
+            raise ConfigCompositionException(_listed(wrong))
+        return loaded
+
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:
         """Refuse places of settings other than directories before they are looked into: packages would be imported."""
         primary = repo.load_config(config_path=config_name) if config_name else None
@@ -118,6 +136,15 @@ def installed() -> Iterator[None]:
     finally:
         only_composes.reset(told)
         hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
+
+
+def _is_hydras_own(default: ResultDefault, loaded: ConfigResult) -> bool:
+    """Whether a file is this project's first one, or one of Hydra's and its plug-ins' where it is meant to stand."""
+    path, package = default.config_path or "", default.package or ""
+    if loaded.path.startswith("file://"):
+        return loaded.path == f"file://{CONF}" and path == "train" and not package
+    meant = (loaded.header or {}).get("package") or path.rpartition("/")[0].replace("/", ".")
+    return path == "hydra/config" or (path.startswith("hydra/") and package == meant)
 
 
 def _listed(wrong: Sequence[str]) -> str:

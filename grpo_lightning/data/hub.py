@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,6 +15,7 @@ from huggingface_hub import DatasetCard
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
+from grpo_lightning.data.archives import check_inside, plain_files_only, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.output.terminal import printable
 
@@ -127,10 +128,12 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
         if local.is_file():
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
-            return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
+            with plain_files_only():
+                return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         if local.is_dir():
             _check_stays_inside(local)
-        return datasets.load_dataset(path, name, split=split, revision=revision)
+        with plain_files_only():
+            return datasets.load_dataset(path, name, split=split, revision=revision)
     except UnpicklingError as error:
         raise ValueError(
             f"data.path={path!r}, data.split={split!r}: a pickle that could run code when it is read; allowed are "
@@ -153,29 +156,23 @@ def _check_stays_inside(directory: Path) -> None:
         configs = content.get("configs") if isinstance(content, Mapping) else None
         for config in configs if isinstance(configs, list) else ():
             for key in ("data_files", "data_dir"):
-                for text in _texts(config.get(key) if isinstance(config, Mapping) else None):
-                    _check_inside(text, f"{file.name}: {key}")
+                for text in texts(config.get(key) if isinstance(config, Mapping) else None):
+                    check_inside(text, f"{file.name}: {key}")
 
 
 def _check_saved(directory: Path) -> None:
     """Refuse what ``save_to_disk`` is said to have written where it names files of other directories or of the net."""
     splits, parts = directory / _SAVED[0], [directory]
     if splits.is_file():
-        named = list(_texts(json.loads(splits.read_text(encoding="utf-8")).get("splits")))
+        named = list(texts(json.loads(splits.read_text(encoding="utf-8")).get("splits")))
         for name in named:
-            _check_inside(name, f"{splits.name}: splits")
+            check_inside(name, f"{splits.name}: splits")
         parts = [directory / name for name in named]
     for part in parts:
         if (state := part / _SAVED[1]).is_file():
             for file in json.loads(state.read_text(encoding="utf-8")).get("_data_files") or ():
-                for name in _texts(file):
-                    _check_inside(name, f"{state.relative_to(directory)}: _data_files")
-
-
-def _check_inside(text: str, where: str) -> None:
-    # A colon is what URLs and fsspec's chains of files have.
-    if ":" in text or Path(text).is_absolute() or ".." in Path(text).parts:
-        raise ValueError(f"{where}: {text!r} is not in this directory; allowed are relative paths without '..' and ':'")
+                for name in texts(file):
+                    check_inside(name, f"{state.relative_to(directory)}: _data_files")
 
 
 def _without_media(table: datasets.Dataset, path: str) -> datasets.Dataset:
@@ -197,15 +194,6 @@ def _is_media(feature: Any) -> bool:
     if hasattr(feature, "feature"):  # of a list
         return _is_media(feature.feature)
     return hasattr(feature, "decode_example") and type(feature).__name__ not in _DECODED
-
-
-def _texts(node: Any) -> Iterator[str]:
-    """All texts in lists and mappings, and everything else as text."""
-    if isinstance(node, Mapping | list | tuple):
-        for one in node.values() if isinstance(node, Mapping) else node:
-            yield from _texts(one)
-    elif node is not None:
-        yield str(node)
 
 
 def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: str) -> datasets.Dataset:

@@ -153,6 +153,12 @@ class Episodes:
         self._settle(row)
         return self._episodes[row].reply
 
+    def unread(self, row: int, problem: str) -> None:
+        """The policy cannot read the last reply to completion ``row``: its episode has failed."""
+        episode = self._episodes[row]
+        episode.failure, episode.reply = pool.Failure("reply", problem), None
+        episode.replies.pop()
+
     @property
     def turns(self) -> list[list[str]]:
         """[B] what the model has said."""

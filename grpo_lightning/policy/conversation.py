@@ -32,17 +32,15 @@ class Conversation:
         self._partner.said(row, self._decoded([ids])[0])
 
     def reply(self, row: int) -> list[int] | None:
-        """The tokens that it reads next; None: it is over.
-
-        Raises:
-            ValueError: The tokenizer has no tokens for the reply.
-        """
+        """The tokens that it reads next; None: it is over, or the tokenizer cannot express what it would be told."""
         text = self._partner.reply(row)
         if text is None:
             return None
-        ids = self._reply_ids(text, after=self._last[row], role=self._partner.role)
-        if not ids:
-            raise ValueError(f"the reply {text[:80]!r} has no tokens: allowed are texts that the tokenizer can express")
+        try:
+            ids = self._reply_ids(text, after=self._last[row], role=self._partner.role)
+        except ValueError as error:
+            self._partner.unread(row, str(error))
+            return None
         self._replies.setdefault(row, []).append(text)
         return ids
 

@@ -26,3 +26,7 @@ class Partner(Protocol):
     def reply(self, row: int) -> str | None:
         """What it is told; None: the completion is over. Asked once after every `said`."""
         ...
+
+    def unread(self, row: int, problem: str) -> None:
+        """The policy cannot read the last reply to a completion, which is over."""
+        ...

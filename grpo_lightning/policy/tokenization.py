@@ -259,7 +259,8 @@ class TextPolicy(Policy):
         Raises:
             ValueError: The chat template does not show replies as they are, or the model cannot read one.
         """
-        ids = self.replies.ids(text, role=role or self.reply_role, after=after)
+        if not (ids := self.replies.ids(text, role=role or self.reply_role, after=after)):
+            raise ValueError(f"the reply {text[:80]!r} has no tokens: allowed are texts that the tokenizer can express")
         check_ids([text], [ids], self._embeddings)
         return ids
 

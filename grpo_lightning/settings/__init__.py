@@ -23,6 +23,7 @@ from grpo_lightning.settings.places import place_problems
 from grpo_lightning.settings.reach import reach_problems
 from grpo_lightning.settings.recorded import recorded_problems
 from grpo_lightning.settings.rewards import reward_problems
+from grpo_lightning.settings.roles import role_problems
 from grpo_lightning.settings.suggestions import unknown_key
 from grpo_lightning.settings.targets import adapter_problems, target_problems
 from grpo_lightning.settings.trainer import trainer_problems
@@ -64,6 +65,7 @@ def check(config: Mapping[str, Any]) -> None:
         *_unknown(config),
         *values.values(),
         *trust.problems(config),
+        *role_problems(config),
         *named,
         *tried,
         *adapted,

@@ -41,8 +41,6 @@ OWN = (
 
 A function that others call after a check of its arguments must not be here: settings would call it without.
 """
-LOADING = tuple(f"grpo_lightning.{part}." for part in ("policy", "reference", "sampler"))
-"""How the paths begin of what loads weights, or starts what does."""
 DEFINED: Mapping[str, str] = {
     "composition.overrides.part": "composition.part",
     "data.prompt_data.PromptData": "data.PromptData",
@@ -66,15 +64,65 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "transformers.optimization.Adafactor": ("transformers.optimization",),
     "lightning.Trainer": ("lightning.pytorch.trainer",),
     "lightning.pytorch.Trainer": ("lightning.pytorch.trainer",),
-    "lightning.pytorch.callbacks": ("lightning.pytorch.callbacks",),
-    "lightning.pytorch.strategies": ("lightning.pytorch.strategies",),
-    "lightning.pytorch.accelerators": ("lightning.pytorch.accelerators",),
-    "lightning.pytorch.profilers": ("lightning.pytorch.profilers",),
-    "lightning.pytorch.plugins.environments": ("lightning.fabric.plugins.environments",),
-    "lightning.pytorch.plugins.precision": ("lightning.pytorch.plugins.precision",),
     **{
-        f"lightning.pytorch.loggers.{name}": ("lightning.pytorch.loggers",)
-        for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger")
+        f"lightning.pytorch.{part}.{name}": homes or (f"lightning.pytorch.{part}",)
+        for part, homes, names in (
+            (
+                "callbacks",
+                (),
+                "DeviceStatsMonitor EMAWeightAveraging EarlyStopping LambdaCallback LearningRateMonitor "
+                "ModelCheckpoint ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging "
+                "TQDMProgressBar ThroughputMonitor Timer WeightAveraging",
+            ),
+            ("loggers", (), "CSVLogger TensorBoardLogger"),
+            ("profilers", (), "AdvancedProfiler PassThroughProfiler PyTorchProfiler SimpleProfiler"),
+            ("strategies", (), "DDPStrategy SingleDeviceStrategy"),
+            ("accelerators", (), "CPUAccelerator CUDAAccelerator MPSAccelerator"),
+            (
+                "plugins.environments",
+                ("lightning.fabric.plugins.environments",),
+                "KubeflowEnvironment LSFEnvironment LightningEnvironment SLURMEnvironment TorchElasticEnvironment",
+            ),
+            ("plugins.precision", (), "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision"),
+        )
+        for name in names.split()
     },
 }
 """Prefix of a path -> the modules in which the class that it leads to is defined."""
+
+_ALSO_IN: Mapping[str, tuple[str, ...]] = {
+    "checkpoint": ("trainer",),
+    "distributed": ("trainer",),
+    "logger": ("logger", "trainer"),
+    "reward": ("reward", "environment"),
+}
+PLACES: Mapping[str, tuple[str, ...]] = {
+    **{
+        f"grpo_lightning.{part}": _ALSO_IN.get(part, (part,))
+        for part in sorted({name.partition(".")[0] for name in OWN} - {"composition", "varying"})
+    },
+    **dict.fromkeys(("torch.optim", "bitsandbytes.optim", "transformers"), ("optimizer",)),
+    **dict.fromkeys(("lightning.Trainer", "lightning.pytorch"), ("trainer",)),
+    "lightning.pytorch.callbacks": ("callbacks", "trainer"),
+    "lightning.pytorch.loggers": ("logger", "trainer"),
+}
+"""Prefix of a path -> the parts of the settings in which it may stand; varying numbers and objects stand anywhere."""
+
+PLAIN = (
+    *(f"grpo_lightning.{part}" for part in ("advantage", "correction", "loss", "schedule")),
+    "grpo_lightning.rollout.selection",
+    *(f"grpo_lightning.data.{name}" for name in ("hub.gsm8k_row", "hub.has_answer", "episodes", "jsonl.Inline")),
+    "grpo_lightning.data.taught.Demonstrations",
+    *("grpo_lightning.environment.calculator.calculator", "grpo_lightning.environment.guess.guess"),
+    *(
+        f"grpo_lightning.reward.{name}"
+        for name in (
+            *("accuracy", "code", "countdown", "environment", "format", "json_schema", "length", "mathematics"),
+            *("pattern", "text"),
+        )
+    ),
+    *("torch.optim", "bitsandbytes.optim", "transformers"),
+)
+"""What loads and writes nothing, whatever its arguments are."""
+CALLED = (*PLAIN, "grpo_lightning.reference")
+"""What may be ``_partial_``: called later, with more arguments than those of the settings."""

@@ -9,8 +9,8 @@ from grpo_lightning.settings.walk import each_target
 
 _FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
-_OWN = "grpo_lightning.logger.wandb.WandbLogger"
-"""Sees to it by itself."""
+_TAKES = ("entity", "group", "job_type", "name", "notes", "offline", "prefix", "project", "save_dir", "tags")
+"""Arguments of W&B's logger; others are handed on to what begins a run of W&B's."""
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -41,14 +41,13 @@ def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(settings, Mapping):
         yield f"{key}.settings={settings}: allowed is a mapping"
         return
-    if logger.get("save_code"):
-        yield f"{key}.save_code={printable(str(logger['save_code']))}: allowed is false"
     fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
     wrong = [one for one, value in settings.items() if one not in _WANDB or _FIXED.get(one, value) != value]
     for name in wrong:
         yield f"{key}.settings.{printable(f'{name}={settings[name]}')}: allowed are {', '.join(fixed)}"
-    if not wrong and "disable_git" not in settings and logger["_target_"] != _OWN:
-        yield f"{key}.settings.disable_git=null: allowed is true"
+    for name in logger:
+        if not name.startswith("_") and name not in (*_TAKES, "settings"):
+            yield f"{key}.{printable(name)}: allowed are {', '.join(_TAKES)}"
 
 
 def _chosen(loggers: Mapping[str, Any]) -> list[str]:

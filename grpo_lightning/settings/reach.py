@@ -1,4 +1,4 @@
-"""What settings let parts read and write: nothing of others, and no weights or checkpoint that nobody has checked."""
+"""What settings let parts read and write: nothing of others, and no checkpoint that nobody has checked."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,9 +6,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.allowlist import LOADING
 from grpo_lightning.settings.places import is_looked_through, leads_out
-from grpo_lightning.settings.walk import each_target, every_target
+from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
 _NAMES = ("filename", "filename_suffix")
@@ -27,14 +26,6 @@ _UNCHECKED = {
     ),
 }
 """Class of Lightning's -> what is allowed instead of it."""
-_NOT_HANDED_OVER = (*LOADING, "grpo_lightning.callbacks.", "grpo_lightning.logger.", "lightning.")
-"""How the paths begin of what settings make themselves, with arguments that have rules.
-
-A function that is handed over, as a reward, an environment or a tool, gets further ones from columns of the data and
-the model's words: ``trust_remote_code``, ``path`` and ``tracking_uri`` among them.
-"""
-_FACTORIES = ("reference", "module.reference")
-"""Where a function stands that this project calls itself, with the policy."""
 
 
 def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -49,24 +40,12 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield printable(f"{key}._target_={target}: {_UNCHECKED[name]}")
         if isinstance(run, str):
             yield from _places(key, node, name, Path(run))
-    yield from _handed_over(config)
     strategy = (config.get("trainer") or {}).get("strategy")
     if isinstance(strategy, str) and strategy.lower().startswith("deepspeed"):  # as Lightning reads it
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
     for key, value in [("run_dir", run), *_own_directories(config)]:
         if is_url(value):
             yield printable(f"{key}={value}: allowed is a directory of this machine, without '://' and '::'")
-
-
-def _handed_over(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is handed over as a function and should not be, each at the first of its places."""
-    told = set()
-    for key, node in every_target(config):
-        target = str(node["_target_"])
-        if not node.get("_partial_") or not target.startswith(_NOT_HANDED_OVER) or target in told or key in _FACTORIES:
-            continue
-        told.add(target)
-        yield printable(f"{key}._partial_=true: allowed for {target} is false, as others would choose its arguments")
 
 
 def is_url(value: Any) -> bool:

@@ -10,13 +10,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_lightning import start
 from grpo_lightning.settings import brought
-from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, LOADING, OWN
+from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN, PLAIN
 
 _PROJECT = ("benchmarks", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
@@ -54,10 +54,8 @@ def problems(config: Mapping[str, Any]) -> list[str]:
             listed.append(_refusal(key, name, trusted))
             found[name] = key
     for key, value in values(config):
-        if isinstance(value, bytes):
-            listed.append(f"{key}: allowed are texts, and this is binary")
-        elif isinstance(value, PurePath):  # by a tag of YAML's; rules for texts would not see it
-            listed.append(f"{key}={value}: allowed are texts, and this is a path of Python's")
+        if not isinstance(value, str | int | float | None):  # a tag of YAML makes bytes, and paths
+            listed.append(f"{key}: allowed are texts and numbers, and this is of type {type(value).__name__}")
         elif isinstance(value, str) and value.startswith(PACKAGE) and not may_read(value, trusted):
             listed.append(f"{key}={value}: allowed are weights in this package and in packages that trusted=[…] names")
     return listed
@@ -203,8 +201,8 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
         if is_of_user(top, trusted):
             return True
         if is_of_library(own):
-            # Rules of what settings may give a class, or a function that loads weights, look for it by its own name.
-            has_rules = own.startswith(LOADING) or (inspect.isclass(found) and top in ("grpo_lightning", "lightning"))
+            # Rules of where a class or a function may stand, and of what it may be given, look for it by its own name.
+            has_rules = top in ("grpo_lightning", "lightning") and (inspect.isclass(found) or not _below(own, PLAIN))
             return not has_rules and may_name(own, trusted) and _is_defined_well(own, found, home, top, trusted)
         # What a decorator of a package makes of a function says that it is of that package, but is not to be had there.
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:

@@ -7,6 +7,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto import tokenization_auto
+from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
@@ -31,7 +34,8 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
     where = f"{key}={path!r}"
     show_printable("transformers")
     try:
-        yield
+        with _tokenizers_only():
+            yield
     except UnpicklingError as error:
         raise ValueError(
             f"{where}: its weights are a pickle that holds more than tensors, and could run code when it is read; "
@@ -53,6 +57,30 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
             f"{where}: it comes with code of its own; allowed is {key.rpartition('.')[0]}.trust_remote_code=true, if "
             "you have read that code"
         ) from error
+
+
+@contextmanager
+def _tokenizers_only() -> Iterator[None]:
+    """Inside, what a model's files name as ``tokenizer_class`` is a tokenizer.
+
+    By itself transformers loads whatever class of its own has that name, such as a model, with the adapter beside it.
+    """
+    by_name = tokenization_auto.tokenizer_class_from_name
+
+    def checked(class_name: str) -> type[Any] | None:
+        found = by_name(class_name)
+        # A dummy stands for a class of which a package is absent, and says so.
+        if found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            return found
+        if isinstance(found, DummyObject):
+            return found
+        raise ValueError(f"tokenizer_class={printable(repr(class_name)[:80])}: allowed are tokenizers")
+
+    tokenization_auto.tokenizer_class_from_name = checked
+    try:
+        yield
+    finally:
+        tokenization_auto.tokenizer_class_from_name = by_name
 
 
 def check_boolean(value: object, key: str) -> None:
@@ -84,6 +112,13 @@ def check_attention(name: Any, key: str, *, trusted: bool) -> None:
             "trust_remote_code=true are sdpa, eager, flash_attention_2 and others that transformers or an installed "
             "package has"
         )
+
+
+def check_attentions(config: Any, key: str, *, trusted: bool) -> None:
+    """`check_attention` of a model's configuration and of those of its parts, which may have others."""
+    check_attention(getattr(config, "_attn_implementation", None), key, trusted=trusted)
+    for name in getattr(config, "sub_configs", ()):
+        check_attentions(getattr(config, name, None), key, trusted=trusted)
 
 
 def check_adapter(adapter: Iterable[str], key: str) -> None:

@@ -37,6 +37,9 @@ class Played:
         self.asked.append(row)
         return self.environment(tuple(self.turns[row]))
 
+    def unread(self, row: int, problem: str) -> None:
+        raise AssertionError(problem)
+
 
 @dataclass
 class Episode:

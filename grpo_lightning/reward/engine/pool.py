@@ -46,7 +46,7 @@ class Failure:
     """What a row got instead of a value."""
 
     kind: str
-    """What happened: timeout, exception or crash."""
+    """What happened: timeout, exception or crash; of environments also reply, which the policy cannot read."""
     message: str
 
 

@@ -166,12 +166,22 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     parameters = inspect.signature(function).parameters.values()
     wrapped = function.function if isinstance(function, PerCompletion) else function
     bound = wrapped.keywords if isinstance(wrapped, partial) else {}
-    known = {name: value for name, value in known.items() if name not in bound}
+    known = {name: value for name, value in known.items() if name not in {*bound, *_only_settings(wrapped)}}
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return missing, {name: value for name, value in known.items() if takes_all or name in named}
+
+
+def _only_settings(function: Any) -> list[str]:
+    """The arguments of a function of this package that come from settings, and from no column of a data set."""
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isfunction(function) or not function.__module__.startswith("grpo_lightning."):
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:

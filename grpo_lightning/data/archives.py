@@ -1,0 +1,74 @@
+"""Archives in a data set: they may hold plain files, and nothing that leads to other places."""
+
+import tarfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import DownloadManager
+from datasets.utils.extract import Extractor
+
+_OTHERS = ("rar", "7z")
+
+
+@contextmanager
+def plain_files_only() -> Iterator[None]:
+    """Inside, the datasets library unpacks no archive that holds more than files and folders, whatever its name.
+
+    By itself it compares texts to see whether a link leads out of an archive. The kernel follows links in them: what
+    is then written to a link goes into any file of the user's. And "::" in a name is a further place to read from.
+    """
+    extract = DownloadManager.extract
+
+    def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
+        for path in texts(path_or_paths):
+            _check(Path(path))
+        return extract(manager, path_or_paths)
+
+    DownloadManager.extract = checked
+    try:
+        yield
+    finally:
+        DownloadManager.extract = extract
+
+
+def check_inside(text: str, where: str) -> None:
+    """Refuse the name of a file that leads out of the directory, or the archive, of the data set that names it.
+
+    Raises:
+        ValueError: It does; names it, and ``where`` it stands.
+    """
+    # A colon is what URLs and fsspec's chains of files have.
+    if ":" in text or Path(text).is_absolute() or ".." in Path(text).parts:
+        raise ValueError(f"{where}: {text!r} is not in this directory; allowed are relative paths without '..' and ':'")
+
+
+def texts(node: Any) -> Iterator[str]:
+    """All texts in lists and mappings, and everything else as text."""
+    if isinstance(node, Mapping | list | tuple):
+        for one in node.values() if isinstance(node, Mapping) else node:
+            yield from texts(one)
+    elif node is not None:
+        yield str(node)
+
+
+def _check(path: Path) -> None:
+    """Refuse an archive with links, devices, or names that lead out of it; a file may be archives of several kinds."""
+    if not path.is_file():
+        return
+    if tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if not (member.isfile() or member.isdir()):
+                    raise ValueError(
+                        f"{path.name}: {member.name!r} in this archive is a link or a device; allowed are plain files"
+                    )
+                check_inside(member.name, path.name)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                check_inside(name, path.name)
+    if (kind := Extractor.infer_extractor_format(path)) in _OTHERS:
+        raise ValueError(f"{path.name}: an archive of the kind {kind}; allowed are tar, zip, and plain files")

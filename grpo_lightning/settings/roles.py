@@ -1,0 +1,59 @@
+"""Where in the settings a part of this package or of a library may stand, and which of them may be called later.
+
+What builds a policy is no reward: as one it would be called with the columns of a data set, and a row could say what no
+settings may, such as ``trust_remote_code``.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_lightning.settings.allowlist import CALLED, PLACES
+from grpo_lightning.settings.trust import may_name
+from grpo_lightning.settings.walk import every_target
+
+_HOLDS: Mapping[str, tuple[str, ...]] = {
+    "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
+    "rollout": ("advantage", "environment", "reward"),
+    "validation": ("environment", "reward"),
+    "trainer": ("callbacks", "logger"),
+    "loss": ("correction",),
+}
+"""Part -> others that it has as its own settings."""
+
+
+def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What stands where it is not meant to, by key.
+
+    Args:
+        config: Resolved settings.
+    """
+    places: dict[str, str] = {}
+    for key, node in every_target(config):
+        if problem := _problem(str(node["_target_"]), part_of(key), is_called=bool(node.get("_partial_"))):
+            places[problem] = min(places.get(problem, key), key, key=lambda one: one.count("."))  # not at its copies
+    yield from (f"{key}.{problem}" for problem, key in places.items())
+
+
+def _problem(name: str, part: str, *, is_called: bool) -> str | None:
+    allowed = _longest(PLACES, name)
+    if allowed is None or not may_name(name) or not (part in _HOLDS or any(part in one for one in PLACES.values())):
+        return None  # no part of this package or of a library, refused anyway, or where nothing is built
+    if part not in PLACES[allowed]:
+        return f"_target_={name}: allowed below {', '.join(PLACES[allowed])}"
+    if is_called and _longest(CALLED, name) is None:
+        return f"_partial_=true: allowed for {name} is false, as it is made once, with arguments of the settings"
+    return None
+
+
+def part_of(key: str) -> str:
+    """The part of a run that a dotted key belongs to: reward for rollout.reward.format, and for reward.format."""
+    parts = key.split(".")
+    while len(parts) > 1 and parts[1] in _HOLDS.get(parts[0], ()):
+        del parts[0]
+    return parts[0]
+
+
+def _longest(prefixes: Any, name: str) -> str | None:
+    """The longest of some dotted prefixes that a path begins with."""
+    found = [prefix for prefix in prefixes if name == prefix or name.startswith(f"{prefix}.")]
+    return max(found, key=len, default=None)

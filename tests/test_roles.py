@@ -1,0 +1,120 @@
+"""Every part stands in its own place in the settings, and only functions that are meant for it are called later."""
+
+import pytest
+
+from grpo_lightning.reward.engine.weighted import arguments
+from grpo_lightning.reward.length import length
+from grpo_lightning.settings.allowlist import CALLED, LIBRARIES, OWN, PLACES
+from grpo_lightning.settings.roles import part_of, role_problems
+from tests.support.composed import composed
+from tests.support.provocations import provocation
+from tests.test_settings import problems
+
+LOAD = "grpo_lightning.policy.hf.load"
+
+
+@provocation(
+    "a part of this package in the place of another, such as what loads a policy as a reward, which is called with the "
+    "columns of a data set",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("reward.format.function", []),
+        ("environment.function", ["environment=guess"]),
+        ("rollout.reward.format.function", []),
+        ("validation.environment", ["validation.environment={}"]),
+        ("module.rollout.environment.function", ["environment=guess"]),
+        ("data.filter", ["data=jsonl", "data.path=x"]),
+        ("callbacks.progress", []),
+        ("trainer.callbacks", ["trainer.callbacks=[]"]),
+    ],
+)
+@pytest.mark.parametrize("partial", [True, False])
+def test_what_loads_a_policy_is_nothing_else(key, words, partial):
+    config = composed(*words)
+    *above, last = key.split(".")
+    node = config
+    for part in above:
+        node = node[part]
+    node[last] = {"_target_": LOAD, "_partial_": partial, "path": "x"}
+    assert list(role_problems(config)) == [f"{key}._target_={LOAD}: allowed below policy"]
+
+
+@provocation(
+    "`_partial_: true` for what is made once, such as `reward.model.RewardModel` or `environment.gymnasium.Gymnasium`: "
+    "columns of a data set would be its arguments",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    "key, target",
+    [
+        ("reward.format.function", "grpo_lightning.reward.model.RewardModel"),
+        ("reward.format.function", "grpo_lightning.reward.judge.ChatJudge"),
+        ("reward.format.function", "grpo_lightning.reward.Weighted"),
+        ("environment.function", "grpo_lightning.environment.gymnasium.Gymnasium"),
+        ("environment.function", "grpo_lightning.environment.tools.Tools"),
+        ("data.filter", "grpo_lightning.data.hub.prompts"),
+        ("callbacks.a", "lightning.pytorch.callbacks.ModelCheckpoint"),
+        ("logger.a", "lightning.pytorch.loggers.CSVLogger"),
+    ],
+)
+def test_what_is_made_once_is_not_called_with_columns(key, target):
+    config = {key.partition(".")[0]: {}}
+    node = config[key.partition(".")[0]]
+    for part in key.split(".")[1:-1]:
+        node = node.setdefault(part, {})
+    node[key.rpartition(".")[2]] = {"_target_": target, "_partial_": True}
+    assert list(role_problems(config)) == [
+        f"{key}._partial_=true: allowed for {target} is false, as it is made once, with arguments of the settings"
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+x={_target_: grpo_lightning.policy.hf.load, path: y}"],  # nothing is built of it here
+        ["reward.format.weight={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.5, steps: 5}"],
+        ["loss=cispo", "correction=token_mask", "optimizer=adamw_8bit"],
+        ["environment=retry", "environment.max_turns=2", "reference=adapter_off"],
+        ["+trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler}"],
+        ["+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1}"],
+    ],
+)
+def test_parts_in_their_places_are_allowed(words):
+    assert list(role_problems(composed(*words))) == []
+
+
+def test_a_reference_to_another_place_counts_where_it_is_built():
+    """Under the name of a setting at the top, too, of which copies are not looked at again."""
+    found = problems(
+        "+function={_target_: grpo_lightning.policy.hf.load, path: y, _partial_: true}",
+        "reward.format.function=${function}",
+    )
+    assert f"reward.format.function._target_={LOAD}: allowed below policy" in found
+
+
+def test_places_are_found_in_copies():
+    assert part_of("module.rollout.reward.format.function") == "reward"
+    assert part_of("rollout.group_filter") == "rollout"
+    assert part_of("reward.policy.function") == "reward"
+    assert part_of("trainer.callbacks.0") == "callbacks"
+    assert part_of("reward") == "reward"
+
+
+def test_what_may_be_named_has_a_place():
+    anywhere = ("composition.part", *(name for name in OWN if name.startswith("varying.")))
+    for name in (*(f"grpo_lightning.{one}" for one in OWN if one not in anywhere), *LIBRARIES):
+        assert any(name == place or name.startswith(f"{place}.") for place in PLACES), name
+    for name in CALLED:
+        assert any(name == place or name.startswith(f"{place}.") for place in PLACES), name
+
+
+def test_columns_are_no_settings_of_functions_of_this_package():
+    def mine(completions, *, target):
+        return [float(target[0])]
+
+    known = {"completions": ["a"], "target": [7]}
+    assert arguments(length, known) == (["target"], {"completions": ["a"]})
+    assert arguments(mine, known) == ([], known)
