@@ -1,8 +1,10 @@
 """Settings that a command brings along by --config-dir or hydra.searchpath, with files of Python beside them."""
 
+import re
 import sys
 
 import pytest
+from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
 from grpo_lightning.composition import CONF
@@ -116,3 +118,61 @@ def test_parts_of_hydra_stand_where_they_are_read(part):
     ]
     if part.endswith("_logging"):
         assert len(problems({part: {"handlers": "${x}"}})) == 1
+
+
+@provocation(
+    "a settings file that says of Hydra where it writes, what it logs or calls back, or what jobs of a sweep are told "
+    "of it; also by files of this project and of plug-ins that its defaults list puts below `hydra`",
+    "refused by file and key; on the command line the same is checked by its value",
+)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "hydra: {run: {dir: there}}",
+        "hydra: {sweep: {dir: there}}",
+        "hydra: {verbose: true}",
+        "hydra: {job: {name: x}}",
+        "hydra: {callbacks: null}",
+        "hydra: ${x}\nx: {callbacks: {y: {_target_: brought_file.score}}}",
+        "hydra: {sweeper: '${x}'}",
+        "hydra: {sweeper: {params: '${x}'}}",
+        "hydra: {sweeper: {params: {hydra.run.dir: x}}}",
+        "hydra: {sweeper: {params: {+hydra.callbacks.x: y}}}",
+        "hydra: {sweeper: {params: {hydra: {run: {dir: x}}}}}",
+        'hydra: {sweeper: {params: {"a=1 hydra.run.dir": x}}}',
+        'hydra: {sweeper: {params: {seed: "1\\n2"}}}',
+        "hydra: {launcher: {comment: x}}",
+        "hydra: {launcher: {nodes: '${x}'}}",
+        "hydra: {launcher: {partition: 'a b'}}",
+        "defaults: [/callbacks@hydra.callbacks: default]",
+        "defaults: [/hydra/sweeper@hydra.callbacks.x: optuna]",
+        "defaults: [/hydra/job_logging@hydra.hydra_logging: default]",
+        "defaults: [/train@hydra.callbacks]",
+        "defaults: [/other@hydra.run]",
+        "defaults: [override /hydra/launcher: own]",
+    ],
+)
+def test_files_say_next_to_nothing_of_hydra(lines, here):
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (here / "conf" / "other.yaml").write_text("dir: there\n")
+    (here / "conf" / "hydra" / "launcher").mkdir(parents=True)
+    (here / "conf" / "hydra" / "launcher" / "own.yaml").write_text("_target_: brought_file.score\n")
+    with pytest.raises(ConfigCompositionException) as caught:
+        grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
+    told = str(caught.value)
+    assert re.search(
+        r"^  (\S+)\.yaml: hydra\S*=.* stands in a file; allowed there are hydra\.mode", told, re.MULTILINE
+    ), told
+
+
+def test_files_may_say_what_a_sweep_is(here):
+    lines = (
+        "defaults: [override /hydra/sweeper: optuna, override /hydra/launcher: submitit_slurm]\n"
+        "hydra:\n  mode: MULTIRUN\n"
+        "  launcher: {timeout_min: 60, gpus_per_node: 1, cpus_per_task: 8, mem_gb: 32, partition: gpu-a.100}\n"
+        "  sweeper: {n_trials: 3, n_jobs: 1, direction: maximize, max_failure_rate: 0.5, sampler: {seed: 1},"
+        " params: {+optimizer.lr: 'tag(log, interval(1e-4, 2e-3))', seed: '0,1'}}\n"
+    )
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
+    assert grpo.compose(*words, run_dir=here / "run").config["steps"] == 1
