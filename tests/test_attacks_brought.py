@@ -160,9 +160,7 @@ def test_files_say_next_to_nothing_of_hydra(lines, here):
     with pytest.raises(ConfigCompositionException) as caught:
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     told = str(caught.value)
-    assert re.search(
-        r"^  (\S+)\.yaml: hydra\S*=.* stands in a file; allowed there are hydra\.mode", told, re.MULTILINE
-    ), told
+    assert re.search(r"\S+\.yaml: hydra\S*=.* stands in a file; allowed there are hydra\.mode", told), told
 
 
 def test_files_may_say_what_a_sweep_is(here):
