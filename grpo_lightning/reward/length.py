@@ -45,10 +45,10 @@ def word_variety(completions: Sequence[str], **_: Any) -> list[float | None]:
 
 def soft_overlong(
     completion_ids: Sequence[Sequence[int]],
+    episode_tokens: Sequence[int] | None = None,
     *,
     max_length: int,
     buffer: float,
-    episode_tokens: Sequence[int] | None = None,
     **_: Any,
 ) -> list[float | None]:
     """A penalty that falls linearly from 0 to -1 over the last ``buffer`` of ``max_length`` tokens.
@@ -104,12 +104,12 @@ def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: A
 def cosine_length(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
+    episode_tokens: Sequence[int] | None = None,
     *,
     outcome: Reward,
     max_length: int,
     right: Sequence[float],
     wrong: Sequence[float],
-    episode_tokens: Sequence[int] | None = None,
     **columns: Sequence[Any],
 ) -> list[float | None]:
     """A value that follows a cosine from length 0 to ``max_length``, one for right and one for wrong completions.
