@@ -4,11 +4,13 @@ import re
 import sys
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.hydra_settings import problems
+from grpo_lightning.composition.loader import installed
 from grpo_lightning.settings import ConfigError, brought, trust
 from tests.support.provocations import provocation
 from tests.test_attacks import begun
@@ -174,3 +176,81 @@ def test_files_may_say_what_a_sweep_is(here):
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
     assert grpo.compose(*words, run_dir=here / "run").config["steps"] == 1
+
+
+@provocation(
+    "a settings file that the command brings along (`--config-dir`, `hydra.searchpath`) says where something is "
+    "written, or by which logger, callback or profiler of Lightning's or this package's",
+    "refused by file and key; on the command line the same is checked by its value",
+)
+@pytest.mark.parametrize(
+    "lines, key",
+    [
+        ("run_dir: .", "run_dir=."),
+        ("logger: {tensorboard: {save_dir: .}}", "logger.tensorboard.save_dir=."),
+        ("logger: {a: {_target_: lightning.pytorch.loggers.CSVLogger}}", "logger.a._target_=lightning"),
+        ("logger: ${x}", "logger=${x}"),
+        (
+            "logger: {csv: {version: {_target_: grpo_lightning.varying.Piecewise, values: [a]}}}",
+            "logger.csv.version",
+        ),
+        ("logger: {mlflow: {tracking_uri: 'sqlite:///bundle/x.db'}}", "logger.mlflow.tracking_uri=sqlite"),
+        ("logger: {tensorboard: {name: bundle}}", "logger.tensorboard.name=bundle"),
+        ("callbacks: {samples: '${x}'}", "callbacks.samples=${x}"),
+        ("callbacks: {samples: {directory: x}}", "callbacks.samples.directory=x"),
+        (
+            "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: '${x}'}}",
+            "callbacks.stop.monitor=${x}",
+        ),
+        ("callbacks: {stop: {_target_: '${x}', monitor: a}}", "callbacks.stop._target_=${x}"),
+        ("callbacks: {m: {_target_: lightning.pytorch.callbacks.ModelCheckpoint}}", "callbacks.m._target_=lightning"),
+        ("callbacks: {a: {_target_: brought_file.score, x: 1}, b: {_args_: [x]}}", "callbacks.b._args_.0=x"),
+        ("trainer: {default_root_dir: x}", "trainer.default_root_dir=x"),
+        ("trainer: {profiler: simple}", "trainer.profiler=simple"),
+        (
+            "trainer: {plugins: [{_target_: grpo_lightning.checkpoint.io.AtomicCheckpointIO}]}",
+            "trainer.plugins.0",
+        ),
+        ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
+        ("hydra: {sweeper: {params: {+logger.csv.name: x}}}", "hydra.sweeper.params.+logger.csv.name=x"),
+    ],
+)
+def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    with pytest.raises(ConfigCompositionException) as caught:
+        grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
+    assert f"experiment/theirs.yaml: {key}" in str(caught.value)
+    assert "stands in a file" in str(caught.value)
+
+
+def test_groups_that_are_brought_along_say_no_more(here):
+    (here / "conf" / "logger").mkdir()
+    (here / "conf" / "logger" / "own.yaml").write_text("own: {_target_: lightning.pytorch.loggers.CSVLogger}\n")
+    with pytest.raises(ConfigCompositionException, match=r"logger/own\.yaml: logger\.own\._target_=lightning"):
+        grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "logger=own", run_dir=here / "run")
+
+
+def test_what_is_learned_and_how_may_be_brought_along(here):
+    lines = (
+        "defaults: [override /logger: [csv], override /trainer: cpu, override /algorithm: dapo]\n"
+        "steps: 3\nloss: {kl_coef: 0.0}\ntrainer: {precision: 32-true, devices: 1, gradient_clip_val: null}\n"
+        "callbacks:\n  samples: null\n  progress: {every: 2}\n"
+        "  stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, mode: max, patience: 3}\n"
+        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}']}\n"
+        "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
+    )
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs")
+    config = grpo.compose(*words, run_dir=here / "run").config
+    assert (config["steps"], config["trainer"]["precision"], list(config["logger"])) == (3, "32-true", ["csv"])
+
+
+@pytest.mark.parametrize(
+    "file", [*CONF.glob("experiment/*.yaml"), *CONF.glob("sweep/*.yaml")], ids=lambda one: one.stem
+)
+def test_the_files_of_this_project_could_be_brought_along(file, here):
+    (here / "conf" / file.parent.name).mkdir(exist_ok=True)
+    (here / "conf" / file.parent.name / "theirs.yaml").write_text(file.read_text())
+    with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
+        compose("train", [f"hydra.searchpath=[file://{here}/conf]", f"{file.parent.name}=theirs"])
+    assert brought.said_places() == [str(here / "conf")]

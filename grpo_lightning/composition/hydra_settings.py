@@ -13,7 +13,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.composition.file_rules import leaves_of
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.brought import said_places
 
@@ -59,15 +59,6 @@ _SBATCH = (
     *("gres", "licenses", "nodelist", "qos", "reservation"),
 )
 """Options of sbatch that change where a job runs, not what."""
-_IN_FILES = {
-    r"hydra\.mode": "RUN|MULTIRUN",
-    r"hydra\.sweeper\.params\.(?!\W*hydra\b)[\w.+~]+": r"[^\n\r]*",
-    r"hydra\.sweeper\.(n_trials|n_jobs|max_batch_size|max_failure_rate|sampler\.seed)": r"[\d.]+|None",
-    r"hydra\.sweeper\.direction": "maximize",
-    r"hydra\.launcher\.(n_jobs|timeout_min|nodes|array_parallelism|(cpus|gpus|tasks)_per_(task|node)|mem_gb)": r"-?\d+",
-    r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
-}
-"""Key -> value, both as patterns, of what files of settings may say of Hydra."""
 only_composes: ContextVar[bool] = ContextVar("only_composes", default=False)
 """Whether settings are composed and Hydra runs nothing of its own: they may be those of a stranger's run."""
 
@@ -87,7 +78,7 @@ def problems(hydra: Any) -> list[str]:
                 f"{key}={name}: allowed are Hydra's own, a launcher and a sweeper of hydra_plugins, in the sweeper a "
                 f"sampler of Optuna's, and what is defined in {files}"
             )
-    for key, value in _leaves(hydra, "hydra"):
+    for key, value in leaves_of(hydra, "hydra"):
         part = key.split(".")[1]
         if part in _LOGS:
             found += _log_problems(key, value)
@@ -112,21 +103,6 @@ def problems(hydra: Any) -> list[str]:
             "without secrets"
         )
     return found
-
-
-def brought_problems(file: str, said: Any) -> list[str]:
-    """What a settings file must not say of Hydra, which decides what runs and where: that is the command's to say.
-
-    Args:
-        file: Its name, for messages.
-        said: What stands in it below ``hydra``, not resolved.
-    """
-    return [
-        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
-        "hydra.sweeper.params, and numbers of trials, jobs and their resources; anything else on the command line"
-        for key, value in _leaves(said, "hydra")
-        if not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _IN_FILES.items())
-    ]
 
 
 def _may_become_module(key: str, text: str) -> bool:
@@ -205,7 +181,7 @@ def script_problems(launcher: DictConfig) -> list[str]:
 
 
 def _line_problems(launcher: Any) -> Iterator[str]:
-    for key, value in _leaves(launcher, "hydra.launcher"):
+    for key, value in leaves_of(launcher, "hydra.launcher"):
         if isinstance(value, str) and {"\n", "\r"} & set(value):
             yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
 
@@ -248,12 +224,3 @@ def _may_run(key: str, name: Any) -> bool:
 def _mapping(value: Any) -> Mapping[str, Any]:
     """The value, if it is a mapping; what stands in the place of one is refused as a text."""
     return value if isinstance(value, Mapping) else {}
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
-    if pairs is None:
-        yield prefix, node
-        return
-    for key, value in pairs:
-        yield from _leaves(value, f"{prefix}.{key}")

@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.file_rules import hydra_problems, writing_problems
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
-    brought_problems,
     only_composes,
     problems,
     script_problems,
@@ -89,12 +89,16 @@ class CheckedLoader(ConfigLoaderImpl):
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
-        """One file of settings, which says nothing of Hydra that only the command may say."""
+        """One file of settings, which says nothing that only the command may say."""
         loaded = super()._load_single_config(default, repo)
         said: Any = OmegaConf.to_container(loaded.config, resolve=False)
-        if not isinstance(said, dict) or "hydra" not in said or _is_hydras_own(default, loaded):
-            return loaded
-        if wrong := brought_problems(f"{default.config_path}.yaml", said["hydra"]):
+        said = said if isinstance(said, dict) else {}
+        file, wrong = f"{default.config_path}.yaml", list[str]()
+        if "hydra" in said and not _is_hydras_own(default, loaded):
+            wrong += hydra_problems(file, said["hydra"])
+        if loaded.path.startswith("file://") and loaded.path != f"file://{CONF}":
+            wrong += writing_problems(file, said)
+        if wrong:
             raise ConfigCompositionException(_listed(wrong))
         return loaded
 

@@ -1,0 +1,91 @@
+"""What files of settings may not say, which decides what runs and where it writes: that is for the command line.
+
+Every value is checked once more where it ends up, whoever has given it. These rules are there since a stranger who
+writes a file has more means than one thinks of: names that are put together, places that are links of his.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.trust import is_of_library
+
+_HYDRA = {
+    r"hydra\.mode": "RUN|MULTIRUN",
+    r"hydra\.sweeper\.params\.(?!\W*(hydra|run_dir|callbacks|logger|trainer)\b)[\w.+~]+": r"[^\n\r]*",
+    r"hydra\.sweeper\.(n_trials|n_jobs|max_batch_size|max_failure_rate|sampler\.seed)": r"[\d.]+|None",
+    r"hydra\.sweeper\.direction": "maximize",
+    r"hydra\.launcher\.(n_jobs|timeout_min|nodes|array_parallelism|(cpus|gpus|tasks)_per_(task|node)|mem_gb)": r"-?\d+",
+    r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
+}
+"""Key -> value, both as patterns, of what any file may say of Hydra."""
+_TEXTS = (
+    *("accelerator", "devices", "experiment_name", "group", "job_type", "logging_interval", "mode", "monitor", "notes"),
+    *("precision", "project", "run_name", "strategy", "tags"),
+)
+"""What may be a text in a file that the command brings along, below callbacks, logger and trainer: none is a place."""
+_WATCHING = (
+    *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LearningRateMonitor", "Timer"),
+    "grpo_lightning.callbacks.reference.ReferenceRefresh",
+)
+"""What such a file may add there of Lightning's callbacks and this package's, which writes nothing of its own."""
+
+
+def hydra_problems(file: str, said: Any) -> list[str]:
+    """What a file must not say of Hydra.
+
+    Args:
+        file: Its name, for messages.
+        said: What stands in it below ``hydra``, not resolved.
+    """
+    return [
+        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
+        "hydra.sweeper.params, and numbers of trials, jobs and their resources; anything else on the command line"
+        for key, value in leaves_of(said, "hydra")
+        if not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _HYDRA.items())
+    ]
+
+
+def writing_problems(file: str, said: Mapping[str, Any]) -> list[str]:
+    """What a file that the command brings along must not say of what writes files.
+
+    Args:
+        file: Its name, for messages.
+        said: What stands in it, not resolved.
+    """
+    found = [("run_dir", said["run_dir"])] if "run_dir" in said else []
+    for part in ("callbacks", "logger", "trainer"):
+        found += _places(said.get(part), part)
+    return [
+        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
+        f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions and "
+        f"{', '.join(_WATCHING)}; anything else on the command line"
+        for key, value in found
+    ]
+
+
+def _places(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """What might name a place, or a part that writes, as pairs of key and value; nothing of the user's own code."""
+    target = node.get("_target_") if isinstance(node, Mapping) else None
+    if isinstance(target, str) and "$" not in target and not is_of_library(target):
+        return  # is the user's, or refused
+    if isinstance(node, Mapping | list):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _places(value, f"{key}.{name}")
+        return
+    name = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]
+    is_part = name == "_target_" and str(node).removeprefix("lightning.pytorch.callbacks.") in _WATCHING
+    is_text = name in _TEXTS and "$" not in str(node)
+    if isinstance(node, str) and not is_part and not is_text:
+        yield key, node
+
+
+def leaves_of(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every plain value below a node, as pairs of its dotted key and itself."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
+    if pairs is None:
+        yield prefix, node
+        return
+    for key, value in pairs:
+        yield from leaves_of(value, f"{prefix}.{key}")
