@@ -1,6 +1,7 @@
 """Model directories of strangers, and what other packages would make of their configuration."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,9 @@ from grpo_lightning.transformer.strangers import check_programs
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 
-PLAIN = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-REWARD = {"dtype": "float32", "device": None, "batch_tokens": 1000, "max_length": 16, "quantization": None, "label": 0}
+PLAIN: dict[str, Any] = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+REWARD: dict[str, Any] = {"dtype": "float32", "device": None, "quantization": None, "label": 0}
+REWARD |= {"batch_tokens": 1000, "max_length": 16}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 QUANTIZED = {
     "quant_method": "compressed-tensors",
