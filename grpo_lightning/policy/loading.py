@@ -13,7 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
-from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_boolean, only_data
+from grpo_lightning.transformer.strangers import (
+    check_adapter_files,
+    check_attention,
+    check_boolean,
+    check_programs,
+    forget_strangers,
+    only_data,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +63,7 @@ def pretrained(
     where = resolve(path)
     with only_data("policy.path", path, "a model"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        check_programs(config, f"policy.path={path!r}", trusted=trust_remote_code)
         for name, value in config.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
@@ -78,7 +86,8 @@ def pretrained(
     with named(path):
         _check_whole(model, loading_info)
     if not trust_remote_code:
-        _forget_code(model, tokenizer)
+        forget_strangers(model.config)
+        tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer
 
 
@@ -172,12 +181,6 @@ def _check_whole(model: Any, loading_info: Mapping[str, Any]) -> None:
             f"{len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, such "
             f"as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
         )
-
-
-def _forget_code(model: Any, tokenizer: Any) -> None:
-    """Leave out which code came with a model: it was not run, and an export would hand it on as the user's own."""
-    vars(model.config).pop("auto_map", None)
-    tokenizer.init_kwargs.pop("auto_map", None)
 
 
 def _packed_otherwise(model: Any) -> dict[str, _Shapes]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_lightning.policy.adapted import base_of, is_adapted
+from grpo_lightning.transformer.strangers import ELSEWHERE
 
 _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 """In the name of a weight of which peft trains a copy beside the adapter."""
@@ -41,9 +42,11 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def write_untied(model: Any, directory: Path) -> None:
     """Write the configuration of a model, without an adapter, whose head is no longer tied to the embedding.
 
-    vLLM on a CPU keeps a packed copy of a tied head, which new weights do not reach.
+    vLLM on a CPU keeps a packed copy of a tied head, which new weights do not reach. What would lead it to another
+    model than the one that is trained is left out.
     """
     config = copy.deepcopy(model.config)
+    vars(config).pop(ELSEWHERE, None)
     config.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)

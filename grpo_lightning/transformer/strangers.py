@@ -1,6 +1,7 @@
 """Files of strangers: what in a model's directory would run code is refused, in words that name the setting."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.output.terminal import printable, show_printable
+
+_PROGRAM = re.compile(r'"([^"]*\.(?:py[cdw]?|so|dylib|dll)\s*:[^"]*)"', re.IGNORECASE)
+"""A text of JSON that names something in a file of code, as FILE.py:NAME."""
+ELSEWHERE = "speculators_config"
+"""What in a model's configuration leads vLLM to another model, which nobody has looked at."""
+_OF_STRANGERS = ("auto_map", ELSEWHERE)
 
 
 @contextmanager
@@ -119,6 +126,43 @@ def check_attentions(config: Any, key: str, *, trusted: bool) -> None:
     check_attention(getattr(config, "_attn_implementation", None), key, trusted=trusted)
     for name in getattr(config, "sub_configs", ()):
         check_attentions(getattr(config, name, None), key, trusted=trusted)
+
+
+def check_programs(config: Any, key: str, *, trusted: bool) -> None:
+    """Refuse a model's configuration that names a file of code.
+
+    transformers itself reads none, but packages that it hands parts of the configuration to do, such as
+    compressed-tensors, which takes the ``format`` of a quantization for FILE.py:NAME.
+
+    Args:
+        config: Of the model.
+        key: Of the setting that names the model, for the message.
+        trusted: Whether code that comes with the weights may run.
+
+    Raises:
+        ValueError: It does, and code is not trusted.
+    """
+    found = None if trusted else _PROGRAM.search(json.dumps(config.to_dict(), default=str))
+    if found:
+        raise ValueError(
+            f"{key}: config.json names {printable(found[1][:80])}, a file of code, which could run; allowed without "
+            "trust_remote_code=true are values"
+        )
+
+
+def forget_strangers(config: Any) -> None:
+    """Leave out of a model's configuration which code and which other models came with it.
+
+    None of these was used, and an export would hand them on as the user's own.
+    """
+    for name in _OF_STRANGERS:
+        vars(config).pop(name, None)
+
+
+def check_config(config: Any, key: str, *, trusted: bool) -> None:
+    """`check_programs` and `check_attentions`, of a model whose attention no setting chooses."""
+    check_programs(config, key, trusted=trusted)
+    check_attentions(config, f"{key}: attn_implementation", trusted=trusted)
 
 
 def check_adapter(adapter: Iterable[str], key: str) -> None:
