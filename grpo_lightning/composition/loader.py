@@ -91,6 +91,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         """One file of settings, which says nothing of Hydra that only the command may say."""
         loaded = super()._load_single_config(default, repo)
+        _note_file(default, loaded)
         said: Any = OmegaConf.to_container(loaded.config, resolve=False)
         if not isinstance(said, dict) or "hydra" not in said or _is_hydras_own(default, loaded):
             return loaded
@@ -115,6 +116,14 @@ def note_sources(hydra: DictConfig) -> None:
     """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them."""
     found = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     brought.say_places(path for path in found if Path(path).resolve() != CONF.resolve())
+
+
+def _note_file(default: ResultDefault, loaded: ConfigResult) -> None:
+    """Take note of where a file lies that is in no directory of settings, as ``experiment=../../bundle/theirs`` is."""
+    root = Path(loaded.path.removeprefix("file://")).resolve()
+    file = (root / f"{default.config_path}.yaml").resolve()
+    if loaded.path.startswith("file://") and not file.is_relative_to(root):
+        brought.say_places([str(file.parent)])
 
 
 def install() -> None:
