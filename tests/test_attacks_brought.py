@@ -1,5 +1,6 @@
 """Settings that a command brings along by --config-dir or hydra.searchpath, with files of Python beside them."""
 
+import os
 import re
 import sys
 
@@ -33,13 +34,14 @@ CASES = {
     "a path": (("--config-path", "HERE/bundle", "--config-name", "own", FOUND), "bundle/own.yaml", OWN),
     "beside it": (("--config-dir", "bundle/conf", "experiment=theirs"), "bundle/conf/experiment/theirs.yaml", THEIRS),
     "another folder": (("--config-dir", "conf", "experiment=theirs"), "conf/experiment/theirs.yaml", THEIRS),
+    "a file elsewhere": (("experiment=BESIDE/bundle/experiment/theirs",), EXPERIMENT, THEIRS),
     "Hydra's own": (("--config-dir", "bundle", "experiment=theirs"), EXPERIMENT, HYDRA),
 }
 
 
 @provocation(
-    "`--config-dir bundle experiment=theirs`: settings that name a file of Python of the folder they came in, or of "
-    "another folder; the same for Hydra's own (`hydra.callbacks`)",
+    "`--config-dir bundle experiment=theirs`, or `experiment=../../bundle/experiment/theirs`: settings that name a "
+    "file of Python of the folder they came in, or of another folder; the same for Hydra's own (`hydra.callbacks`)",
     "refused by its key, nothing ran; `trusted=[bundle]` allows it, and files in the directory of the start itself "
     "need no word",
 )
@@ -51,7 +53,8 @@ def test_a_folder_of_settings_brings_no_code(case, tmp_path):
     (tmp_path / "bundle" / "evil.py").write_text(SCORE)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(lines)
-    words = [word.replace("HERE", str(tmp_path)) for word in words]
+    beside = os.path.relpath(tmp_path, CONF / "experiment")
+    words = [word.replace("HERE", str(tmp_path)).replace("BESIDE", beside) for word in words]
     done = begun(tmp_path, *words, *TINY)
     assert done.returncode == 1
     told = "theirs.yaml: hydra.callbacks.x._target_=bundle.evil.score stands in a file; allowed there are hydra.mode"

@@ -17,6 +17,7 @@ from grpo_lightning.logger.wandb import WandbLogger
 from grpo_lightning.policy import hf
 from grpo_lightning.recording import files
 from grpo_lightning.settings import ConfigError, check
+from grpo_lightning.settings.places import link_problem
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
 from tests.test_attacks import REFUSED, begun
@@ -242,8 +243,8 @@ def test_lightning_writes_through_no_link(words, link, key, tmp_path):
     words = [*words, f"run_dir={run}"]
     words = [word.replace(", _dirpath: '${run_dir}/p'", "") for word in words]
     (run / link).parent.mkdir(parents=True)
-    (run / "inside").mkdir()
-    (run / link).symlink_to(run / "inside")  # one that stays inside leads nowhere else
+    (run / link).with_name("inside").mkdir()
+    (run / link).symlink_to("inside")  # one that stays inside leads nowhere else
     check(composed(*words))
     (run / link).unlink()
     (run / link).symlink_to(tmp_path)
@@ -252,6 +253,56 @@ def test_lightning_writes_through_no_link(words, link, key, tmp_path):
     assert len(told.value.problems) == 1
     assert told.value.problems[0].startswith(key)
     assert "is a link" in told.value.problems[0]
+
+
+@provocation("`hydra.run.dir=.`, and in it a link of a stranger's to a file of the user's beside it", REFUSED)
+def test_lightning_writes_through_no_link_inside(tmp_path):
+    (tmp_path / "l" / "v").mkdir(parents=True)
+    (tmp_path / "l" / "v" / "hparams.yaml").symlink_to("../../mine")
+    with pytest.raises(ConfigError, match=r"logger\.x: .*hparams\.yaml is a link that leads elsewhere"):
+        check(composed("logger=[]", f"+logger.x={CSV}", f"run_dir={tmp_path}"))
+
+
+@provocation("W&B's folders of a stranger's run directory, in which a link leads out of it", "refused in one sentence")
+def test_wandb_writes_through_no_link(tmp_path):
+    kept = tmp_path / "run" / "wandb" / "run-1" / "logs" / "debug-core.log"
+    kept.parent.mkdir(parents=True)
+    kept.symlink_to(tmp_path / "cache")  # W&B's own
+    assert link_problem(tmp_path / "run") is None
+    kept.with_name("debug.log").symlink_to(tmp_path / "mine")
+    assert "wandb/run-1/logs/debug.log in it is a link to" in str(link_problem(tmp_path / "run"))
+
+
+VARYING = "{_target_: grpo_lightning.varying.Piecewise, values: [/../../bundle/], borders: [], _convert_: '/../../x'}"
+
+
+@provocation(
+    "an object in the place of a text, whose `repr` is a path: `logger.x.version={_target_: …Piecewise, values: "
+    "[/../../bundle/], …}`",
+    REFUSED,
+)
+@pytest.mark.parametrize("part", ["version", "name", "save_dir"])
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+def test_an_object_is_no_part_of_a_path(part, kind, tmp_path):
+    config = composed("logger=[]", f"+logger.x={CSV.replace('CSVLogger', kind)}", f"run_dir={tmp_path}")
+    check(config)
+    for node in (config["logger"]["x"], config["trainer"]["logger"][0]):
+        node[part] = OmegaConf.to_container(OmegaConf.create(VARYING))
+    with pytest.raises(ConfigError, match=rf"logger\.x\.{part}=.*: allowed is text"):
+        check(config)
+
+
+@pytest.mark.slow
+@provocation("a settings file with `run_dir: .`, in which every file would count as the run's own", REFUSED)
+@pytest.mark.parametrize("lines", ["run_dir: .", "hydra: {mode: MULTIRUN, sweeper: {params: {run_dir: .}}}"])
+def test_the_run_directory_is_hydras(lines, tmp_path):
+    done = started(tmp_path, lines, *STEP)
+    assert done.returncode == 1
+    assert "run_dir=. stands in a file; allowed is hydra.run.dir=DIR" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "runs", "theirs.py"}
+    if lines == "run_dir: .":
+        assert started(tmp_path, lines, *STEP, "run_dir=mine").returncode == 0
+        assert (tmp_path / "mine" / "summary.json").exists()
 
 
 @pytest.mark.slow
@@ -292,11 +343,11 @@ def test_names_of_the_shell_are_no_places(place, tmp_path, monkeypatch):
 )
 def test_paths_are_texts(tmp_path):
     (tmp_path / "experiment").mkdir()
-    lines = "callbacks: {x: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: TAG [/elsewhere]}}"
+    lines = "callbacks: {x: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: TAG [/elsewhere]}}"
     lines = lines.replace("TAG", "!!python/object/apply:pathlib.PosixPath")
     (tmp_path / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
     words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs", *STEP)
-    with pytest.raises(ConfigError, match=r"callbacks\.x\.dirpath: allowed are texts and numbers, .* PosixPath"):
+    with pytest.raises(ConfigError, match=r"callbacks\.x\.monitor: allowed are texts and numbers, .* PosixPath"):
         grpo.compose(*words, run_dir=tmp_path / "run")
     config = composed()
     config["reward"]["format"]["function"]["x"] = [PurePosixPath("x")]

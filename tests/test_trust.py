@@ -337,6 +337,12 @@ def test_only_the_users_words_give_trust(config, words, found):
                 "logger.mlflow.tracking_uri=mysql+mine://x",
             ),
             (["logger=mlflow", "+logger.mlflow.artifact_location=x"], "logger.mlflow.artifact_location=x"),
+            *(
+                (["logger=mlflow", f"logger.mlflow.tracking_uri={store}"], f"logger.mlflow.tracking_uri={store}")
+                for store in ("sqlite:///bundle/x.db", "file:bundle/mlruns", "bundle/mlruns")
+            ),
+            (["logger=mlflow", "logger.mlflow.tracking_uri=null"], "logger.mlflow.tracking_uri=None"),
+            (["logger=mlflow", "~logger.mlflow.tracking_uri"], "logger.mlflow.tracking_uri=None"),
         )
     ],
 )
@@ -352,8 +358,8 @@ def test_only_the_user_names_places_outside_of_the_run_directory(words, key, mon
     assert given.ungiven(config) == []
 
 
-@pytest.mark.parametrize("store", ["http://localhost:5000", "file:mlruns", "sqlite:///a/b.db", "mlruns", "null"])
-def test_a_settings_file_may_name_mlflows_files_and_a_server_of_this_machine(store):
+@pytest.mark.parametrize("store", ["http://localhost:5000", "sqlite:///mlflow.db"])
+def test_a_settings_file_may_name_mlflows_usual_file_and_a_server_of_this_machine(store):
     assert (
         given.ungiven(
             composed("trusted=[]", "run_dir=runs/x", "logger=mlflow", f"logger.mlflow.tracking_uri={store}"), []

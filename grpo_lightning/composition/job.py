@@ -26,6 +26,7 @@ from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import printable, say, sentence
 from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.given import is_said
 from grpo_lightning.settings.places import link_problem
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def _hydra_job(cfg: DictConfig) -> float:
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
             swept=swept(given) if is_sweep else (),
         )
+        _check_place(run.directory, directory)
         return run.execute()
 
     if not supervised.is_possible():
@@ -109,6 +111,13 @@ def _hydra_job(cfg: DictConfig) -> float:
     if status:
         sys.exit(status)
     return float(facts.get("value", -sys.float_info.max))
+
+
+def _check_place(place: Path, directory: Path) -> None:
+    """Refuse another run directory than Hydra's on the word of a file: what lies in it is taken for the run's own."""
+    if place != directory and not is_said("run_dir"):
+        instead = "hydra.run.dir=DIR, or hydra.sweep.dir=DIR with -m, on the command line"
+        raise ConfigError([f"run_dir={place} stands in a file; allowed is {instead}"])
 
 
 def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:

@@ -96,7 +96,7 @@ class CheckedLoader(ConfigLoaderImpl):
         file, wrong = f"{default.config_path}.yaml", list[str]()
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
-        if loaded.path.startswith("file://") and loaded.path != f"file://{CONF}":
+        if _is_brought(default, loaded):
             wrong += writing_problems(file, said)
         if wrong:
             raise ConfigCompositionException(_listed(wrong))
@@ -119,6 +119,17 @@ def note_sources(hydra: DictConfig) -> None:
     """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them."""
     found = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     brought.say_places(path for path in found if Path(path).resolve() != CONF.resolve())
+
+
+def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
+    """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``)."""
+    if not loaded.path.startswith("file://"):
+        return False
+    root = Path(loaded.path.removeprefix("file://")).resolve()
+    file = (root / f"{default.config_path}.yaml").resolve()
+    if not file.is_relative_to(root):
+        brought.say_places([str(file.parent)])
+    return root != CONF.resolve() or not file.is_relative_to(root)
 
 
 def install() -> None:

@@ -24,9 +24,10 @@ _ANSWERS = "cache"
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
-_STORE = re.compile(r"file:.*|sqlite:///.*|[^:]*", re.DOTALL)
-"""Where MLflow may log without being told so by the user: servers get a key of the environment, and other stores are
-opened by code that their address names."""
+_STORE = "sqlite:///mlflow.db"
+"""Where MLflow may log without being told so by the user, as conf/logger/mlflow.yaml has it. Servers get a key of the
+environment, some stores are opened by code that their address names, and a file that came with the settings may say
+itself where tables and checkpoints are written or sent, by a trigger of its database."""
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _OWN = ("grpo_lightning.callbacks.", "grpo_lightning.logger.")
 _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
@@ -36,6 +37,11 @@ _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
 def say_words(words: Sequence[str]) -> None:
     """Take note of the command line, for this process and those that it starts."""
     os.environ[_WORDS] = json.dumps(redacted_words(words))
+
+
+def is_said(key: str) -> bool:
+    """Whether the command line sets a key, as a whole."""
+    return key in _keys(json.loads(os.environ.get(_WORDS) or "[]"))
 
 
 def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> list[str]:
@@ -48,7 +54,7 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
     """
     if words is None:
         words = json.loads(os.environ.get(_WORDS) or "[]")
-    given = {word.partition("=")[0].lstrip("+~"): word for word in words}
+    given = _keys(words)
     named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
@@ -68,6 +74,10 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
     # The value itself is not said: it may be a secret.
     found += [printable(f"{key}=${{oc.env:…}}") for key in _sent(config, drawn) if not _is_given(config, key, given)]
     return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
+
+
+def _keys(words: Sequence[str]) -> dict[str, str]:
+    return {word.partition("=")[0].lstrip("+~"): word for word in words}
 
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
@@ -135,8 +145,8 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
         store = node.get(_TRACKING)
-        is_plain = store is None or _STORE.fullmatch(str(store)) or _is_of_this_machine(store)
-        if not is_plain and store != os.environ.get("MLFLOW_TRACKING_URI"):
+        is_known = store and (store in (_STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
+        if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
 
 

@@ -54,7 +54,14 @@ _FILES = re.compile(
     r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb", "lightning_logs")
-_NOT_WRITTEN = {"checkpoints": "[!.]*.ckpt", "tensorboard": "events.out.tfevents.*", "export": "*"}
+_DEEP = ("wandb",)
+"""Folders in whose folders a run writes, too."""
+_NOT_WRITTEN = {
+    "checkpoints": "[!.]*.ckpt",
+    "tensorboard": "events.out.tfevents.*",
+    "export": "*",
+    "wandb": "debug-core.log",  # a link of W&B's own to its cache
+}
 """Folder -> what in it is replaced or only read, and never written through a link."""
 
 
@@ -95,8 +102,8 @@ def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
         if path.name in _FOLDERS or path.name in more or _FILES.fullmatch(path.name):
             yield path
         if path.name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-            kept = _NOT_WRITTEN.get(path.name)
-            yield from (one for one in sorted(path.iterdir()) if not kept or not fnmatchcase(one.name, kept))
+            kept, held = _NOT_WRITTEN.get(path.name), path.rglob("*") if path.name in _DEEP else path.iterdir()
+            yield from (one for one in sorted(held) if not kept or not fnmatchcase(one.name, kept))
 
 
 def _foreign_checkpoints(config: Mapping[str, Any], directory: Path) -> Iterator[str]:

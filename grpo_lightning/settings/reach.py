@@ -74,11 +74,14 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
         value = node.get(part)
         if isinstance(value, str) and (PurePath(value).is_absolute() or {"..", "$"} & {*PurePath(value).parts, *value}):
             yield printable(f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/'")
+    for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
+        if not isinstance(node.get(part), str | int | None):  # an object's text may be any path
+            yield printable(f"{key}.{part}={node[part]}: allowed is text")
     written = _written(node, name, run)
     if written is not None and (found := _link(written, run)):
         yield printable(
-            f"{key}: {found} is a link that leads out of run_dir={run}, through which is not written; allowed is a "
-            "directory whose own files lie in it, so remove the link"
+            f"{key}: {found} is a link that leads elsewhere, through which is not written; allowed is a directory in "
+            f"run_dir={run} whose own files lie in it, so remove the link"
         )
 
 
@@ -102,7 +105,7 @@ def _link(place: Path, run: Path) -> Path | None:
         return place
     if is_looked_through(place, run) or not place.is_dir() or not os.access(place, os.R_OK | os.X_OK):
         return None
-    return next((path for path in sorted(place.iterdir()) if leads_out(path, run)), None)
+    return next((path for path in sorted(place.iterdir()) if leads_out(path, place)), None)
 
 
 def is_in(place: Path, run: Path) -> bool:
