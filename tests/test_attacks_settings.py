@@ -298,7 +298,7 @@ def test_an_object_is_no_part_of_a_path(part, kind, tmp_path):
 def test_the_run_directory_is_hydras(lines, tmp_path):
     done = started(tmp_path, lines, *STEP)
     assert done.returncode == 1
-    assert "run_dir=. stands in a file; allowed is hydra.run.dir=DIR" in done.stderr
+    assert "run_dir=. stands in a file" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "runs", "theirs.py"}
     if lines == "run_dir: .":
         assert started(tmp_path, lines, *STEP, "run_dir=mine").returncode == 0
