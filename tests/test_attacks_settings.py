@@ -299,9 +299,9 @@ def test_the_run_directory_is_hydras(lines, tmp_path):
     done = started(tmp_path, lines, *STEP)
     assert done.returncode == 1
     assert "run_dir=. stands in a file" in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "runs", "theirs.py"}
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "theirs.py"}
     if lines == "run_dir: .":
-        assert started(tmp_path, lines, *STEP, "run_dir=mine").returncode == 0
+        assert started(tmp_path, "steps: 1", *STEP, "run_dir=mine").returncode == 0
         assert (tmp_path / "mine" / "summary.json").exists()
 
 
