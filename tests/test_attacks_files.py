@@ -5,6 +5,7 @@ import json
 import marshal
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,30 @@ def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_i
     assert not mark.exists()
 
 
+@provocation(
+    "folders with `__init__.py` that are unpacked in a checkout, such as `datasets/`, `triton/`, `json/`, and "
+    "`hydra_plugins/x.py`, at `python train.py` with rewards in workers",
+    "they are not run",
+)
+def test_folders_in_a_checkout_are_not_run(tmp_path):
+    place = tmp_path / "checkout"
+    for part in ("conf", "grpo_lightning"):
+        shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", place)
+    mark = tmp_path / "HIT"
+    for name in ("datasets", "triton", "pynvml", "json", "typing", "hydra_plugins/mine"):
+        (place / name).mkdir(parents=True)
+        (place / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
+    (place / "mine.py").write_text("def score(completions):\n    return [float(len(text)) for text in completions]\n")
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.score", "reward.custom.timeout=30", *TINY)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "train.py", *words, "hydra.run.dir=run"]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not mark.exists(), mark.read_text()
+    assert json.loads((place / "run" / "summary.json").read_text())["status"] == "finished"
+
+
 @provocation("the same files in a sweep with `hydra/launcher=joblib` or `submitit_local`", "they are not run")
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_files_are_not_run_by_launchers(launcher, tmp_path):
@@ -271,7 +296,7 @@ def test_variables_for_launchers_are_taken_back(monkeypatch):
         fresh.protect_jobs()
         assert os.environ["PYTHONSAFEPATH"]
         if before.get("PYTHONPATH") == "/a:/b":
-            assert os.environ["PYTHONPATH"] == f"{ROOT}:/a:/b"
+            assert os.environ["PYTHONPATH"] == f"{ROOT}/grpo_lightning/distributed/jobs:/a:/b"
         fresh.forget()
         fresh.forget()
         assert {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if name in os.environ} == before

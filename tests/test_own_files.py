@@ -125,6 +125,25 @@ def test_a_run_writes_through_no_link(name, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}
 
 
+@provocation(
+    "a run directory or a job's of a sweep that is itself a link, in a folder of the directory of the start",
+    "refused in one sentence before anything is written; links in the directory of the start itself are the user's",
+)
+def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundle" / "sweep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "bundle" / "run").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "bundle" / "sweep" / "seed=0").symlink_to("../../elsewhere")
+    (tmp_path / "runs").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "bundle" / "inside").symlink_to("sweep")
+    for place in ("bundle/run", "bundle/run/deeper", "bundle/sweep/seed=0"):
+        assert "allowed is" in str(link_problem(Path(place)))
+        assert "in a folder of the directory of" in str(link_problem(tmp_path / place))
+    for place in ("runs", "runs/deeper", "bundle/inside", "bundle/new", "."):
+        assert link_problem(Path(place)) is None
+
+
 def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "last_1_0.ckpt").mkdir(parents=True)

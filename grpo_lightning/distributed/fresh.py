@@ -19,6 +19,14 @@ _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
 _ROOT = str(Path(__file__).parents[2])
+_LOAD = (
+    "from importlib.util import module_from_spec as made, spec_from_file_location as found; "
+    "package = found('grpo_lightning', {file!r}); sys.modules[package.name] = made(package); "
+    "package.loader.exec_module(sys.modules[package.name]); "
+)
+"""Imports this package from where it is, which is not on the path of ``train.py`` in a checkout."""
+_JOBS = str(Path(__file__).parent / "jobs")
+"""Where Python finds a ``sitecustomize`` that imports this package, and nothing else."""
 _spawn = util.spawnv_passfds
 
 
@@ -40,13 +48,14 @@ def safe(command: Sequence[Any]) -> list[Any]:
     found = list(command)
     if "-c" in found:
         at = found.index("-c")
+        load = "" if _ROOT in sys.path else _LOAD.format(file=f"{_ROOT}/grpo_lightning/__init__.py")
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""
         if os.path.lexists("matplotlibrc"):
             enter += "pass_by_matplotlibrc(); "
         begin = f"from {start.__name__} import enter, pass_by_matplotlibrc; {enter}" if enter else ""
-        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {begin}{found[at + 1]}"]
+        found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {load}{begin}{found[at + 1]}"]
     return found
 
 
@@ -54,7 +63,7 @@ def protect_jobs() -> None:
     """Let launchers start Python so until `forget`, by variables: their commands are their own."""
     if _SAFE_PATH not in os.environ:
         os.environ[_SAFE_PATH] = _HERE
-        os.environ[_PATH] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get(_PATH)])])
+        os.environ[_PATH] = os.pathsep.join([_JOBS, *filter(None, [os.environ.get(_PATH)])])
 
 
 def forget() -> None:
@@ -67,5 +76,5 @@ def forget() -> None:
         multiprocessing.set_start_method(None, force=True)
     if os.environ.get(_SAFE_PATH) == _HERE:
         del os.environ[_SAFE_PATH]
-        if rest := os.environ.pop(_PATH, "").removeprefix(_ROOT).removeprefix(os.pathsep):
+        if rest := os.environ.pop(_PATH, "").removeprefix(_JOBS).removeprefix(os.pathsep):
             os.environ[_PATH] = rest

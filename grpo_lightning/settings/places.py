@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning import start
 from grpo_lightning.output.terminal import printable
 
 
@@ -68,12 +69,19 @@ _NOT_WRITTEN = {
 def link_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a run directory in which something that a run writes is a link that leads out of it.
 
-    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link.
+    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link, and
+    what it lies in, but for links in folders of the directory of the start, which may have been unpacked there.
 
     Args:
         directory: The run's.
         more: Further names of what the run writes into it.
     """
+    for part in (directory.absolute(), *directory.absolute().parents):
+        if start.place() in part.parent.parents and leads_out(part, part.parent):
+            return printable(
+                f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
+                f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
+            )
     for path in _written(directory, more):
         if leads_out(path, directory):
             return printable(

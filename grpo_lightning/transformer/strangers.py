@@ -20,7 +20,7 @@ _PROGRAM = re.compile(r'"([^"]*\.(?:py[cdw]?|so|dylib|dll)\s*:[^"]*)"', re.IGNOR
 """A text of JSON that names something in a file of code, as FILE.py:NAME."""
 ELSEWHERE = "speculators_config"
 """What in a model's configuration leads vLLM to another model, which nobody has looked at."""
-_OF_STRANGERS = ("auto_map", ELSEWHERE)
+_OF_STRANGERS = ("auto_map", "custom_pipelines", ELSEWHERE)
 
 
 @contextmanager
@@ -155,8 +155,10 @@ def forget_strangers(config: Any) -> None:
 
     None of these was used, and an export would hand them on as the user's own.
     """
-    for name in _OF_STRANGERS:
-        vars(config).pop(name, None)
+    for node in (config, *vars(config).values()):  # of its parts as well, such as text_config
+        named = node if isinstance(node, dict) else getattr(node, "__dict__", {})
+        for name in _OF_STRANGERS:
+            named.pop(name, None)
 
 
 def check_config(config: Any, key: str, *, trusted: bool) -> None:
