@@ -4,14 +4,8 @@ import sys
 
 if __name__ == "__main__":  # worker processes of rewards import this file, too, and start nothing
     if not sys.flags.safe_path:
-        # Python would look for every module here first, such as datasets in a folder that was unpacked here.
-        here = sys.path.pop(0)
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        if spec := spec_from_file_location("grpo_lightning", f"{here}/grpo_lightning/__init__.py"):
-            sys.modules[spec.name] = module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[spec.name])
-
+        sys.path[0] += "/grpo_lightning/distributed/alone"  # else whatever lies here is found before Python's own
+        import grpo_lightning_alone  # noqa: F401
     from grpo_lightning.composition import main
 
     main()

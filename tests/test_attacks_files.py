@@ -296,17 +296,20 @@ def test_variables_for_launchers_are_taken_back(monkeypatch):
         fresh.protect_jobs()
         assert os.environ["PYTHONSAFEPATH"]
         if before.get("PYTHONPATH") == "/a:/b":
-            assert os.environ["PYTHONPATH"] == f"{ROOT}/grpo_lightning/distributed/jobs:/a:/b"
+            assert os.environ["PYTHONPATH"] == f"{ROOT}/grpo_lightning/distributed/alone:/a:/b"
         fresh.forget()
         fresh.forget()
         assert {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if name in os.environ} == before
 
 
 def test_a_command_is_told_where_to_look(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["/a", "/b'"])
+    alone = f"sys.path.insert(0, '{ROOT}/grpo_lightning/distributed/alone'); import grpo_lightning_alone; "
+    monkeypatch.setattr(sys, "path", ["/a"])
+    assert fresh.safe(["python", "-c", "x()"])[-1] == f"import sys; sys.path[:] = ['/a']; {alone}x()"
+    monkeypatch.setattr(sys, "path", ["/a", "/b'", str(ROOT)])
     assert fresh.safe(["python", "-O", "-c", "x()", "--more"]) == [
         *("python", "-O", "-P", "-c"),
-        "import sys; sys.path[:] = ['/a', \"/b'\"]; x()",
+        f"import sys; sys.path[:] = ['/a', \"/b'\", {str(ROOT)!r}]; x()",
         "--more",
     ]
     assert fresh.safe(["python", "-m", "x"]) == ["python", "-m", "x"]

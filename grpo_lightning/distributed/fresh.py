@@ -19,14 +19,8 @@ _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
 _ROOT = str(Path(__file__).parents[2])
-_LOAD = (
-    "from importlib.util import module_from_spec as made, spec_from_file_location as found; "
-    "package = found('grpo_lightning', {file!r}); sys.modules[package.name] = made(package); "
-    "package.loader.exec_module(sys.modules[package.name]); "
-)
-"""Imports this package from where it is, which is not on the path of ``train.py`` in a checkout."""
-_JOBS = str(Path(__file__).parent / "jobs")
-"""Where Python finds a ``sitecustomize`` that imports this package, and nothing else."""
+_ALONE = str(Path(__file__).parent / "alone")
+"""A directory from which this package is imported wherever it lies, and nothing else that lies beside it."""
 _spawn = util.spawnv_passfds
 
 
@@ -48,7 +42,7 @@ def safe(command: Sequence[Any]) -> list[Any]:
     found = list(command)
     if "-c" in found:
         at = found.index("-c")
-        load = "" if _ROOT in sys.path else _LOAD.format(file=f"{_ROOT}/grpo_lightning/__init__.py")
+        load = "" if _ROOT in sys.path else f"sys.path.insert(0, {_ALONE!r}); import grpo_lightning_alone; "
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""
@@ -63,7 +57,7 @@ def protect_jobs() -> None:
     """Let launchers start Python so until `forget`, by variables: their commands are their own."""
     if _SAFE_PATH not in os.environ:
         os.environ[_SAFE_PATH] = _HERE
-        os.environ[_PATH] = os.pathsep.join([_JOBS, *filter(None, [os.environ.get(_PATH)])])
+        os.environ[_PATH] = os.pathsep.join([_ALONE, *filter(None, [os.environ.get(_PATH)])])
 
 
 def forget() -> None:
@@ -76,5 +70,5 @@ def forget() -> None:
         multiprocessing.set_start_method(None, force=True)
     if os.environ.get(_SAFE_PATH) == _HERE:
         del os.environ[_SAFE_PATH]
-        if rest := os.environ.pop(_PATH, "").removeprefix(_JOBS).removeprefix(os.pathsep):
+        if rest := os.environ.pop(_PATH, "").removeprefix(_ALONE).removeprefix(os.pathsep):
             os.environ[_PATH] = rest
