@@ -7,6 +7,7 @@ It is not on Python's path: libraries import what may be installed, such as ``tr
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ from types import CodeType, ModuleType
 START: Path | None = None
 """The directory in which the command line was started; None in a program, which has its own path."""
 
+_PLACES = "GRPO_LIGHTNING_SETTINGS_FROM"
 _IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
 """How the files of functions begin that import on behalf of others."""
 
@@ -49,6 +51,12 @@ class _Finder(MetaPathFinder):
         if fullname not in self.named and not _asked_by_the_user(START, self.named | self.found):
             return None
         spec = PathFinder.find_spec(fullname, [str(START)])
+        if spec is not None and spec.submodule_search_locations and fullname not in self.named and settings_from():
+            raise ModuleNotFoundError(
+                f"{fullname} is a folder, and may have come with the settings in {', '.join(settings_from())}; if you "
+                f"know it, allowed is trusted=[{fullname}] on the command line",
+                name=fullname,
+            )
         if spec is not None:
             self.found.add(fullname)
         return _from_source(spec, START) or spec
@@ -83,6 +91,21 @@ def pass_by_matplotlibrc() -> None:
     if os.path.lexists("matplotlibrc") and "matplotlib" not in sys.modules:
         with contextlib.chdir(sys.prefix), contextlib.suppress(ImportError):
             importlib.import_module("matplotlib")
+
+
+def note_settings_from(places: Iterable[str]) -> None:
+    """Take note of directories of settings that the command brings along, for this process and those it starts."""
+    os.environ[_PLACES] = json.dumps(sorted({*settings_from(), *places}))
+
+
+def settings_from() -> list[str]:
+    """The directories that were noted."""
+    return list(json.loads(os.environ.get(_PLACES) or "[]"))
+
+
+def forget_settings_from() -> None:
+    """Begin to compose settings anew."""
+    os.environ.pop(_PLACES, None)
 
 
 def place() -> Path:

@@ -9,10 +9,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
+from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed
-from grpo_lightning.settings import ConfigError, brought, trust
+from grpo_lightning.settings import ConfigError, trust
 from tests.support.provocations import provocation
 from tests.test_attacks import begun
 
@@ -78,7 +79,7 @@ def here(tmp_path, monkeypatch):
         (tmp_path / file).write_text(SCORE.partition("\n")[2])
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     yield tmp_path
-    brought.forget_places()
+    start.forget_settings_from()
     for name in [name for name in sys.modules if name.startswith("brought_")]:
         del sys.modules[name]
 
@@ -104,12 +105,35 @@ def test_files_in_the_directory_itself_need_no_word(name, here):
 def test_a_command_without_such_settings_needs_no_word(here):
     reward = ("reward=custom", "reward.custom.function._target_=brought_folder.part.score")
     assert "custom" in grpo.compose(*reward, *TINY, run_dir=here / "run").config["reward"]
-    assert brought.said_places() == []
+    assert start.settings_from() == []
 
 
 def test_what_is_said_of_another_mistake_stays(here):
-    brought.say_places(["conf"])
+    start.note_settings_from(["conf"])
     assert trust.problems({"x": {"_target_": "os.system"}}) == [f"x._target_=os.system: allowed are {trust.ALLOWED}"]
+
+
+@provocation(
+    "a folder of settings that is called as a package which the user's own file imports if it is there (`numexpr`)",
+    "not found, nothing ran; `trusted=[numexpr]` allows it",
+)
+@pytest.mark.slow
+def test_a_file_of_the_users_finds_no_folder_of_settings(tmp_path):
+    (tmp_path / "numexpr").mkdir()
+    (tmp_path / "numexpr" / "__init__.py").write_text(SCORE)
+    lines = "try:\n    import numexpr\nexcept ImportError as error:\n    open('WHY', 'w').write(str(error))\n"
+    (tmp_path / "my_rewards.py").write_text(f"{lines}def score(completions, **_): return [0.5] * len(completions)\n")
+    words = ["--config-dir", "numexpr", "reward=custom", "reward.custom.function._target_=my_rewards.score"]
+    done = begun(tmp_path, *words, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "HIT").exists()
+    why = (tmp_path / "WHY").read_text()
+    assert why.startswith(
+        f"numexpr is a folder, and may have come with the settings in {tmp_path}/numexpr; if you know"
+    )
+    assert why.endswith("allowed is trusted=[numexpr] on the command line")
+    assert begun(tmp_path, *words, *TINY, "trusted=[my_rewards,numexpr]").returncode == 0
+    assert (tmp_path / "HIT").exists()
 
 
 @provocation(
@@ -226,6 +250,32 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
     assert "stands in a file" in str(caught.value)
 
 
+@provocation(
+    "settings of several files: one that the command brings along puts texts beside a function of the user's, another "
+    "makes of it a part of Lightning's, which then has those texts",
+    "refused by file and key",
+)
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ("logger: {tensorboard: {_target_: nobody.x, sub_dir: some/where}}", "logger.tensorboard"),
+        ("trainer: {_target_: nobody.y, profiler: simple}", "trainer"),
+        ("callbacks: {lr: {_target_: nobody.z, dirpath: a}}", "callbacks.lr"),
+    ],
+)
+def test_a_node_of_the_users_stays_one(lines, key, here):
+    (here / "conf" / "first.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (here / "conf" / "lr.yaml").write_text("_target_: lightning.pytorch.callbacks.EarlyStopping\nmonitor: a\n")
+    (here / "conf" / "theirs.yaml").write_text("defaults: [first, /train, lr@callbacks.lr, _self_]\n")
+    told = rf"first\.yaml: {key}\._target_=\S+ stands in a file that the command brings along"
+    with (
+        installed(),
+        initialize_config_dir(str(here / "conf"), version_base="1.3"),
+        pytest.raises(ConfigCompositionException, match=told),
+    ):
+        compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
+
+
 def test_groups_that_are_brought_along_say_no_more(here):
     (here / "conf" / "logger").mkdir()
     (here / "conf" / "logger" / "own.yaml").write_text("own: {_target_: lightning.pytorch.loggers.CSVLogger}\n")
@@ -256,4 +306,4 @@ def test_the_files_of_this_project_could_be_brought_along(file, here):
     (here / "conf" / file.parent.name / "theirs.yaml").write_text(file.read_text())
     with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
         compose("train", [f"hydra.searchpath=[file://{here}/conf]", f"{file.parent.name}=theirs"])
-    assert brought.said_places() == [str(here / "conf")]
+    assert start.settings_from() == [str(here / "conf")]

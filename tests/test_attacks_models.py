@@ -4,17 +4,21 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_lightning.policy import hf
 from grpo_lightning.policy.weights import write_untied
 from grpo_lightning.reward.model import RewardModel
-from grpo_lightning.transformer.strangers import check_programs
+from grpo_lightning.transformer.config_files import values_only
+from grpo_lightning.transformer.strangers import only_data
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
 REWARD: dict[str, Any] = {"dtype": "float32", "device": None, "quantization": None, "label": 0}
 REWARD |= {"batch_tokens": 1000, "max_length": 16}
+ASKED = ("policy.path", "model", "a model")
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 QUANTIZED = {
     "quant_method": "compressed-tensors",
@@ -58,14 +62,107 @@ def test_nor_does_that_of_a_reward_model(tmp_path):
         reward(["hi"], ["you"])
 
 
+def read(directory, **values):
+    """A configuration as transformers reads it, where code is not trusted."""
+    (directory / "config.json").write_text(json.dumps(values))
+    with values_only("policy.path"):
+        return PreTrainedConfig.get_config_dict(str(directory))[0]
+
+
 def test_values_of_a_quantization_name_no_code(tmp_path):
-    model = write_checkpoint(tmp_path / "model", "llama", chat=True)
-    config = hf.load(str(model), **PLAIN).model.config
     named = {"format": "int-quantized", "ignore": ["re:.*lm_head", "model.layers.0"], "meta": {"by": "gptqmodel:2.0"}}
-    config.quantization_config = QUANTIZED | named
-    check_programs(config, "policy.path", trusted=False)
-    config.quantization_config = QUANTIZED | {"format": "evil.py:x"}
-    check_programs(config, "policy.path", trusted=True)
+    told = {"quantization_config": QUANTIZED | named, "model_type": "llama"}
+    assert read(tmp_path, **told) == told
+
+
+def test_what_transformers_writes_is_read(tmp_path):
+    """The settings of every architecture, with all that they hold."""
+    written = 0
+    for kind in CONFIG_MAPPING:
+        try:
+            CONFIG_MAPPING[kind]().to_json_file(tmp_path / "config.json", use_diff=False)
+        except Exception:  # a few cannot be made without arguments
+            continue
+        before, _ = PreTrainedConfig.get_config_dict(str(tmp_path))
+        with values_only(kind) as left_out:
+            assert PreTrainedConfig.get_config_dict(str(tmp_path))[0] == before
+        assert left_out == []
+        written += 1
+    assert written > 500
+    generation = GenerationConfig(temperature=0.5, eos_token_id=[1, 2])
+    with values_only("policy.path"):
+        assert GenerationConfig.from_dict(generation.to_dict()).to_dict() == generation.to_dict()
+
+
+def test_labels_may_be_any_words(tmp_path):
+    told = {"label2id": {"update": 0, "validate": 1}, "id2label": {"0": "update", "1": "validate"}}
+    assert read(tmp_path, **told) == told
+
+
+@provocation(
+    "`attribute_map`, `sub_configs`, `to_dict`, `__dict__` or another name of transformers' own in a model's "
+    "`config.json` or `generation_config.json`, after which its configuration is read otherwise than it is written",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attribute_map", {"to_dict": "_get_generation_parameters"}),
+        ("attribute_map", {"__dict__": "fake", "to_diff_dict": "__getstate__"}),
+        ("sub_configs", {}),
+        ("to_dict", "x"),
+        ("__dict__", {}),
+        ("__class__", "x"),
+        ("_auto_class", "AutoModel"),
+    ],
+)
+def test_a_configuration_decides_not_how_it_is_read(name, value, depth, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "llama", chat=True)
+    told = {name: value}
+    for _ in range(depth):
+        told = {"text_config": {"list": [told]}}
+    edit(model, **told)
+    words = rf"^policy.path='.*model': config.json gives {name} a value, which decides how the rest is read; allowed"
+    with pytest.raises(ValueError, match=words):
+        hf.load(str(model), **PLAIN)
+    edit(model, **{next(iter(told)): None})
+    assert PreTrainedConfig.get_config_dict(str(model))[0][next(iter(told))] is None  # is read as ever afterwards
+
+
+def test_nor_does_that_of_the_generation(tmp_path):
+    model = write_checkpoint(tmp_path / "model", "llama", chat=True)
+    for name in ("to_dict", "__dict__"):
+        (model / "generation_config.json").write_text(json.dumps({name: {}}))
+        with pytest.raises(ValueError, match=rf"': generation_config.json gives {name} a value, which decides"):
+            hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "`auto_map` in a part of a model's `config.json`, for which transformers asks on the terminal whether code may run",
+    "left out, nothing is asked and nothing run",
+)
+def test_a_part_brings_no_code(tmp_path, monkeypatch):
+    part = {"model_type": "siglip_text_model", "auto_map": {"AutoModel": "bundle--evil.P"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "fuyu", "text_config": part}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks"))
+    with only_data(*ASKED, trusted=False):
+        text = AutoConfig.from_pretrained(str(tmp_path)).text_config
+    assert "auto_map" not in vars(text)
+    text.auto_map = part["auto_map"]  # were it to come there by another way
+
+    def build():
+        with only_data(*ASKED, trusted=False):
+            AutoModel.from_config(text)
+
+    with pytest.raises(ValueError, match=r"^policy.path='model': it comes with code of its own; allowed is policy.tr"):
+        build()
+
+
+def test_kernels_of_the_hub_are_left_out(tmp_path):
+    told = {"attn_implementation": {"": "sdpa", "text_config": "stranger/kernel"}, "model_type": "gemma3"}
+    told["text_config"] = {"_attn_implementation": "stranger/kernel", "experts_implementation": "eager"}
+    assert read(tmp_path, **told) == {"model_type": "gemma3", "text_config": {"experts_implementation": "eager"}}
 
 
 @provocation(
@@ -75,7 +172,8 @@ def test_values_of_a_quantization_name_no_code(tmp_path):
 )
 def test_vllm_is_led_to_no_other_model(tmp_path):
     model = write_checkpoint(tmp_path / "model", "llama", chat=True)
-    edit(model, **SPECULATORS, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    strange = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "custom_pipelines": {"a": {"impl": "evil.P"}}}
+    edit(model, **SPECULATORS, **strange, part=strange, parts=[strange])
     policy = hf.load(str(model), **PLAIN)
     policy.describe(tmp_path / "described")
     policy.export(tmp_path / "exported")

@@ -65,10 +65,28 @@ def logged(directory: Path, step: int, suffix: str = "") -> Path:
     return next(path for path in directory.rglob("events*") if path not in before)
 
 
+def of_2001(log: Path) -> Path:
+    return log.rename(log.with_name(re.sub(r"tfevents\.\d+", "tfevents.1000000000", log.name)))
+
+
+@provocation(
+    "links in a stranger's tensorboard/ with the names of event files that are still to be begun", "refused by name"
+)
+@pytest.mark.parametrize("later", [-5, 0, 1, 10**6])
+def test_event_files_are_begun_through_no_link(later, tmp_path, monkeypatch):
+    now = 1_795_387_768.9
+    monkeypatch.setattr("grpo_lightning.settings.places.time.time", lambda: now)
+    name = f"events.out.tfevents.{int(now) + later}.host.123.0{tensorboard.SUFFIX}"
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard" / name).symlink_to(tmp_path / "mine")
+    told = link_problem(tmp_path / "run")
+    assert told is None if later < 0 else f"tensorboard/{name} in it is a link to" in str(told)
+
+
 @provocation("`hydra.run.dir=.` where tensorboard/ holds logs of one's own", "they stay, also beyond links")
 def test_a_new_run_removes_no_foreign_logs(tmp_path):
     run, logs = tmp_path / "run", tmp_path / "run" / "tensorboard"
-    elsewhere = logged(tmp_path / "elsewhere", 1, tensorboard.SUFFIX)
+    elsewhere = of_2001(logged(tmp_path / "elsewhere", 1, tensorboard.SUFFIX))
     foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, tensorboard.SUFFIX), elsewhere]
     (logs / elsewhere.name).symlink_to(elsewhere)
     killed = logged(logs, 7, tensorboard.SUFFIX)  # of a run that was killed before its first checkpoint

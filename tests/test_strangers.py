@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
-from transformers import Gemma3Config
 
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
@@ -140,7 +139,7 @@ def test_an_adapter_is_tensors(model, ran):
         hf.load(str(model), **PLAIN)
 
 
-@provocation("`attn_implementation: {…}` in settings or in a reward model's config.json", "one sentence")
+@provocation("`policy.attn_implementation={…}`", "one sentence")
 def test_an_attention_function_is_named_by_a_text():
     for name in ({"a": 1}, ["sdpa"], 3):
         with pytest.raises(
@@ -171,21 +170,21 @@ def test_names_in_a_model_do_not_reach_the_terminal_raw(model):
 def test_kernels_of_the_hub_are_code(model, tmp_path, ran):
     with pytest.raises(ValueError, match=r"^policy.attn_implementation=stranger/kernel: a kernel of the hub"):
         hf.load(str(model), **PLAIN | {"attn_implementation": "stranger/kernel"})
-    rewarding = write_reward_model(tmp_path / "reward", "llama", chat=True)
-    edit(rewarding / "config.json", attn_implementation="kernels-community/flash-attn2")
-    with pytest.raises(ValueError, match=r"^reward.model.function.path='.*reward': attn_implementation=kernels-comm"):
-        reward_model(rewarding)(["hi"], ["there"])
 
 
 @provocation(
-    "a reward model's config.json with `attn_implementation: {text_config: stranger/kernel}` for one of its parts",
-    "refused in one sentence",
+    "a model's config.json with `attn_implementation: stranger/kernel`, or that of one of its parts",
+    "left out: transformers' own attention is used",
 )
-def test_kernels_of_a_part_are_code_too(tmp_path):
-    settings = Gemma3Config().to_dict() | {"attn_implementation": {"": "sdpa", "text_config": "stranger/kernel"}}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"attn_implementation=stranger/kernel: a kernel of the hub, whose code would"):
-        reward_model(tmp_path)(["hi"], ["there"])
+@pytest.mark.parametrize("name", ["kernels-community/flash-attn2", {"": "sdpa", "text_config": "stranger/kernel"}])
+def test_kernels_in_a_configuration_are_not_used(name, tmp_path):
+    rewarding = write_reward_model(tmp_path / "reward", "llama", chat=True)
+    before = reward_model(rewarding)(["hi"], ["there"])
+    edit(rewarding / "config.json", attn_implementation=name)
+    reward = reward_model(rewarding)
+    reward.reset()
+    assert reward(["hi"], ["there"]) == before
+    assert reward.network.config._attn_implementation == "sdpa"
 
 
 def reward_model(path):

@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.trust import is_of_library
+from grpo_lightning.settings.walk import every_target
 
 _HYDRA = {
     r"hydra\.mode": "RUN|MULTIRUN",
@@ -47,38 +48,62 @@ def hydra_problems(file: str, said: Any) -> list[str]:
     ]
 
 
-def writing_problems(file: str, said: Mapping[str, Any]) -> list[str]:
+def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]) -> list[str]:
     """What a file that the command brings along must not say of what writes files.
 
     Args:
         file: Its name, for messages.
         said: What stands in it, not resolved.
+        of_user: Key -> file, to which the nodes are added that may say anything, being of the user's own code.
     """
     found = [("run_dir", said["run_dir"])] if "run_dir" in said else []
     for part in ("callbacks", "logger", "trainer"):
-        found += _places(said.get(part), part)
+        found += _places(said.get(part), part, own := list[str]())
+        of_user |= dict.fromkeys(own, file)
+    return [_told(file, key, value) for key, value in found]
+
+
+def changed_problems(composed: Mapping[str, Any], of_user: Mapping[str, str]) -> list[str]:
+    """What other files have made of nodes of the user's own code: parts of libraries, with what else stands there.
+
+    Args:
+        composed: All settings, not resolved.
+        of_user: As `writing_problems` has filled it.
+    """
     return [
-        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
-        f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions and "
-        f"{', '.join(_WATCHING)}; anything else on the command line"
-        for key, value in found
+        _told(of_user[key], f"{key}._target_", node["_target_"])
+        for key, node in every_target(composed)
+        if key in of_user and not _is_of_user(node["_target_"])
     ]
 
 
-def _places(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """What might name a place, or a part that writes, as pairs of key and value; nothing of the user's own code."""
-    target = node.get("_target_") if isinstance(node, Mapping) else None
-    if isinstance(target, str) and "$" not in target and not is_of_library(target):
-        return  # is the user's, or refused
+def _told(file: str, key: str, value: Any) -> str:
+    return (
+        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
+        f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions and "
+        f"{', '.join(_WATCHING)}; anything else on the command line"
+    )
+
+
+def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]]:
+    """What might name a place, or a part that writes, as pairs of key and value; of the user's own code the key."""
+    if isinstance(node, Mapping) and _is_of_user(node.get("_target_")):
+        of_user.append(key)
+        return
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _places(value, f"{key}.{name}")
+            yield from _places(value, f"{key}.{name}", of_user)
         return
     name = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]
     is_part = name == "_target_" and str(node).removeprefix("lightning.pytorch.callbacks.") in _WATCHING
     is_text = name in _TEXTS and "$" not in str(node)
     if isinstance(node, str) and not is_part and not is_text:
         yield key, node
+
+
+def _is_of_user(target: Any) -> bool:
+    """Whether what a node builds is the user's own, or refused."""
+    return isinstance(target, str) and "$" not in target and not is_of_library(target)
 
 
 def leaves_of(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

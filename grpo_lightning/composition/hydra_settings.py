@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition.file_rules import leaves_of
 from grpo_lightning.settings import trust
-from grpo_lightning.settings.brought import said_places
+from grpo_lightning.start import settings_from
 
 _LOG_CLASSES = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
@@ -70,7 +70,7 @@ def problems(hydra: Any) -> list[str]:
         hydra: The settings below ``hydra.``, not resolved.
     """
     found = []
-    places = ", ".join(said_places())
+    places = ", ".join(settings_from())
     files = trust.OWN_FILES + f" but in none of its folders, as settings come from {places}" * bool(places)
     for key, name in trust.targets(hydra, "hydra"):
         if not _may_run(key, name):

@@ -20,6 +20,7 @@ from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
 from grpo_lightning.distributed import fresh, signals
+from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import hide, redacted_words
@@ -81,6 +82,9 @@ def _hydra_job(cfg: DictConfig) -> float:
 
     def execute() -> float:
         activity.note(started=now(), choices=choices)
+        use_private_cache()
+        with signals.importing():
+            from grpo_lightning import run as _  # noqa: F401
         run = made(
             cfg,
             overrides=overrides,

@@ -16,9 +16,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
-from grpo_lightning.composition.file_rules import hydra_problems, writing_problems
+from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, writing_problems
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
     only_composes,
@@ -29,7 +30,6 @@ from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.settings import brought
 from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
@@ -56,6 +56,7 @@ class CheckedLoader(ConfigLoaderImpl):
                 without a traceback.
         """
         redaction.remember_words(overrides)
+        self._of_user: dict[str, str] = {}
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
@@ -64,6 +65,8 @@ class CheckedLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         note_sources(composed.hydra)
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
+        settings: Any = OmegaConf.to_container(composed, resolve=False)
+        wrong += changed_problems({key: part for key, part in settings.items() if key != "hydra"}, self._of_user)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := _link_of_sweep(composed):
@@ -97,7 +100,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if _is_brought(default, loaded):
-            wrong += writing_problems(file, said)
+            wrong += writing_problems(file, said, self._of_user)
         if wrong:
             raise ConfigCompositionException(_listed(wrong))
         return loaded
@@ -118,7 +121,7 @@ class CheckedLoader(ConfigLoaderImpl):
 def note_sources(hydra: DictConfig) -> None:
     """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them."""
     found = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    brought.say_places(path for path in found if Path(path).resolve() != CONF.resolve())
+    start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
 
 
 def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
@@ -128,13 +131,13 @@ def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
     root = Path(loaded.path.removeprefix("file://")).resolve()
     file = (root / f"{default.config_path}.yaml").resolve()
     if not file.is_relative_to(root):
-        brought.say_places([str(file.parent)])
+        start.note_settings_from([str(file.parent)])
     return root != CONF.resolve() or not file.is_relative_to(root)
 
 
 def install() -> None:
     """Let Hydra compose by `CheckedLoader`."""
-    brought.forget_places()
+    start.forget_settings_from()
     hydra_internal.ConfigLoaderImpl = CheckedLoader  # type: ignore[attr-defined]
 
 

@@ -75,6 +75,7 @@ class Signals:
         """The processes that this one has started to train with it."""
         self._in_steps = False
         self._may_break_off = False
+        self._is_importing = False
         self._has_raised = threading.Event()
         self._give_up: GiveUp | None = None
         self._interrupted_at: float | None = None
@@ -153,12 +154,22 @@ class Signals:
 
         Args:
             error: What was raised.
-            is_consequence: Whether ``error`` comes of the end of another process, which the same signal may have ended.
+            is_consequence: Whether ``error`` comes of the end of another process, which the same signal may have ended;
+                before the steps every error does that follows a signal, since libraries make others of `Preempted`.
         """
         if isinstance(error, Preempted):
             # Another process may have told this one of another signal than the one that this one has passed on.
             return Preempted(self.heard or error.number, between_steps=error.between_steps)
-        return Preempted(self.heard) if is_consequence and self.heard is not None else None
+        return Preempted(self.heard) if self.heard is not None and (is_consequence or not self._in_steps) else None
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Inside, a signal ends the process at once: C code that is being imported would make any error of another."""
+        self._is_importing = True
+        try:
+            yield
+        finally:
+            self._is_importing = False
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
@@ -176,6 +187,11 @@ class Signals:
         if self._wake is None:
             self._note(number)
         self.heard = self.heard or number
+        if self._is_importing:
+            asked = Preempted(self.heard)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, f"{asked}\n".encode())
+            self._end_at_once(asked.exit_status)
         # Only once: later signals must not disturb the saving.
         may_raise = self._may_break_off or not (self._in_steps or self._is_launched)
         if may_raise and not self._has_raised.is_set():
@@ -249,6 +265,13 @@ def current() -> Signals:
 def breaking_off() -> Iterator[None]:
     """Inside, foreign code runs that may take long: `Signals.breaking_off`, where signals are handled."""
     with contextlib.nullcontext() if _current is None else _current.breaking_off():
+        yield
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, libraries are imported, and nothing is there to lose: `Signals.importing`, where signals are handled."""
+    with contextlib.nullcontext() if _current is None else _current.importing():
         yield
 
 

@@ -17,8 +17,6 @@ from grpo_lightning.transformer.strangers import (
     check_adapter_files,
     check_attention,
     check_boolean,
-    check_programs,
-    forget_strangers,
     only_data,
 )
 
@@ -61,16 +59,15 @@ def pretrained(
         quantized = {"quantization_config": settings, "device_map": {"": _own_device()}}
     check_attention(attn_implementation, "policy.attn_implementation", trusted=trust_remote_code)
     where = resolve(path)
-    with only_data("policy.path", path, "a model"):
+    with only_data("policy.path", path, "a model", trusted=trust_remote_code):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        check_programs(config, f"policy.path={path!r}", trusted=trust_remote_code)
         for name, value in config.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     with named(path):
         check_tokenizer(tokenizer)
-    with only_data("policy.path", path, "a model"):
+    with only_data("policy.path", path, "a model", trusted=trust_remote_code):
         check_adapter_files(where, "policy.path")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -86,7 +83,6 @@ def pretrained(
     with named(path):
         _check_whole(model, loading_info)
     if not trust_remote_code:
-        forget_strangers(model.config)
         tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer
 

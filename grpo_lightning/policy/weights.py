@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_lightning.policy.adapted import base_of, is_adapted
-from grpo_lightning.transformer.strangers import ELSEWHERE
+from grpo_lightning.transformer.config_files import remove_elsewhere
 
 _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 """In the name of a weight of which peft trains a copy beside the adapter."""
@@ -46,10 +46,10 @@ def write_untied(model: Any, directory: Path) -> None:
     model than the one that is trained is left out.
     """
     config = copy.deepcopy(model.config)
-    vars(config).pop(ELSEWHERE, None)
     config.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
+    remove_elsewhere(directory)
 
 
 def _is_converted(model: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
-from grpo_lightning.transformer.strangers import check_adapter_files, check_boolean, check_config, only_data
+from grpo_lightning.transformer.strangers import check_adapter_files, check_boolean, only_data
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -213,9 +213,8 @@ class RewardModel:
         )
         disable_progress_bar()
         key = "reward.model.function.path"
-        with only_data(key, self.path, "a sequence-classification model"):
+        with only_data(key, self.path, "a sequence-classification model", trusted=self.trust_remote_code):
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-            check_config(config, f"{key}={self.path!r}", trusted=self.trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )

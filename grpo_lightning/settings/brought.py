@@ -5,34 +5,15 @@ they may name files of Python that lie in that directory itself, and none in its
 ``trusted=[…]`` lists.
 """
 
-import json
-import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from grpo_lightning import start
 
-_PLACES = "GRPO_LIGHTNING_SETTINGS_FROM"
-
-
-def say_places(places: Iterable[str]) -> None:
-    """Take note of directories of settings other than this project's, for this process and those that it starts."""
-    os.environ[_PLACES] = json.dumps(sorted({*said_places(), *places}))
-
-
-def said_places() -> list[str]:
-    """The directories that were noted."""
-    return list(json.loads(os.environ.get(_PLACES) or "[]"))
-
-
-def forget_places() -> None:
-    """Begin to compose settings anew."""
-    os.environ.pop(_PLACES, None)
-
 
 def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
     """Whether a module or package of the user's may have come with settings that the command has brought along."""
-    if top in trusted or not said_places():
+    if top in trusted or not start.settings_from():
         return False
     spec = start.spec_of(top)
     is_file = spec is not None and spec.origin is not None and not spec.submodule_search_locations
@@ -41,7 +22,7 @@ def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
 
 def refusal(key: str, name: str) -> str:
     """What is said of a path that `may_be_brought` forbids."""
-    top, places = name.partition(".")[0], ", ".join(said_places())
+    top, places = name.partition(".")[0], ", ".join(start.settings_from())
     return (
         f"{key}={name}: {top} is a folder, and may have come with the settings in {places}; if you know it, allowed is "
         f"trusted=[{top}] on the command line"

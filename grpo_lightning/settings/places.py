@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -63,7 +64,9 @@ _NOT_WRITTEN = {
     "export": "*",
     "wandb": "debug-core.log",  # a link of W&B's own to its cache
 }
-"""Folder -> what in it is replaced or only read, and never written through a link."""
+"""Folder -> what in it is replaced or only read, and never written through a link, but for event files to come."""
+_EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
+"""The name of an event file, up to the second in which it was begun."""
 
 
 def link_problem(directory: Path, *more: str) -> str | None:
@@ -98,8 +101,8 @@ def leads_out(path: Path, directory: Path) -> bool:
 
 
 def is_looked_through(place: Path, directory: Path) -> bool:
-    """Whether `link_problem` looks for links in a folder of a run directory."""
-    return place.name in _FOLDERS and place.parent.resolve() == directory.resolve()
+    """Whether `link_problem` finds all links in a folder of a run directory through which a logger could write."""
+    return place.name in {*_FOLDERS} - {"checkpoints", "export"} and place.parent.resolve() == directory.resolve()
 
 
 def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
@@ -111,7 +114,13 @@ def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
             yield path
         if path.name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
             kept, held = _NOT_WRITTEN.get(path.name), path.rglob("*") if path.name in _DEEP else path.iterdir()
-            yield from (one for one in sorted(held) if not kept or not fnmatchcase(one.name, kept))
+            yield from (one for one in sorted(held) if not kept or not fnmatchcase(one.name, kept) or _is_to_come(one))
+
+
+def _is_to_come(path: Path) -> bool:
+    """Whether TensorBoard could begin a file of this name, which it would do through a link."""
+    begun = _EVENTS.match(path.name)
+    return path.name.startswith("events.") and (begun is None or int(begun[1]) >= int(time.time()))
 
 
 def _foreign_checkpoints(config: Mapping[str, Any], directory: Path) -> Iterator[str]:

@@ -1,30 +1,24 @@
 """Files of strangers: what in a model's directory would run code is refused, in words that name the setting."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.output.terminal import printable, show_printable
-
-_PROGRAM = re.compile(r'"([^"]*\.(?:py[cdw]?|so|dylib|dll)\s*:[^"]*)"', re.IGNORECASE)
-"""A text of JSON that names something in a file of code, as FILE.py:NAME."""
-ELSEWHERE = "speculators_config"
-"""What in a model's configuration leads vLLM to another model, which nobody has looked at."""
-_OF_STRANGERS = ("auto_map", "custom_pipelines", ELSEWHERE)
+from grpo_lightning.transformer.config_files import values_only
 
 
 @contextmanager
-def only_data(key: str, path: str, what: str) -> Iterator[None]:
+def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None]:
     """Inside, a model's files are read; what they would need code of their own for is an error of one sentence.
 
     Weights are read by ``torch.load(weights_only=True)`` or from safetensors, templates in Jinja's sandbox.
@@ -33,15 +27,17 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
         key: Of the setting that names the files, such as ``policy.path``.
         path: Its value.
         what: The kind of model that has to be there, such as "a model".
+        trusted: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: There is none, the weights are a pickle of more than tensors, code comes with them, or a package is
-            absent.
+        ValueError: There is none, the weights are a pickle of more than tensors, code comes with them, a configuration
+            names code (`values_only`), or a package is absent.
     """
     where = f"{key}={path!r}"
     show_printable("transformers")
+    left_out: list[str] = []
     try:
-        with _tokenizers_only():
+        with _tokenizers_only(), nullcontext(left_out) if trusted else values_only(where) as left_out, _no_questions():
             yield
     except UnpicklingError as error:
         raise ValueError(
@@ -58,12 +54,26 @@ def only_data(key: str, path: str, what: str) -> Iterator[None]:
     except ValueError as error:
         if str(error).startswith(key):
             raise
-        if "trust_remote_code" not in str(error):
-            raise ValueError(f"{where}: transformers cannot read {what} there: {error}") from error
+        told = "" if "trust_remote_code" in str(error) else ": " + printable(str(error).strip().splitlines()[0])
+        if told and "auto_map" not in left_out:
+            raise ValueError(f"{where}: transformers cannot read {what} there{told}") from error
         raise ValueError(
             f"{where}: it comes with code of its own; allowed is {key.rpartition('.')[0]}.trust_remote_code=true, if "
-            "you have read that code"
+            f"you have read that code; without it transformers cannot read {what} there{told}"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: its configuration is nested too deep") from error
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Inside, transformers does not ask on the terminal whether code may run, as it does for some parts of models."""
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 @contextmanager
@@ -119,52 +129,6 @@ def check_attention(name: Any, key: str, *, trusted: bool) -> None:
             "trust_remote_code=true are sdpa, eager, flash_attention_2 and others that transformers or an installed "
             "package has"
         )
-
-
-def check_attentions(config: Any, key: str, *, trusted: bool) -> None:
-    """`check_attention` of a model's configuration and of those of its parts, which may have others."""
-    check_attention(getattr(config, "_attn_implementation", None), key, trusted=trusted)
-    for name in getattr(config, "sub_configs", ()):
-        check_attentions(getattr(config, name, None), key, trusted=trusted)
-
-
-def check_programs(config: Any, key: str, *, trusted: bool) -> None:
-    """Refuse a model's configuration that names a file of code.
-
-    transformers itself reads none, but packages that it hands parts of the configuration to do, such as
-    compressed-tensors, which takes the ``format`` of a quantization for FILE.py:NAME.
-
-    Args:
-        config: Of the model.
-        key: Of the setting that names the model, for the message.
-        trusted: Whether code that comes with the weights may run.
-
-    Raises:
-        ValueError: It does, and code is not trusted.
-    """
-    found = None if trusted else _PROGRAM.search(json.dumps(config.to_dict(), default=str))
-    if found:
-        raise ValueError(
-            f"{key}: config.json names {printable(found[1][:80])}, a file of code, which could run; allowed without "
-            "trust_remote_code=true are values"
-        )
-
-
-def forget_strangers(config: Any) -> None:
-    """Leave out of a model's configuration which code and which other models came with it.
-
-    None of these was used, and an export would hand them on as the user's own.
-    """
-    for node in (config, *vars(config).values()):  # of its parts as well, such as text_config
-        named = node if isinstance(node, dict) else getattr(node, "__dict__", {})
-        for name in _OF_STRANGERS:
-            named.pop(name, None)
-
-
-def check_config(config: Any, key: str, *, trusted: bool) -> None:
-    """`check_programs` and `check_attentions`, of a model whose attention no setting chooses."""
-    check_programs(config, key, trusted=trusted)
-    check_attentions(config, f"{key}: attn_implementation", trusted=trusted)
 
 
 def check_adapter(adapter: Iterable[str], key: str) -> None:
