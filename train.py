@@ -3,9 +3,9 @@
 import sys
 
 if __name__ == "__main__":  # worker processes of rewards import this file, too, and start nothing
-    if not sys.flags.safe_path:
-        sys.path[0] += "/grpo_lightning/distributed/alone"  # else whatever lies here is found before Python's own
-        import grpo_lightning_alone  # noqa: F401
+    del sys.path[: not sys.flags.safe_path]  # this directory: whatever lies here would be found before Python's own
+    sys.path.insert(0, __file__.rpartition("train.py")[0] + "grpo_lightning/distributed/alone")
+    import grpo_lightning_alone  # noqa: F401, I001
     from grpo_lightning.composition import main
 
     main()

@@ -68,6 +68,8 @@ class Touch:
             ("hydra.output_subdir=.hydra",),
             ("--experimental-rerun=x.npy",),
             ("--exp", "x.npy"),
+            ("-sc", "query=bash"),
+            ("--shell", "install=bash"),
             ("-cp", "pkg://mine"),
             ("--config-path=structured://mine",),
             ("hydra.searchpath=[structured://mine]",),

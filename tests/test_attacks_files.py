@@ -163,17 +163,27 @@ def test_folders_in_a_checkout_are_not_run(tmp_path):
         shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", place)
     mark = tmp_path / "HIT"
-    for name in ("datasets", "triton", "pynvml", "json", "typing", "hydra_plugins/mine"):
+    for name in ("datasets", "triton", "pynvml", "json", "typing", "hydra_plugins/mine", "nt", "org"):
         (place / name).mkdir(parents=True)
         (place / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
     (place / "mine.py").write_text("def score(completions):\n    return [float(len(text)) for text in completions]\n")
-    words = ("reward=[custom]", "reward.custom.function._target_=mine.score", "reward.custom.timeout=30", *TINY)
+    rows = [{"prompt": f"{row}?", "tests": [{"input": "1", "output": "1"}]} for row in range(20)]
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["reward.custom.function._target_=mine.score", "reward.custom.timeout=30"]
+    words += [word for word in TINY if not word.startswith("data.")]
+    words += [
+        "data.prompts_per_step=2",
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "reward=[code,custom]",
+    ]  # whose sandbox is another process
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "train.py", *words, "hydra.run.dir=run"]
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert not mark.exists(), mark.read_text()
-    assert json.loads((place / "run" / "summary.json").read_text())["status"] == "finished"
+    for options in ((), ("-P",)):
+        command = [sys.executable, *options, "train.py", *words, f"hydra.run.dir=run{len(options)}"]
+        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert not mark.exists(), mark.read_text()
+        assert json.loads((place / f"run{len(options)}" / "summary.json").read_text())["status"] == "finished"
 
 
 @provocation("the same files in a sweep with `hydra/launcher=joblib` or `submitit_local`", "they are not run")
@@ -269,6 +279,59 @@ def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
     found = (str(tmp_path / "start"), ["mine", "mine_helper"])
     assert done.stdout == "triton\n" * 4 + f"{found}\n", done.stderr
     assert not mark.exists()
+
+
+@provocation(
+    "a folder `ctypes/` in the working directory, when torch or vLLM start Python there with a question (`python -c`, "
+    "`python -m`)",
+    "it is not run; what a file of the user's starts is started as it says",
+)
+def test_what_libraries_ask_of_python_is_not_asked_here(tmp_path):
+    mark = tmp_path / "HIT"
+    for name in ("ctypes", "json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
+    starts = "subprocess.run([sys.executable, '-c', 'import json'])\n"
+    (tmp_path / "mine.py").write_text(f"import subprocess, sys\ndef ask():\n    {starts}")
+    (tmp_path / "library.py").write_text("")
+    code = (
+        "import subprocess, sys; from pathlib import Path; from grpo_lightning import start\n"
+        "from grpo_lightning.distributed import fresh\n"
+        f"start.START = Path({str(tmp_path)!r})\nstart.make_importable('mine')\nfresh.protect_processes()\n"
+        f"{starts}from torch._inductor.cpu_vec_isa import valid_vec_isa_list\nprint(len(valid_vec_isa_list()))\n"
+        f"print(Path({str(mark)!r}).exists(), flush=True)\nimport mine\nmine.ask()\n"
+    )
+    more = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=os.environ | more, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "False", mark.read_text()
+    assert int(done.stdout.split()[-2]) > 0
+    assert mark.read_text() == "json "
+
+
+@pytest.mark.parametrize(
+    ("command", "is_changed"),
+    [
+        (["/usr/bin/python3.11", "-c", "x", "a.py"], True),
+        (["python", "-m", "x"], True),
+        (("python3", "-Im", "x"), True),
+        (["python", "-X", "utf8", "-W", "error", "-uc", "x"], True),
+        (["python"], True),
+        (["python", "-u", "-"], True),
+        (["/bin/python", b"-mx"], True),
+        (["python", "a.py", "-c", "x"], False),
+        (["python", "-X", "c", "-Wm", "--check-hash-based-pycs", "always", "a.py", "-m"], False),
+        (["python-config", "-c"], False),
+        (["gcc", "-c", "x"], False),
+        ("python -c x", False),
+        ([], False),
+    ],
+)
+def test_python_on_a_file_finds_what_lies_beside_it(command, is_changed):
+    expected = [command[0], "-P", *command[1:]] if is_changed else command
+    assert fresh.without_here(command) == expected
 
 
 def test_a_library_that_settings_may_name_is_no_file_of_the_directory(tmp_path, monkeypatch):

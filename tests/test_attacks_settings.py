@@ -235,7 +235,6 @@ PROFILER = "{_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: '${r
         (("logger=[]", f"+logger.x={BOARD}"), "version_3/s/hparams.yaml", "logger.x"),
         ((f"+trainer.profiler={PROFILER}",), "p/fit-x.txt", "trainer.profiler"),
         ((f"+trainer.profiler={PROFILER.replace(', dirpath: ', ', _dirpath: ')}",), "fit-x.txt", "trainer.profiler"),
-        (("logger=[]", "trainer.logger=true"), "lightning_logs/x", "hydra.run.dir"),
     ],
 )
 def test_lightning_writes_through_no_link(words, link, key, tmp_path):
@@ -271,6 +270,19 @@ def test_wandb_writes_through_no_link(tmp_path):
     assert link_problem(tmp_path / "run") is None
     kept.with_name("debug.log").symlink_to(tmp_path / "mine")
     assert "wandb/run-1/logs/debug.log in it is a link to" in str(link_problem(tmp_path / "run"))
+
+
+@provocation(
+    "`trainer.logger=null` or `true`, with which Lightning makes a logger of its own in lightning_logs/", REFUSED
+)
+def test_lightning_makes_no_logger_by_itself(tmp_path):
+    for value in ("null", "true"):
+        with pytest.raises(ConfigError, match=rf"trainer\.logger={value}: allowed is a list or false"):
+            check(composed(f"trainer.logger={value}"))
+    check(composed("trainer.logger=false"))
+    (tmp_path / "run" / "lightning_logs" / "version_1").mkdir(parents=True)
+    (tmp_path / "run" / "lightning_logs" / "version_1" / "hparams.yaml").symlink_to(tmp_path / "mine")
+    assert "lightning_logs/version_1/hparams.yaml in it is a link to" in str(link_problem(tmp_path / "run"))
 
 
 VARYING = "{_target_: grpo_lightning.varying.Piecewise, values: [/../../bundle/], borders: [], _convert_: '/../../x'}"

@@ -160,6 +160,11 @@ def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
         assert "in a folder of the directory of" in str(link_problem(tmp_path / place))
     for place in ("runs", "runs/deeper", "bundle/inside", "bundle/new", "."):
         assert link_problem(Path(place)) is None
+    home = tmp_path.with_name(f"{tmp_path.name}_home")
+    home.symlink_to(tmp_path)
+    for place in ("bundle/run", "bundle/sweep/seed=0/x"):  # the working directory by another name
+        assert "in a folder of the directory of" in str(link_problem(home / place))
+    assert link_problem(home / "runs") is None
 
 
 def test_links_that_lead_nowhere_else_are_allowed(tmp_path):

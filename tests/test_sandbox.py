@@ -409,7 +409,8 @@ def test_the_sandbox_holds_for_any_user():
 
 BROKEN = """
 import sys
-sys.path.append(sys.argv[2])
+sys.path.insert(0, sys.argv[2])
+import grpo_lightning_alone
 from grpo_lightning.sandbox import kernel, landlock, seccomp, server
 {}
 server.main(int(sys.argv[1]), sys.argv[3])

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -197,3 +198,22 @@ def test_a_signal_just_before_foreign_code_runs_stops_it():
         with pytest.raises(Preempted):
             reward()
     assert not has_run
+
+
+def test_a_signal_just_before_a_wait_ends_it():
+    """Here another thread gets it, which does not end a wait of the main thread either."""
+
+    def reward():
+        with signals.breaking_off():
+            timer.start()
+            time.sleep(20)
+
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
+    with Signals() as signals:
+        signals.begin_steps(None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # of this thread alone
+        began = time.monotonic()
+        with pytest.raises(Preempted):
+            reward()
+        assert time.monotonic() - began < 10
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})

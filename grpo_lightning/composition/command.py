@@ -25,6 +25,9 @@ def main() -> None:
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
 
+    if any(word.startswith(("-s", "--s")) for word in sys.argv[1:]):
+        sys.exit("--shell-completion would have a shell run what names of settings say; allowed are overrides alone")
+
     if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
 

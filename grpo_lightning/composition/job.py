@@ -44,6 +44,7 @@ def _hydra_job(cfg: DictConfig) -> float:
     start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
     start.pass_by_matplotlibrc()
     fresh.forget()
+    fresh.protect_processes()
     given: Any = HydraConfig.get()
     loader.note_sources(given)
     directory = Path(given.runtime.output_dir)

@@ -6,10 +6,13 @@ anything else, and import modules before they are told where to look: a file nam
 
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing import process, util
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from grpo_lightning import start
@@ -18,23 +21,61 @@ _SAFE_PATH, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
+_PYTHON = re.compile(r"python[\d.]*(\.exe)?")
+
 _ROOT = str(Path(__file__).parents[2])
 _ALONE = str(Path(__file__).parent / "alone")
 """A directory from which this package is imported wherever it lies, and nothing else that lies beside it."""
 _spawn = util.spawnv_passfds
+_begin = subprocess.Popen.__init__
+_PASSED_BY = {*sys.stdlib_module_names, "grpo_lightning"} - {"__main__"}
+"""Modules that start programs for others."""
 
 
 def protect_processes() -> None:
     """Let multiprocessing start Python with the path of this process from the beginning, from now on.
 
-    It sends the path anyway, but late. An option, unlike a variable, is not handed on to what a process starts: a
-    program that a reward starts finds the files beside it.
+    It sends the path anyway, but late. Libraries that start Python for a question, as torch and vLLM do, start it
+    without the working directory on its path. An option, unlike a variable, is not handed on to what a process starts:
+    a program that a reward starts finds the files beside it.
     """
     util.spawnv_passfds = _spawn_safely
+    subprocess.Popen.__init__ = _begin_safely  # type: ignore[assignment,method-assign]
 
 
 def _spawn_safely(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     return _spawn(path, safe(args), passfds)
+
+
+def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None:
+    is_own = start.START is None or _is_asked_by_the_user()  # a program's own way to start others is its own
+    _begin(process, args if is_own else without_here(args), *others, **options)
+
+
+def _is_asked_by_the_user() -> bool:
+    """Whether the code that starts a program stands in a file of the user's."""
+    frame: FrameType | None = sys._getframe(2)
+    known = (start.importable() or ("", []))[1]
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top not in _PASSED_BY:
+            return top in known
+        frame = frame.f_back
+    return False
+
+
+def without_here(command: Any) -> Any:
+    """A command that starts Python on anything but a file, without the working directory on its path; others as is."""
+    if not isinstance(command, list | tuple) or not command or not _PYTHON.fullmatch(os.path.basename(str(command[0]))):
+        return command
+    words = [os.fsdecode(word) for word in command[1:]]
+    while words and words[0].startswith("-") and words[0] != "-":
+        word = words.pop(0)
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            del words[:1]
+        elif word[1] not in "WX-" and {*word} & {*"cm"}:
+            words.clear()
+    return command if words and words[0] != "-" else [command[0], "-P", *command[1:]]
 
 
 def safe(command: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from grpo_lightning.distributed import nudge
 from grpo_lightning.distributed.launched import Launched
 
 _ASKING = tuple(
@@ -90,6 +91,8 @@ class Signals:
         global _current
         self._numbers = tuple(number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN)
         self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
+        if nudge.NUMBER is not None:
+            self._previous[nudge.NUMBER] = signal.signal(nudge.NUMBER, nudge.nothing)
         # The handler has to wait for the main thread, which may be waiting for another process, say. This one does not.
         reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -192,10 +195,11 @@ class Signals:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 os.write(2, f"{asked}\n".encode())
             self._end_at_once(asked.exit_status)
-        # Only once: later signals must not disturb the saving.
-        may_raise = self._may_break_off or not (self._in_steps or self._is_launched)
-        if may_raise and not self._has_raised.is_set():
+        if self._may_raise() and not self._has_raised.is_set():  # only once: later ones must not disturb the saving
             self.check()
+
+    def _may_raise(self) -> bool:
+        return self._may_break_off or not (self._in_steps or self._is_launched)
 
     def _watch(self, reader: socket.socket) -> None:
         """React to signals in a thread of its own, as soon as they come."""
@@ -207,6 +211,7 @@ class Signals:
     def _note(self, number: int) -> None:
         if self.heard is None:
             self.heard = number
+            nudge.start(self._has_raised, lambda: _current is self, self._may_raise)
         if not self._was_handed_on:
             self._was_handed_on = True
             if self._in_steps:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     options = parser.parse_intermixed_args(arguments)
     start.pass_by_matplotlibrc()
+    if sys.flags.safe_path:  # python -P -m: so are processes that libraries start
+        os.environ["PYTHONSAFEPATH"] = "1"
     logging.basicConfig(format="[%(levelname)s] %(message)s")
     try:
         text = replay(options.directory, options.overrides, steps=options.steps, form=options.format)

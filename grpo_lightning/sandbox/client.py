@@ -19,9 +19,9 @@ from typing import Any
 
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 
-_ROOT = str(Path(__file__).parents[2])
-_BEGIN = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; sys.path.pop(); "
-_BEGIN += "main(int(sys.argv[1]), sys.argv[3])"
+_ALONE = str(Path(__file__).parents[1] / "distributed" / "alone")
+_BEGIN = "import sys; sys.path.insert(0, sys.argv[2]); import grpo_lightning_alone; "
+_BEGIN += "from grpo_lightning.sandbox.server import main; main(int(sys.argv[1]), sys.argv[3])"
 _STOP = b"stop"
 _START_SECONDS = 60.0
 _SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
@@ -115,7 +115,7 @@ class _Server:
             raise Unavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
-        arguments = [str(theirs.fileno()), _ROOT, tempfile.gettempdir()]
+        arguments = [str(theirs.fileno()), _ALONE, tempfile.gettempdir()]
         libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
         with theirs:
             self._process = subprocess.Popen(

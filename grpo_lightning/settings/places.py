@@ -56,7 +56,7 @@ _FILES = re.compile(
     r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb", "lightning_logs")
-_DEEP = ("wandb",)
+_DEEP = ("wandb", "lightning_logs")
 """Folders in whose folders a run writes, too."""
 _NOT_WRITTEN = {
     "checkpoints": "[!.]*.ckpt",
@@ -80,7 +80,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         more: Further names of what the run writes into it.
     """
     for part in (directory.absolute(), *directory.absolute().parents):
-        if start.place() in part.parent.parents and leads_out(part, part.parent):
+        if start.place() in Path(os.path.realpath(part.parent)).parents and leads_out(part, part.parent):
             return printable(
                 f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
                 f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"

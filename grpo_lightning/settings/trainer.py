@@ -54,6 +54,8 @@ def _options(trainer: Mapping[str, Any]) -> Iterator[str]:
         if not any(type(value) is type(one) and value == one for one in allowed):
             listed = " or ".join(_written(one) for one in allowed)
             yield f"trainer.{name}={_written(value)}: allowed is {listed}; {instead}"
+    if (value := trainer.get("logger", [])) is None or value is True:
+        yield f"trainer.logger={_written(value)}: allowed is a list or false; Lightning's own is logger=tensorboard"
 
 
 def _plugins(trainer: Mapping[str, Any]) -> Iterator[str]:

@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process of its own, which could outlive this one
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "PYTHONSAFEPATH": "1",  # it starts Python for questions about models: not in the working directory
 }
 LOGGING = "VLLM_LOGGING_LEVEL"
 TOKENS_AT_ONCE = 4096
