@@ -311,6 +311,25 @@ def test_what_libraries_ask_of_python_is_not_asked_here(tmp_path):
     assert mark.read_text() == "json "
 
 
+@provocation(
+    "`x86_64/libdl.so.2` in the working directory, once opencv has set `LD_LIBRARY_PATH=…:`, whose empty element means "
+    "that directory",
+    "programs that are started do not look there",
+)
+def test_shared_libraries_do_not_come_from_here(monkeypatch):
+    fresh.protect_processes()
+    for value, expected in (("/a:", "/a"), (":/a::/b;", "/a:/b"), (":", ""), ("/a:/b", "/a:/b"), ("", "")):
+        asked = ["sh", "-c", "echo $LD_LIBRARY_PATH"]
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/c")
+        done = subprocess.run(asked, env=os.environ | {"LD_LIBRARY_PATH": value}, capture_output=True, text=True)
+        assert (done.stdout, os.environ["LD_LIBRARY_PATH"]) == (f"{expected}\n", "/c")
+        monkeypatch.setenv("LD_LIBRARY_PATH", value)
+        assert subprocess.run(asked, capture_output=True, text=True).stdout == f"{expected}\n"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    subprocess.run(["true"])
+    assert "LD_LIBRARY_PATH" not in os.environ
+
+
 @pytest.mark.parametrize(
     ("command", "is_changed"),
     [

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from multiprocessing import process, util
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,8 @@ from typing import Any
 
 from grpo_lightning import start
 
-_SAFE_PATH, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
+_SAFE_PATH, _PATH, _LIBRARIES = "PYTHONSAFEPATH", "PYTHONPATH", "LD_LIBRARY_PATH"
+_BETWEEN = re.compile("[:;]")
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
@@ -37,19 +38,32 @@ def protect_processes() -> None:
 
     It sends the path anyway, but late. Libraries that start Python for a question, as torch and vLLM do, start it
     without the working directory on its path. An option, unlike a variable, is not handed on to what a process starts:
-    a program that a reward starts finds the files beside it.
+    a program that a reward starts finds the files beside it. Nor do shared libraries come from the working directory,
+    which an empty element of ``LD_LIBRARY_PATH`` means; opencv, which vLLM imports, adds one.
     """
     util.spawnv_passfds = _spawn_safely
     subprocess.Popen.__init__ = _begin_safely  # type: ignore[assignment,method-assign]
 
 
 def _spawn_safely(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    _drop_empty(os.environ)
     return _spawn(path, safe(args), passfds)
 
 
 def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None:
+    _drop_empty(os.environ)
+    if isinstance(variables := options.get("env"), Mapping):
+        options["env"] = _drop_empty(dict(variables))
     is_own = start.START is None or _is_asked_by_the_user()  # a program's own way to start others is its own
     _begin(process, args if is_own else without_here(args), *others, **options)
+
+
+def _drop_empty(variables: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """The same variables, of which the one that says where shared libraries are has no empty elements any more."""
+    places = _BETWEEN.split(str(variables.get(_LIBRARIES, "")))
+    if "" in places and len(places) > 1:
+        variables[_LIBRARIES] = ":".join(filter(None, places))
+    return variables
 
 
 def _is_asked_by_the_user() -> bool:

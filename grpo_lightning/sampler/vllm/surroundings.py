@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from grpo_lightning.distributed import fresh
 from grpo_lightning.distributed.ranks import Ranks
 
 ENVIRONMENT = {
@@ -94,6 +95,7 @@ def launched(ranks: Ranks) -> Iterator[None]:
     Args:
         ranks: The processes of the run.
     """
+    fresh.protect_processes()
     told = dict(ENVIRONMENT)
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     told |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "LOCAL_RANK": local}
