@@ -126,12 +126,16 @@ def test_mlflow_asks_no_git(tmp_path, monkeypatch):
 
 @provocation(
     "`/tmp/torchinductor_USER`, where torch keeps code that it compiles, is another user's, a link or everybody's",
-    "a new directory is taken",
+    "a new directory is taken, and no compiled headers, which torch keeps there at any rate",
 )
 def test_compiled_code_is_kept_in_a_directory_of_ones_own(tmp_path, monkeypatch):
+    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+
     def taken():
         monkeypatch.delenv(caches.VARIABLE, raising=False)
+        monkeypatch.delenv(headers, raising=False)
         caches.use_private_cache()
+        assert os.environ.get(headers) == (None if os.environ[caches.VARIABLE] == str(usual) else "0")
         return os.environ[caches.VARIABLE]
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -154,8 +158,9 @@ def test_compiled_code_is_kept_in_a_directory_of_ones_own(tmp_path, monkeypatch)
     assert all(name.startswith(f"{usual.parent}/torchinductor_") and name != str(usual) for name in others)
     assert all(stat.S_IMODE(os.stat(name).st_mode) == 0o700 for name in others)
     monkeypatch.setenv(caches.VARIABLE, "mine")
+    monkeypatch.delenv(headers)
     caches.use_private_cache()
-    assert os.environ[caches.VARIABLE] == "mine"
+    assert (os.environ[caches.VARIABLE], os.environ[headers]) == ("mine", "0")
 
 
 OPEN = """

@@ -9,15 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+"""Whether torch keeps compiled headers, which it always does in the directory of its own choice."""
 
 
 def use_private_cache() -> None:
     """Say where torch keeps what it compiles, for this process and those that it starts; a user's own word stays.
 
     Torch's own choice is ``/tmp/torchinductor_USER``, a name that others can guess and take before. It is kept where
-    the directory is the user's or can be made so; else a new one of a name by chance is taken.
+    the directory is the user's or can be made so; else a new one of a name by chance is taken, and no compiled headers
+    are kept.
     """
-    if VARIABLE in os.environ or not hasattr(os, "getuid"):
+    if not hasattr(os, "getuid"):
         return
     try:
         user = getpass.getuser()
@@ -26,7 +29,11 @@ def use_private_cache() -> None:
     name = re.sub(r"[^\w.-]", "_", user)
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{name}"
     with suppress(OSError):  # of a full or read-only disk torch says more
-        os.environ[VARIABLE] = str(usual) if _is_own(usual) else tempfile.mkdtemp(prefix="torchinductor_")
+        is_own = _is_own(usual)
+        if not is_own:
+            os.environ.setdefault(_HEADERS, "0")
+        if VARIABLE not in os.environ:
+            os.environ[VARIABLE] = str(usual) if is_own else tempfile.mkdtemp(prefix="torchinductor_")
 
 
 def _is_own(place: Path) -> bool:
