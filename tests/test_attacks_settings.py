@@ -268,6 +268,9 @@ def test_wandb_writes_through_no_link(tmp_path):
     kept.parent.mkdir(parents=True)
     kept.symlink_to(tmp_path / "cache")  # W&B's own
     assert link_problem(tmp_path / "run") is None
+    (tmp_path / "run" / ".wandb").symlink_to(tmp_path)
+    assert ": .wandb in it is a link to" in str(link_problem(tmp_path / "run"))
+    (tmp_path / "run" / ".wandb").unlink()
     kept.with_name("debug.log").symlink_to(tmp_path / "mine")
     assert "wandb/run-1/logs/debug.log in it is a link to" in str(link_problem(tmp_path / "run"))
 
@@ -374,7 +377,7 @@ def test_paths_are_texts(tmp_path):
 )
 def test_wandb_asks_no_git(tmp_path, monkeypatch):
     place = tmp_path / "theirs"
-    (place / "run").mkdir(parents=True)
+    (place / "run" / ".wandb").mkdir(parents=True)  # where W&B would write in place of wandb, if it may choose
     (place / "file").write_text("a")
     for words in (
         ["init", "-q"],
@@ -390,6 +393,7 @@ def test_wandb_asks_no_git(tmp_path, monkeypatch):
     logger.log_metrics({"a": 1.0}, 1)
     logger.finalize("success")
     assert list(place.glob("run/wandb/offline-run-*"))
+    assert not list(place.glob("run/.wandb/*"))
     assert not (tmp_path / "HIT").exists()
 
 

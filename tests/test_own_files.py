@@ -140,7 +140,40 @@ def test_a_run_writes_through_no_link(name, tmp_path):
     (run / name).unlink()
     (run / name).symlink_to(tmp_path / "nothing")
     assert link_problem(run) is not None
+    (run / name).unlink()
+    (run / name).hardlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"hydra.run.dir={run}: {name} in it is a hard link, another name of some "):
+        check(composed(f"run_dir={run}"))
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}
+
+
+@provocation(
+    "a run directory, or a folder in it, whose files can be used and not be listed (mode 0300), so that links among "
+    "them are not seen",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", ["", "csv", "wandb/run-1/files", "tensorboard"])
+def test_a_run_writes_into_no_hidden_folder(name, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / name).mkdir(parents=True)
+    assert link_problem(run) is None
+    real = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: (Path(path) != run / name or not mode & os.R_OK) and real(path, mode)
+    )
+    told = f"{name} in it" if name else "itself"
+    assert f": {told} is a directory whose files cannot be listed" in str(link_problem(run))
+
+
+def test_a_log_that_a_backup_shares_is_cut_alone(tmp_path):
+    own = logged(tmp_path / "tensorboard", 1, tensorboard.SUFFIX)
+    backup = tmp_path / "backup"
+    backup.hardlink_to(own)
+    before = own.read_bytes()
+    assert tensorboard.rewind(own.parent, {own.name: 5}) == len(before) - 5
+    assert own.read_bytes() == before[:5]
+    assert backup.read_bytes() == before
+    assert [path.name for path in own.parent.iterdir()] == [own.name]
 
 
 @provocation(
@@ -172,6 +205,8 @@ def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
     (run / "checkpoints" / "last_1_0.ckpt").mkdir(parents=True)
     (run / "checkpoints" / "last.ckpt").symlink_to("last_1_0.ckpt")
     (run / "checkpoints" / "best.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
+    (run / "checkpoints" / "step.ckpt").write_text("")
+    (run / "checkpoints" / ".last.ckpt.77").hardlink_to(run / "checkpoints" / "step.ckpt")  # of a run that was killed
     (run / "summary_fit.json").symlink_to("summary.json")
     (run / "data").symlink_to(tmp_path)
     (tmp_path / "name").symlink_to(run)
@@ -321,6 +356,10 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
         with pytest.raises(Locked, match=r"\.lock in it is a link, which is not written to; allowed is"), held(run):
             pass
         assert os.readlink(run / ".lock") == str(target)
+    (run / ".lock").unlink()
+    (run / ".lock").hardlink_to(mine)
+    with pytest.raises(Locked, match=r"\.lock in it is a link, which is not written to; allowed is"), held(run):
+        pass
     assert mine.read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
 

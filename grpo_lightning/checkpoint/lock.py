@@ -114,11 +114,11 @@ def _acquired(path: Path, directory: Path, patience: float, key: str) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             if path.is_symlink():
-                raise Locked(
-                    f"{key}={directory}: {NAME} in it is a link, which is not written to; allowed is a "
-                    f"directory without it, so remove {directory / NAME}"
-                ) from error
+                raise _linked(directory, key) from error
             raise _unwritable(directory, error, key) from error
+        if os.fstat(descriptor).st_nlink > 1:  # another name of somebody's file
+            os.close(descriptor)
+            raise _linked(directory, key)
         holder = _lock(descriptor)
         if holder is None:
             if _is_at(descriptor, path):
@@ -130,6 +130,13 @@ def _acquired(path: Path, directory: Path, patience: float, key: str) -> int:
         if time.monotonic() >= deadline:
             raise Locked(_refusal(directory, holder, key))
         time.sleep(0.1)
+
+
+def _linked(directory: Path, key: str) -> Locked:
+    return Locked(
+        f"{key}={directory}: {NAME} in it is a link, which is not written to; allowed is a directory without it, so "
+        f"remove {directory / NAME}"
+    )
 
 
 def _lock(descriptor: int) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_lightning.output.files import replace
+
 SUFFIX = ".grpo"
 """What the names of event files end with, by logger.filename_suffix."""
 
@@ -40,8 +42,17 @@ def rewind(directory: Path, lengths: dict[str, int], *, continues: bool = True) 
         if not known:
             path.unlink()
         elif known < size:
-            os.truncate(path, known)
+            _cut(path, known)
     return removed
+
+
+def _cut(path: Path, length: int) -> None:
+    """Cut a file; one of several names of it, as in a backup of hard links, becomes a file of its own."""
+    if path.lstat().st_nlink > 1:
+        with path.open("rb") as file:
+            replace(path, file.read(length), by=f".{path.name}")
+    else:
+        os.truncate(path, length)
 
 
 def _files(directory: Path) -> list[Path]:

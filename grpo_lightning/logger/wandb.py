@@ -34,7 +34,8 @@ class WandbLogger(loggers.WandbLogger):
         settings = self._wandb_init.get("settings") or {}
         if isinstance(settings, Mapping):  # a program's own are its own
             # It would run git in the run's directory, where a stranger's .git/config may name programs.
-            self._wandb_init["settings"] = {**settings, "disable_git": True}
+            # And it would write to .wandb in place of wandb where there is one.
+            self._wandb_init["settings"] = {**settings, "disable_git": True, "use_dot_wandb": False}
 
     @property
     def experiment(self) -> Any:

@@ -55,9 +55,9 @@ _FILES = re.compile(
     r"[\w.-]+\.log|(health|preflight)\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl"
     r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
-_FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", "wandb", "lightning_logs")
-_DEEP = ("wandb", "lightning_logs")
+_DEEP = ("wandb", ".wandb", "lightning_logs")
 """Folders in whose folders a run writes, too."""
+_FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", *_DEEP)
 _NOT_WRITTEN = {
     "checkpoints": "[!.]*.ckpt",
     "tensorboard": "events.out.tfevents.*",
@@ -86,18 +86,35 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
             )
     for path in _written(directory, more):
-        if leads_out(path, directory):
+        name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
+        if is_hidden(path):
             return printable(
-                f"hydra.run.dir={directory}: {path.relative_to(directory)} in it is a link to {os.readlink(path)}, "
-                "through which is not written; allowed is a directory whose own files lie in it, so remove the link"
+                f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
+                f"them would not be seen; allowed is one that can be read: chmod u+r {path}"
+            )
+        if leads_out(path, directory):
+            how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"
+            return printable(
+                f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
+                "whose own files lie in it, so remove the link"
             )
     return None
 
 
 def leads_out(path: Path, directory: Path) -> bool:
-    """Whether a path is a link to something outside of a directory."""
+    """Whether a path is a link to something outside of a directory, or a file that has names in others than its own."""
     home = os.path.realpath(directory)
-    return path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home
+    if path.is_symlink():
+        return os.path.commonpath([home, os.path.realpath(path)]) != home
+    if not path.is_file() or path.lstat().st_nlink == 1:
+        return False
+    names = [one for one in path.parent.iterdir() if not one.is_symlink() and one.samefile(path)]
+    return len(names) < path.lstat().st_nlink
+
+
+def is_hidden(place: Path) -> bool:
+    """Whether what lies in a directory can be used and not be listed."""
+    return place.is_dir() and os.access(place, os.X_OK) and not os.access(place, os.R_OK)
 
 
 def is_looked_through(place: Path, directory: Path) -> bool:
@@ -107,6 +124,8 @@ def is_looked_through(place: Path, directory: Path) -> bool:
 
 def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
     """What there is of the files and folders that a run writes, with what the folders hold."""
+    if is_hidden(directory):
+        yield directory
     if not directory.is_dir() or not os.access(directory, os.R_OK | os.X_OK):
         return
     for path in sorted(directory.iterdir()):

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.places import is_looked_through, leads_out
+from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -80,8 +80,8 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
     written = _written(node, name, run)
     if written is not None and (found := _link(written, run)):
         yield printable(
-            f"{key}: {found} is a link that leads elsewhere, through which is not written; allowed is a directory in "
-            f"run_dir={run} whose own files lie in it, so remove the link"
+            f"{key}: {found} is a link that leads elsewhere, or hides such, through which is not written; allowed is a "
+            f"directory in run_dir={run} whose own files lie in it and can be listed"
         )
 
 
@@ -101,7 +101,7 @@ def _written(node: Mapping[str, Any], name: str, run: Path) -> Path | None:
 
 def _link(place: Path, run: Path) -> Path | None:
     """The link by which a directory, or something in it, leads out of the run directory; None if there is none."""
-    if not is_in(place, run):
+    if not is_in(place, run) or is_hidden(place):
         return place
     if is_looked_through(place, run) or not place.is_dir() or not os.access(place, os.R_OK | os.X_OK):
         return None
