@@ -138,6 +138,10 @@ def test_a_resolver_whose_name_is_put_together_is_found(monkeypatch, tmp_path):
         (("logger=mlflow", "logger.mlflow.tracking_uri=https://x.org"), "logger.mlflow.tracking_uri=https://x.org"),
         (("logger=mlflow", "logger.mlflow.tracking_uri=http://127.0.0.1:5000"), None),
         (
+            ("logger=mlflow", "logger.mlflow.tracking_uri='http://127.0.0.1:5000/x?'"),
+            "logger.mlflow.tracking_uri=http://127.0.0.1:5000/x?",
+        ),
+        (
             ("logger=mlflow", "logger.mlflow.tracking_uri=http://127.0.0.1@x.org"),
             "logger.mlflow.tracking_uri=http://127.0.0.1@x.org",
         ),

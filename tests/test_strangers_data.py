@@ -63,6 +63,26 @@ def test_files_inside_are_read(settings, place):
     assert [rows[i] for i in range(len(rows))] == [("own", {})]
 
 
+@provocation(
+    "a data set's README whose `version` or `config_name` is a path, to which the prepared data set would be written",
+    "refused in one sentence; nothing is written there",
+)
+@pytest.mark.parametrize("value", ["/proc/self/cwd/out", "HERE/out", "../../../out", "a/../../b", ".."])
+@pytest.mark.parametrize("key", ["version", "config_name"])
+def test_a_data_set_is_prepared_in_the_cache(key, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "a" / "b" / "cache"))
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "data.jsonl").write_text('{"prompt": "own"}\n')
+    config = {"config_name": "default", "data_files": "data.jsonl", key: value.replace("HERE", str(tmp_path))}
+    (tmp_path / "bundle" / "README.md").write_text(f"---\n{json.dumps({'configs': [config]})}\n---\n")
+    with pytest.raises(ValueError, match=r"^data.path='bundle', data.split='train': "):
+        Hub("bundle", "train")
+    written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.parts[0] for path in written} <= {"a", "bundle"}
+    assert all(path.parts[:3] == ("a", "b", "cache") for path in written if len(path.parts) > 2)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Two splits as ``save_to_disk`` writes them, beside another such data set that is none of theirs."""

@@ -1,4 +1,4 @@
-"""Archives in a data set: they may hold plain files, and nothing that leads to other places."""
+"""What the datasets library writes of a data set: plain files of its archives, and only where its caches are."""
 
 import tarfile
 import zipfile
@@ -7,31 +7,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import DownloadManager
+from datasets import DatasetBuilder, DownloadManager
 from datasets.utils.extract import Extractor
 
 _OTHERS = ("rar", "7z")
 
 
 @contextmanager
-def plain_files_only() -> Iterator[None]:
-    """Inside, the datasets library unpacks no archive that holds more than files and folders, whatever its name.
+def contained() -> Iterator[None]:
+    """Inside, the datasets library writes into its own caches only, whatever a data set's files say.
 
-    By itself it compares texts to see whether a link leads out of an archive. The kernel follows links in them: what
-    is then written to a link goes into any file of the user's. And "::" in a name is a further place to read from.
+    It unpacks no archive that holds more than files and folders. By itself it compares texts to see whether a link
+    leads out of an archive; the kernel follows links in them, and what is then written to a link goes into any file of
+    the user's. And "::" in a name is a further place to read from.
+
+    The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
     """
-    extract = DownloadManager.extract
+    extract, cache = DownloadManager.extract, DatasetBuilder._build_cache_dir
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
             _check(Path(path))
         return extract(manager, path_or_paths)
 
-    DownloadManager.extract = checked
+    def below(builder: DatasetBuilder) -> str:
+        place, root = str(cache(builder)), Path(builder._cache_dir_root)
+        if ".." in Path(place).parts or root not in Path(place).parents:
+            raise ValueError(f"its configuration would be written to {place!r}: allowed are names without '/' and '..'")
+        return place
+
+    DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     try:
         yield
     finally:
-        DownloadManager.extract = extract
+        DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
 
 
 def check_inside(text: str, where: str) -> None:

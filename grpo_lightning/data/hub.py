@@ -15,7 +15,7 @@ from huggingface_hub import DatasetCard
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.archives import check_inside, plain_files_only, texts
+from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.output.terminal import printable
 
@@ -128,11 +128,11 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
         if local.is_file():
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
-            with plain_files_only():
+            with contained():
                 return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         if local.is_dir():
             _check_stays_inside(local)
-        with plain_files_only():
+        with contained():
             return datasets.load_dataset(path, name, split=split, revision=revision)
     except UnpicklingError as error:
         raise ValueError(

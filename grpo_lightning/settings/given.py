@@ -155,7 +155,8 @@ def _is_of_this_machine(address: Any) -> bool:
         parts = urlsplit(str(address))
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and parts.hostname in _THIS_MACHINE
+    is_plain = not {*"?#\\"} & {*str(address)}  # else libraries append what they want to ask to something else
+    return is_plain and parts.scheme in ("http", "https") and parts.hostname in _THIS_MACHINE
 
 
 def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

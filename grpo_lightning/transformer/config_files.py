@@ -95,7 +95,7 @@ def _values(node: Any, where: str, refused: frozenset[str], left_out: list[str])
     content = {}
     for key, value in node.items():
         name = str(key)  # labels have numbers
-        if name in _LEFT_OUT or (_IMPLEMENTATION.fullmatch(name) and "/" in json.dumps(value)):
+        if name in _LEFT_OUT or (_IMPLEMENTATION.fullmatch(name) and "/" in str(value)):
             left_out.append(name)
             continue
         if name in refused or (name.startswith("__") and name.endswith("__")):

@@ -124,10 +124,8 @@ def _check_url(url: Any, allow_http: bool) -> None:
     if (
         host is None
         or not isinstance(url, str)
-        or re.search(r"[\s\x00-\x20\x7f]", url)
+        or re.search(r"[\s\x00-\x20\x7f?#\\]", url)  # an empty query would cut off what is appended
         or parts.scheme not in ("http", "https")
-        or parts.query
-        or parts.fragment
         or "@" in parts.netloc
     ):
         remember({}, texts=re.findall("//([^/@]+)@", str(url)))
