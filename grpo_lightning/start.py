@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
             return None
         if fullname not in self.named and not _asked_by_the_user(START, self.named | self.found):
             return None
-        spec = PathFinder.find_spec(fullname, [str(START)])
+        spec = _the_only_one(PathFinder.find_spec(fullname, [str(START)]))
         if spec is not None and spec.submodule_search_locations and fullname not in self.named and settings_from():
             raise ModuleNotFoundError(
                 f"{fullname} is a folder, and may have come with the settings in {', '.join(settings_from())}; if you "
@@ -73,7 +73,8 @@ class _SourceFinder(MetaPathFinder):
             fullname.partition(".")[0] not in known and (path or not _asked_by_the_user(START, known))
         ):
             return None
-        spec = _from_source(PathFinder.find_spec(fullname, path), START)
+        found = PathFinder.find_spec(fullname, path)
+        spec = _from_source(found if path else _the_only_one(found), START)
         if spec is not None and path is None:
             _finder.found.add(fullname)
         return spec
@@ -155,6 +156,20 @@ def is_own(path: Path, here: Path) -> bool:
     if here not in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
         return False
     return not any(place in path.parents and place not in (here, *here.parents) for place in _installed())
+
+
+def _the_only_one(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """The same; a folder beside a file of that name, which Python would pass by, may have been unpacked there.
+
+    Raises:
+        ModuleNotFoundError: It is one.
+    """
+    if spec is not None and spec.origin and spec.submodule_search_locations:
+        folder = Path(spec.origin).parent
+        if folder.with_name(f"{folder.name}.py").is_file():
+            told = f"{folder} and {folder}.py have the same name; allowed is one of them, so rename the other"
+            raise ModuleNotFoundError(told, name=spec.name)
+    return spec
 
 
 def _from_source(spec: ModuleSpec | None, here: Path) -> ModuleSpec | None:

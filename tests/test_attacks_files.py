@@ -282,6 +282,30 @@ def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
 
 
 @provocation(
+    "a stranger's folder `my_rewards/` beside the user's own `my_rewards.py`, of which Python would take the folder",
+    "refused in one sentence, nothing ran",
+)
+@pytest.mark.parametrize("on_path", [False, True])
+def test_a_folder_beside_a_file_of_its_name_is_not_run(on_path, tmp_path):
+    mark = tmp_path / "HIT"
+    for name in ("mine", "mine_helper"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(mark)!r}, 'w')\n")
+        (tmp_path / f"{name}.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
+    more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
+    words = (*TINY, "reward=[custom]", "reward.custom.function._target_=mine.score")
+    assert start(tmp_path, *words, **more).returncode == 1
+    shutil.rmtree(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()  # without a file of Python it is no package
+    assert start(tmp_path, *words, **more).returncode == 0
+    (tmp_path / "mine.py").write_text("import mine_helper\n" + (tmp_path / "mine.py").read_text())
+    done = start(tmp_path, *words, **more)
+    assert done.returncode == 1
+    assert f"{tmp_path}/mine_helper and {tmp_path}/mine_helper.py have the same name; allowed is one of" in done.stderr
+    assert not mark.exists()
+
+
+@provocation(
     "a folder `ctypes/` in the working directory, when torch or vLLM start Python there with a question (`python -c`, "
     "`python -m`)",
     "it is not run; what a file of the user's starts is started as it says",
@@ -338,12 +362,14 @@ def test_shared_libraries_do_not_come_from_here(monkeypatch):
         (("python3", "-Im", "x"), True),
         (["python", "-X", "utf8", "-W", "error", "-uc", "x"], True),
         (["python"], True),
+        (["python3.13t", "-c", "x"], True),
+        ([sys.executable, "-c", "x"], True),
         (["python", "-u", "-"], True),
         (["/bin/python", b"-mx"], True),
         (["python", "a.py", "-c", "x"], False),
         (["python", "-X", "c", "-Wm", "--check-hash-based-pycs", "always", "a.py", "-m"], False),
         (["python-config", "-c"], False),
-        (["gcc", "-c", "x"], False),
+        ([b"gcc", "-c", "x"], False),
         ("python -c x", False),
         ([], False),
     ],

@@ -148,6 +148,28 @@ def test_a_run_writes_through_no_link(name, tmp_path):
 
 
 @provocation(
+    "`hydra.run.dir=.` with a stranger's folder `csv/` in which a link leads to a file of the user's beside it, or a "
+    "link to a further name of such a file",
+    "refused in one sentence",
+)
+def test_a_folder_s_links_stay_in_it(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for name in ("csv", "wandb/run-1/files"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "own").write_text("")
+        (tmp_path / name / "link").symlink_to("own")
+        assert link_problem(tmp_path) is None
+        (tmp_path / name / "link").unlink()
+        (tmp_path / name / "link").symlink_to(tmp_path / "mine")
+        assert f": {name}/link in it is a link to {tmp_path}/mine" in str(link_problem(tmp_path))
+        (tmp_path / name / "link").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "z").hardlink_to(tmp_path / "mine")
+    (tmp_path / "run" / "train.log").symlink_to("z")
+    assert ": train.log in it is a link to z" in str(link_problem(tmp_path / "run"))
+
+
+@provocation(
     "a run directory, or a folder in it, whose files can be used and not be listed (mode 0300), so that links among "
     "them are not seen",
     "refused in one sentence",

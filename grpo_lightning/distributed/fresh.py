@@ -22,7 +22,7 @@ _BETWEEN = re.compile("[:;]")
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
-_PYTHON = re.compile(r"python[\d.]*(\.exe)?")
+_PYTHON = re.compile(r"python[\w.]*")
 
 _ROOT = str(Path(__file__).parents[2])
 _ALONE = str(Path(__file__).parent / "alone")
@@ -80,7 +80,10 @@ def _is_asked_by_the_user() -> bool:
 
 def without_here(command: Any) -> Any:
     """A command that starts Python on anything but a file, without the working directory on its path; others as is."""
-    if not isinstance(command, list | tuple) or not command or not _PYTHON.fullmatch(os.path.basename(str(command[0]))):
+    if not isinstance(command, list | tuple) or not command:
+        return command
+    program = os.fsdecode(command[0])
+    if program != sys.executable and not _PYTHON.fullmatch(os.path.basename(program)):
         return command
     words = [os.fsdecode(word) for word in command[1:]]
     while words and words[0].startswith("-") and words[0] != "-":

@@ -92,7 +92,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
                 f"them would not be seen; allowed is one that can be read: chmod u+r {path}"
             )
-        if leads_out(path, directory):
+        if leads_out(path, path.parent):  # a stranger's may be one folder among the user's own files
             how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"
             return printable(
                 f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
@@ -103,9 +103,9 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
 def leads_out(path: Path, directory: Path) -> bool:
     """Whether a path is a link to something outside of a directory, or a file that has names in others than its own."""
-    home = os.path.realpath(directory)
     if path.is_symlink():
-        return os.path.commonpath([home, os.path.realpath(path)]) != home
+        home, target = os.path.realpath(directory), os.path.realpath(path)
+        return os.path.commonpath([home, target]) != home or leads_out(Path(target), directory)
     if not path.is_file() or path.lstat().st_nlink == 1:
         return False
     names = [one for one in path.parent.iterdir() if not one.is_symlink() and one.samefile(path)]
