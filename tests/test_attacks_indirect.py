@@ -144,9 +144,12 @@ def test_compiled_code_is_kept_in_a_directory_of_ones_own(tmp_path, monkeypatch)
     assert taken() == str(usual)
     assert stat.S_IMODE(usual.stat().st_mode) == 0o700
     usual.chmod(0o775)
+    monkeypatch.setattr(caches, "_is_private", lambda group: True)
     assert taken() == str(usual)
-    usual.chmod(0o777)
+    monkeypatch.setattr(caches, "_is_private", lambda group: False)
     others = {taken()}
+    usual.chmod(0o777)
+    others.add(taken())
     usual.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: usual.stat().st_uid + 1)
@@ -154,7 +157,7 @@ def test_compiled_code_is_kept_in_a_directory_of_ones_own(tmp_path, monkeypatch)
     usual.rename(tmp_path / "elsewhere")
     usual.symlink_to(tmp_path / "elsewhere")
     others.add(taken())
-    assert len(others) == 3
+    assert len(others) == 4
     assert all(name.startswith(f"{usual.parent}/torchinductor_") and name != str(usual) for name in others)
     assert all(stat.S_IMODE(os.stat(name).st_mode) == 0o700 for name in others)
     monkeypatch.setenv(caches.VARIABLE, "mine")

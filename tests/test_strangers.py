@@ -298,3 +298,22 @@ def test_only_a_boolean_trusts_the_code_of_a_model(value, tmp_path):
     """A column of a data set may have the name of the argument."""
     with pytest.raises(ValueError, match=r"policy.trust_remote_code=.*: allowed is true or false"):
         hf.load(str(tmp_path), **PLAIN | {"trust_remote_code": value})
+
+
+@provocation(
+    "`policy.path=org/model policy.trust_remote_code=true`, by which the user means a model of the hub, where a "
+    "stranger's folder lies at ./org/model",
+    "refused in one sentence; `./org/model` is taken",
+)
+def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "org" / "model", "llama", chat=True)
+    monkeypatch.chdir(tmp_path)
+    trusting = PLAIN | {"trust_remote_code": True}
+    told = r"^policy.trust_remote_code=true: org/model is a directory here, .*; allowed is ./org/model, if you mean"
+    with pytest.raises(ValueError, match=told):
+        hf.load("org/model", **trusting)
+    hf.load("org/model", **PLAIN)
+    hf.load("./org/model", **trusting)
+    sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}
+    with pytest.raises(ValueError, match=r"^reward.model.function.trust_remote_code=true: org/model is a directory"):
+        RewardModel(path="org/model", dtype="float32", device=None, trust_remote_code=True, **sizes)

@@ -37,8 +37,21 @@ def use_private_cache() -> None:
 
 
 def _is_own(place: Path) -> bool:
-    """Whether a directory, which is made if there is none, belongs to the user and not everybody may write to it."""
+    """Whether a directory, which is made if there is none, belongs to the user and no others may write to it."""
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)
     found = place.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+    others = stat.S_IWOTH if _is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's alone, as many systems give one of the user's name to each."""
+    import grp  # which not every system has
+    import pwd
+
+    try:
+        found = grp.getgrgid(group)
+        return found.gr_name == pwd.getpwuid(os.getuid()).pw_name and not {*found.gr_mem} - {found.gr_name}
+    except KeyError:
+        return False

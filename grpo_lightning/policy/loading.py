@@ -16,7 +16,7 @@ from grpo_lightning.batch import Prompt
 from grpo_lightning.transformer.strangers import (
     check_adapter_files,
     check_attention,
-    check_boolean,
+    check_trust,
     only_data,
 )
 
@@ -46,7 +46,7 @@ def pretrained(
     """
     if quantization not in (None, "8bit", "4bit"):
         raise ValueError(f"policy.quantization={quantization}: allowed: 8bit, 4bit or null")
-    check_boolean(trust_remote_code, "policy.trust_remote_code")
+    check_trust(trust_remote_code, "policy.trust_remote_code", path)
     quantized: dict[str, Any] = {}
     if quantization:
         settings = BitsAndBytesConfig(

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
-from grpo_lightning.transformer.strangers import check_adapter_files, check_boolean, only_data
+from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, only_data
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -66,7 +66,7 @@ class RewardModel:
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        check_boolean(trust_remote_code, "reward.model.function.trust_remote_code")
+        check_trust(trust_remote_code, "reward.model.function.trust_remote_code", path)
         if dtype not in _DTYPES:
             raise unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
         if quantization not in _QUANTIZATIONS:

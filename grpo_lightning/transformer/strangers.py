@@ -1,6 +1,7 @@
 """Files of strangers: what in a model's directory would run code is refused, in words that name the setting."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.output.terminal import printable, show_printable
 from grpo_lightning.transformer.config_files import values_only
+
+_OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 @contextmanager
@@ -100,14 +103,26 @@ def _tokenizers_only() -> Iterator[None]:
         tokenization_auto.tokenizer_class_from_name = by_name
 
 
-def check_boolean(value: object, key: str) -> None:
+def check_trust(value: object, key: str, path: str) -> None:
     """Refuse what only counts as true, such as the column of a data set, where code of a model may run.
 
+    And code of a directory that is called as a model of the hub may be, which the user may have meant.
+
+    Args:
+        value: Whether code may run.
+        key: Of the setting, for messages.
+        path: Of the model.
+
     Raises:
-        ValueError: ``value`` is neither True nor False.
+        ValueError: ``value`` is neither True nor False, or it is True and ``path`` a directory without ./ before it.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{key}={printable(repr(value)[:80])}: allowed is true or false")
+    if value and _OF_THE_HUB.fullmatch(str(path)) and Path(path).is_dir():
+        raise ValueError(
+            f"{key}=true: {path} is a directory here, whose code would run in place of that of the hub's {path}; "
+            f"allowed is ./{path}, if you mean the directory"
+        )
 
 
 def check_attention(name: Any, key: str, *, trusted: bool) -> None:
