@@ -314,6 +314,12 @@ def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
         hf.load("org/model", **trusting)
     hf.load("org/model", **PLAIN)
     hf.load("./org/model", **trusting)
+    mine = write_checkpoint(tmp_path / "mine", "llama", chat=True)  # with the hub's code, as save_pretrained says it
+    edit(mine / "config.json", model_type="own", auto_map={"AutoConfig": "org/model--modeling.C"})
+    (tmp_path / "org" / "model" / "modeling.py").write_text("open('HIT', 'w')\n")
+    with pytest.raises(ValueError, match=r"^policy.path='./mine': trust_remote_code=true: org/model is a directory"):
+        hf.load("./mine", **trusting)
+    assert not (tmp_path / "HIT").exists()
     sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}
     with pytest.raises(ValueError, match=r"^reward.model.function.trust_remote_code=true: org/model is a directory"):
         RewardModel(path="org/model", dtype="float32", device=None, trust_remote_code=True, **sizes)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -40,7 +40,11 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     show_printable("transformers")
     left_out: list[str] = []
     try:
-        with _tokenizers_only(), nullcontext(left_out) if trusted else values_only(where) as left_out, _no_questions():
+        with (
+            _tokenizers_only(),
+            _no_questions(),
+            _code_of_the_hub(where) if trusted else values_only(where) as left_out,
+        ):
             yield
     except UnpicklingError as error:
         raise ValueError(
@@ -66,6 +70,22 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
+
+
+@contextmanager
+def _code_of_the_hub(where: str) -> Iterator[list[str]]:
+    """Inside, code that the files of a model name in a repository of the hub comes from no directory of that name."""
+    fetch = dynamic_module_utils.get_cached_module_file
+
+    def checked(repository: Any, *args: Any, **others: Any) -> str:
+        _check_of_the_hub(str(repository), f"{where}: trust_remote_code=true")
+        return fetch(repository, *args, **others)
+
+    dynamic_module_utils.get_cached_module_file = checked  # type: ignore[assignment]
+    try:
+        yield []
+    finally:
+        dynamic_module_utils.get_cached_module_file = fetch
 
 
 @contextmanager
@@ -118,10 +138,15 @@ def check_trust(value: object, key: str, path: str) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{key}={printable(repr(value)[:80])}: allowed is true or false")
-    if value and _OF_THE_HUB.fullmatch(str(path)) and Path(path).is_dir():
+    if value:
+        _check_of_the_hub(str(path), f"{key}=true")
+
+
+def _check_of_the_hub(path: str, where: str) -> None:
+    if _OF_THE_HUB.fullmatch(path) and Path(path).is_dir():
         raise ValueError(
-            f"{key}=true: {path} is a directory here, whose code would run in place of that of the hub's {path}; "
-            f"allowed is ./{path}, if you mean the directory"
+            f"{where}: {path} is a directory here, whose code would run in place of that of the hub's {path}; allowed "
+            f"is ./{path}, if you mean the directory, or another working directory"
         )
 
 
