@@ -541,14 +541,19 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
 @provocation(
     "a judge whose file of answers is a link, or a file of another kind", "it is neither read nor written; one sentence"
 )
-@pytest.mark.parametrize("kind", ["link", "other", "directory", "pipe", "no_access"])
+@pytest.mark.parametrize(
+    "kind", ["link", "hard link", "other", "empty line", "brace", "directory", "pipe", "no_access"]
+)
 def test_other_files_are_left_alone(kind, tmp_path):
     path, other = tmp_path / "judge.jsonl", tmp_path / "mine.jsonl"
     other.write_text('{"prompt": "mine"}\n')
     if kind == "link":
         path.symlink_to(other)
-    elif kind == "other":
-        path.write_text('{"prompt": "mine"}\n')
+    elif kind == "hard link":
+        other.write_text("")
+        path.hardlink_to(other)
+    elif kind in ("other", "empty line", "brace"):
+        path.write_text({"other": "", "brace": "{\n"}.get(kind, "\n") + '{"prompt": "mine"}\n')
     elif kind == "directory":
         path.mkdir()
     elif kind == "pipe":
@@ -559,4 +564,13 @@ def test_other_files_are_left_alone(kind, tmp_path):
         with pytest.raises(RewardError, match=rf"^reward 'judge': {path}"):
             asked(server, settings={"cache": str(path)}, timeout=2.0)
         assert server.asked == []
-    assert other.read_text() == '{"prompt": "mine"}\n'
+    assert other.read_text() == ("" if kind == "hard link" else '{"prompt": "mine"}\n')
+
+
+def test_a_first_line_that_was_torn_is_passed_by(tmp_path):
+    path = tmp_path / "judge.jsonl"
+    for torn in ("", "{", '{"request": "q', '{"request": "q", "answ'):
+        path.write_text(torn)
+        assert Answers(path).get("r") is None
+        assert Answers(path).put("r", "x") == "x"
+        assert Answers(path).get("r") == "x"

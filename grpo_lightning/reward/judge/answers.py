@@ -22,7 +22,7 @@ class Answers:
     """A file of answers, one JSON object per line; unfinished and damaged lines count as absent.
 
     Args:
-        path: It is made at the first answer. A link, and a file that begins otherwise, is refused.
+        path: It is made at the first answer. A link, also a hard one, and a file that begins otherwise, is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,8 +82,7 @@ class Answers:
             size = os.fstat(file).st_size
             if size < self._read:
                 self._read = 0  # it was shortened or replaced
-            first = lines.read(len(_BEGINNING)).partition(b"\n")[0]  # perhaps of a line that was not written to its end
-            if self._read == 0 and not _BEGINNING.startswith(first):
+            if self._read == 0 and not _begins_well(lines.read(2 * len(_BEGINNING))):
                 raise RewardError(f"{self._path} is no file of a judge's answers, and is not written to")
             lines.seek(self._read)
             for line in lines:
@@ -103,10 +102,19 @@ class Answers:
 
     def _open(self, flags: int) -> int:
         file = os.open(self._path, flags | _CAREFUL, 0o666)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             os.close(file)
-            raise OSError("it is no file")
+            raise OSError("it is no file, or has another name elsewhere (a hard link)")
         return file
 
     def _problem(self, what: str, error: OSError) -> RewardError:
         return RewardError(f"{self._path}, the judge's answers, {what}: {error.strerror or error}")
+
+
+def _begins_well(head: bytes) -> bool:
+    """Whether a file of answers may begin so; its first line perhaps was not written to its end."""
+    first, newline, rest = head.partition(b"\n")
+    if first.startswith(_BEGINNING) or not newline:
+        return _BEGINNING.startswith(first[: len(_BEGINNING)])
+    return first != b"" and _BEGINNING.startswith(first) and _BEGINNING.startswith(rest[: len(_BEGINNING)])
