@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from grpo_lightning import start
+from grpo_lightning.distributed import alone
 
 _SAFE_PATH, _PATH, _LIBRARIES = "PYTHONSAFEPATH", "PYTHONPATH", "LD_LIBRARY_PATH"
 _BETWEEN = re.compile("[:;]")
@@ -25,8 +26,6 @@ _HERE = "grpo_lightning"
 _PYTHON = re.compile(r"python[\w.]*")
 
 _ROOT = str(Path(__file__).parents[2])
-_ALONE = str(Path(__file__).parent / "alone")
-"""A directory from which this package is imported wherever it lies, and nothing else that lies beside it."""
 _spawn = util.spawnv_passfds
 _begin = subprocess.Popen.__init__
 _PASSED_BY = {*sys.stdlib_module_names, "grpo_lightning"} - {"__main__"}
@@ -100,7 +99,7 @@ def safe(command: Sequence[Any]) -> list[Any]:
     found = list(command)
     if "-c" in found:
         at = found.index("-c")
-        load = "" if _ROOT in sys.path else f"sys.path.insert(0, {_ALONE!r}); import grpo_lightning_alone; "
+        load = "" if _ROOT in sys.path else f"sys.path.insert(0, {alone.PLACE!r}); import grpo_lightning_alone; "
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""
@@ -115,7 +114,7 @@ def protect_jobs() -> None:
     """Let launchers start Python so until `forget`, by variables: their commands are their own."""
     if _SAFE_PATH not in os.environ:
         os.environ[_SAFE_PATH] = _HERE
-        os.environ[_PATH] = os.pathsep.join([_ALONE, *filter(None, [os.environ.get(_PATH)])])
+        os.environ[_PATH] = os.pathsep.join([alone.PLACE, *filter(None, [os.environ.get(_PATH)])])
 
 
 def forget() -> None:
@@ -128,5 +127,5 @@ def forget() -> None:
         multiprocessing.set_start_method(None, force=True)
     if os.environ.get(_SAFE_PATH) == _HERE:
         del os.environ[_SAFE_PATH]
-        if rest := os.environ.pop(_PATH, "").removeprefix(_ALONE).removeprefix(os.pathsep):
+        if rest := os.environ.pop(_PATH, "").removeprefix(alone.PLACE).removeprefix(os.pathsep):
             os.environ[_PATH] = rest

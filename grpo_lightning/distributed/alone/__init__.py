@@ -2,3 +2,7 @@
 
 In a checkout other things may lie beside it that have the names of packages, such as a data set in ``datasets/``.
 """
+
+from pathlib import Path
+
+PLACE = str(Path(__file__).parent)
