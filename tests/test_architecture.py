@@ -16,6 +16,7 @@ PACKAGE = ROOT / "grpo_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 USED_BY = {
     "grpo_lightning_alone": {"distributed"},
+    "grpo_lightning_path": {"distributed"},
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},
@@ -24,6 +25,7 @@ USED_BY = {
     "hydra": {"composition"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"environment/tools/schema.py", "reward"},
+    "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
     "math_verify": {"reward"},
     "matplotlib": {"report"},
@@ -37,6 +39,7 @@ USED_BY = {
     "referencing": {"reward"},
     "regex": {"reward"},
     "rich": {"callbacks", "output", "replay", "report"},
+    "sympy": {"reward"},
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},

@@ -66,6 +66,17 @@ class Touch:
             ("+hydra.job.env_copy=[PYTHONPATH]",),
             ("hydra.searchpath=[pkg://antigravity]",),
             ("hydra.output_subdir=.hydra",),
+            (
+                "+hydra.env.e={name: a, id: a, num: 0, chdir: false, config_name: a, override_dirname: '', "
+                "env_set: {LD_PRELOAD: ./x.so}, env_copy: [], "
+                "config: {override_dirname: {kv_sep: '=', item_sep: ',', exclude_keys: []}}}",
+                "hydra.job=${hydra.env.e}",
+            ),
+            (
+                '+evil={dir: HIT, subdir: {_target_: sympy.sympify, a: \'open("HIT","w")\'}}',
+                "hydra.sweep=${evil}",
+                "+hydra.callbacks.x=${hydra.sweep.subdir}",
+            ),
             ("--experimental-rerun=x.npy",),
             ("--exp", "x.npy"),
             ("-sc", "query=bash"),

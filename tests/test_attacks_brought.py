@@ -24,18 +24,22 @@ REWARD = (
     "    function: {_target_: NAME.score, _partial_: true}\n"
 )
 THEIRS = f"# @package _global_\n{REWARD}".replace("NAME", "bundle.evil")
-OWN = f"defaults: [train, _self_]\n{REWARD}".replace("NAME", "bundle.evil")
+OWN = f"defaults: [/train@_global_, _self_]\n{REWARD}".replace("NAME", "bundle.evil")
 FOUND = f"hydra.searchpath=[file://{CONF}]"
 HYDRA = "# @package _global_\nhydra: {callbacks: {x: {_target_: bundle.evil.score, completions: [a]}}}\n"
 EXPERIMENT = "bundle/experiment/theirs.yaml"
+RESOLVED = "bundle/${x}/experiment/theirs.yaml"
+RESOLVING = f'{THEIRS}x: {"../" * 40}${{oc.select:"hydra.runtime.config_sources[1].path",none}}\n'
 CASES = {
     "a directory": (("--config-dir", "bundle", "experiment=theirs"), EXPERIMENT, THEIRS),
     "a search path": (("hydra.searchpath=[file://bundle]", "experiment=theirs"), EXPERIMENT, THEIRS),
     "a file": (("--config-dir", "bundle", "--config-name", "own"), "bundle/own.yaml", OWN),
     "a path": (("--config-path", "HERE/bundle", "--config-name", "own", FOUND), "bundle/own.yaml", OWN),
+    "a name that is resolved": (("--config-dir", "bundle/${x}", "experiment=theirs"), RESOLVED, RESOLVING),
     "beside it": (("--config-dir", "bundle/conf", "experiment=theirs"), "bundle/conf/experiment/theirs.yaml", THEIRS),
     "another folder": (("--config-dir", "conf", "experiment=theirs"), "conf/experiment/theirs.yaml", THEIRS),
     "a file elsewhere": (("experiment=BESIDE/bundle/experiment/theirs",), EXPERIMENT, THEIRS),
+    "with its ending": (("experiment=BESIDE/bundle/experiment/theirs.yaml",), EXPERIMENT, THEIRS),
     "Hydra's own": (("--config-dir", "bundle", "experiment=theirs"), EXPERIMENT, HYDRA),
 }
 
@@ -54,10 +58,13 @@ def test_a_folder_of_settings_brings_no_code(case, tmp_path):
     (tmp_path / "bundle" / "evil.py").write_text(SCORE)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(lines)
-    beside = os.path.relpath(tmp_path, CONF / "experiment")
-    words = [word.replace("HERE", str(tmp_path)).replace("BESIDE", beside) for word in words]
+    (tmp_path / file).with_name("theirs.yaml.yaml").symlink_to(CONF / "train.yaml")  # is read by no one
+    places = {"HERE": str(tmp_path), "BESIDE": os.path.relpath(tmp_path, CONF / "experiment")}
+    places["ROOT"] = "../" * 40 + places["HERE"][1:]
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
     done = begun(tmp_path, *words, *TINY)
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     told = "theirs.yaml: hydra.callbacks.x._target_=bundle.evil.score stands in a file; allowed there are hydra.mode"
     assert (told if lines == HYDRA else "allowed is trusted=[bundle] on the command line") in done.stderr
     assert "Traceback" not in done.stderr
@@ -67,6 +74,65 @@ def test_a_folder_of_settings_brings_no_code(case, tmp_path):
     done = begun(tmp_path, *words, *TINY, "trusted=[bundle]")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "HIT").exists()
+
+
+@provocation(
+    "`--config-name ../../…/theirs/own`, or `hydra/env=../../…/theirs` there or in a file's list of defaults, which "
+    "Hydra finds from among its own settings",
+    "refused in one sentence, nothing ran",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (("--config-name", "PLACE/own"), OWN),
+        (("hydra/env=PLACE/own",), THEIRS),
+        (("+hydra/env@_global_=PLACE/own",), THEIRS),
+        (("hydra/env=PLACE/own",), HYDRA),
+        (("--config-dir", "bundle/conf", "experiment=listed"), "# @package hydra\nrun:\n  dir: elsewhere\n"),
+    ],
+)
+def test_hydras_own_settings_lead_nowhere(words, lines, tmp_path):
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "evil.py").write_text(SCORE)
+    (tmp_path / "bundle" / "own.yaml").write_text(lines)
+    place = "../" * 40 + str(tmp_path / "bundle")[1:]
+    listed = tmp_path / "bundle" / "conf" / "experiment" / "listed.yaml"
+    listed.parent.mkdir(parents=True)
+    listed.write_text(f"defaults:\n  - /hydra/env/{place}/own@hydra\n")
+    done = begun(tmp_path, *(word.replace("PLACE", place) for word in words), *TINY)
+    assert done.returncode == 1, done.stderr
+    told = " ".join(done.stderr.split())
+    assert f"own: leads from Hydra's own settings to {tmp_path}/bundle/own.yaml; allowed are settings of conf/" in told
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+@provocation(
+    "`--config-dir trusted=sympy`: a folder of settings whose name reads as what only the user may say",
+    "refused by its key: an option's value is no override",
+)
+@pytest.mark.slow
+def test_the_name_of_a_folder_says_nothing(tmp_path):
+    (tmp_path / "trusted=sympy" / "experiment").mkdir(parents=True)
+    (tmp_path / "trusted=sympy" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\ntrusted: [sympy]\n"
+        'reward: {format: {function: {_target_: sympy.sympify, _partial_: false, a: \'open("HIT", "w")\'}}}\n'
+    )
+    done = begun(tmp_path, "--config-dir", "trusted=sympy", "experiment=theirs", *TINY)
+    assert done.returncode == 1
+    assert "trusted stands in a file; allowed is to give it on the command line" in done.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+@provocation("a start in a directory `a${x}`", "refused in one sentence: settings would put a value of theirs there")
+@pytest.mark.slow
+def test_the_directory_of_the_start_has_no_meaning_in_settings(tmp_path):
+    (tmp_path / "a${x}").mkdir()
+    done = begun(tmp_path / "a${x}", *TINY)
+    assert done.returncode == 1
+    assert "a${x}: settings give ${ in a name a meaning; allowed is a start elsewhere" in done.stderr
+    assert list((tmp_path / "a${x}").iterdir()) == []
 
 
 @pytest.fixture

@@ -354,6 +354,21 @@ def test_shared_libraries_do_not_come_from_here(monkeypatch):
     assert "LD_LIBRARY_PATH" not in os.environ
 
 
+@provocation(
+    "folders `triton/`, `signal/` in the working directory, and `PYTHONPATH=:/tools`, whose empty element means that "
+    "directory",
+    "they are not found; `PYTHONPATH=.` says so",
+)
+@pytest.mark.parametrize(("named", "is_found"), [(f":{ROOT}", False), (f"{ROOT}::", False), (f"{ROOT}:.", True)])
+def test_an_empty_element_of_pythonpath_names_no_directory(named, is_found, tmp_path):
+    for name in ("triton", *PYTHONS, "contextlib", "functools", "re", "importlib", "types", "warnings"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('HIT', 'a').close()\n")
+    done = start(tmp_path, *TINY, "reward=[format]", PYTHONPATH=named)
+    assert (tmp_path / "HIT").exists() is is_found
+    assert is_found or done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "is_changed"),
     [

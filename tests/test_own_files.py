@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.tensorboard import SummaryWriter
 
@@ -222,6 +223,25 @@ def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
     assert link_problem(home / "runs") is None
 
 
+@provocation(
+    "a run directory or a job's of a sweep, anywhere, that is a link to a folder of other files (`~/.bashrc.d`)",
+    "refused in one sentence before anything is written; one to an empty folder or to a run's is allowed",
+)
+def test_a_run_directory_is_no_link_to_other_files(tmp_path):
+    others, run = tmp_path / "others", tmp_path / "sweep" / "0"
+    run.parent.mkdir()
+    others.mkdir()
+    run.symlink_to(others)
+    assert link_problem(run) is None
+    (others / "aliases").write_text("")
+    told = f"it is a link to {others}, where files lie and none of a run; allowed is {others} itself, if you know it"
+    assert link_problem(run) == f"hydra.run.dir={run}: {told}"
+    assert link_problem(others) is None
+    assert link_problem(run / "deeper") is None
+    (others / ".hydra").mkdir()
+    assert link_problem(run) is None
+
+
 def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "last_1_0.ckpt").mkdir(parents=True)
@@ -347,6 +367,26 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
     assert contents(shared) == before
     small_run(tmp_path / "one", given, "steps=2", f"checkpoint={shared}/last.ckpt")
     assert contents(shared) != before
+
+
+@provocation(
+    "a checkpoint in which Lightning's `ModelCheckpoint` has saved a file of the user's, by way of `..`",
+    "the file is not removed",
+)
+def test_lightning_s_lists_of_checkpoints_remove_nothing_elsewhere(tmp_path):
+    mine, victim = tmp_path / "run" / "mine", tmp_path / "victim"
+    victim.write_text("")
+    kept = f"+callbacks.kept={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: {mine}}}"
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    small_run(tmp_path / "run", kept, "steps=1")
+    checkpoint = torch.load(last)
+    [state] = [one for name, one in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
+    state["best_model_path"] = f"{mine}/../../victim"
+    torch.save(checkpoint, last)
+    before = contents(mine)
+    small_run(tmp_path / "run", kept, "steps=2", "checkpoint=last")
+    assert contents(mine) != before
+    assert victim.exists()
 
 
 @provocation("`checkpoints/last_good.ckpt`, a copy of one's own, beside sharded checkpoints", "stays")

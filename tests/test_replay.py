@@ -155,6 +155,7 @@ REFUSED = {
         "reward.custom.function._target_=os.system: allowed are parts of this package",
     ),
     "a file that is damaged": (["--steps", "2"], "damaged", "000002.jsonl.gz is damaged"),
+    "a name that settings give a meaning": ([], "${x}", "${x}: allowed is a directory without ${ in its name"),
     "settings that are not there": ([], "bare", "bare has no .hydra/overrides.yaml, which says how its run was set"),
 }
 
@@ -165,7 +166,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, mo
     words, place, told = REFUSED[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    for copy in ("damaged", "bare"):
+    for copy in ("damaged", "bare", "${x}"):
         (tmp_path / copy / "rollouts").mkdir(parents=True)
         for path in (first / "rollouts").iterdir():
             whole = path.read_bytes()

@@ -71,6 +71,27 @@ def test_what_is_made_once_is_not_called_with_columns(key, target):
     ]
 
 
+@provocation(
+    "`policy.template_kwargs={x: {_target_: …}}`: an object that the chat template of a stranger's model could call",
+    "refused by its key",
+)
+@pytest.mark.parametrize("place", ["policy", "reference", "module.policy"])
+def test_a_chat_template_is_given_values(place):
+    config = {}
+    node = config
+    for part in place.split("."):
+        node = node.setdefault(part, {})
+    target, told = "grpo_lightning.policy.scratch.character_llama", "allowed are plain values, which a chat template"
+    tools = {"_target_": "grpo_lightning.composition.part", "name": "x"}
+    for where, given in (
+        (".a.b.0", {"tools": tools, "a": {"b": [{"_target_": target}]}}),
+        ("", {"_target_": target, "a": 1}),
+    ):
+        node["template_kwargs"] = given
+        [problem] = role_problems(config)
+        assert problem.startswith(f"{place}.template_kwargs{where}._target_={target}: {told}")
+
+
 @pytest.mark.parametrize(
     "words",
     [

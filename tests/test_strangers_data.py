@@ -177,17 +177,72 @@ def test_media_are_not_opened(tmp_path, monkeypatch, caplog):
 
 
 @provocation(
-    "`data.task_config={operators: [CODE]}`, which a task evaluates, with `python -O` too", "refused by its key"
+    "`data.task_config={operators: [CODE]}`, or so in `data.train.tasks`, which a task evaluates, with `python -O` too",
+    "refused by its key",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("nested", [False, True])
-def test_operators_of_a_task_are_operators(nested, tmp_path):
+@pytest.mark.parametrize("form", ["task", "nested", "taught"])
+def test_operators_of_a_task_are_operators(form, tmp_path):
     """In a process without assertions, by which the library checks them."""
     config = {"operators": [f"+(open({str(tmp_path / 'HIT')!r}, 'w').close() or 1)+"]}
     own = {"datasets": [{"name": "basic_arithmetic", "weight": 1.0, "config": config}]}
-    task, given = ("composite", own) if nested else ("basic_arithmetic", config)
+    task, given = ("composite", own) if form == "nested" else ("basic_arithmetic", config)
     code = f"from grpo_lightning.data.reasoning_gym import ReasoningGym\nReasoningGym({task!r}, {given!r}, 9, 0)[0]"
+    if form == "taught":
+        code = (
+            f"from grpo_lightning.data.taught import Demonstrations\nDemonstrations({ ({task: config})!r}, 9, 0, 0)[0]"
+        )
     done = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "ValueError: data.task_config.operators: +(open(" in done.stderr
+    key = "tasks.basic_arithmetic" if form == "taught" else "data.task_config"
+    assert f"ValueError: {key}.operators: +(open(" in done.stderr
     assert "allowed are * + - /" in done.stderr
     assert not (tmp_path / "HIT").exists()
+
+
+@provocation(
+    "a data set whose files say that a column is of the type `have_libhdfs`, a function that loads `libhdfs.so`, or "
+    "another function of pyarrow's",
+    "refused in one sentence; nothing is called",
+)
+@pytest.mark.parametrize("form", ["README", "saved", "parquet"])
+def test_the_type_of_a_column_is_a_type(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(pyarrow, "have_libhdfs", lambda: pytest.fail("was called"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "data"
+    rows = datasets.Dataset.from_list([{"prompt": "own"}])
+    if form == "saved":
+        rows.save_to_disk(str(place))
+        info = place / "dataset_info.json"
+        assert '"string"' in info.read_text()
+        info.write_text(info.read_text().replace('"string"', '"have_libhdfs"'))
+    elif form == "parquet":
+        place.mkdir()
+        table = rows.data.table
+        about = {"info": {"features": {"prompt": {"dtype": "have_libhdfs", "_type": "Value"}}}}
+        pyarrow.parquet.write_table(
+            table.replace_schema_metadata({"huggingface": json.dumps(about)}), place / "x.parquet"
+        )
+    else:
+        place.mkdir()
+        (place / "x.jsonl").write_text('{"prompt": "own"}\n')
+        about = {"dataset_info": {"features": [{"name": "prompt", "dtype": "have_libhdfs"}]}}
+        (place / "README.md").write_text(f"---\n{json.dumps(about)}\n---\n")
+    of_column = "a column of the type 'have_libhdfs': allowed are types of pyarrow's, like string"
+    told = "Feature type 'HaveLibhdfs' not found" if form == "README" else of_column  # it may be media, as image is
+    with pytest.raises(ValueError, match=f"^data.path='{place}', data.split='train': {told}"):
+        Hub(str(place), "train")
+
+
+def test_types_of_columns_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    named = {
+        **{name: name for name in ("bool", "int8", "uint64", "float16", "float32", "float64", "string", "binary")},
+        **{"large_string": "large_string", "time": "time64[us]", "stamp": "timestamp[s, tz=UTC]", "date": "date32"},
+        **{"duration": "duration[ms]", "decimal": "decimal128(10, 2)", "null": "null"},
+    }
+    types = datasets.Features({"prompt": datasets.Value("string")} | {k: datasets.Value(v) for k, v in named.items()})
+    rows = datasets.Dataset.from_list([{"prompt": "own"} | dict.fromkeys(named)], features=types)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    rows.to_parquet(str(tmp_path / "x.parquet"))
+    for path in ("saved", "x.parquet"):
+        assert Hub(str(tmp_path / path), "train")[0] == ("own", dict.fromkeys(named))

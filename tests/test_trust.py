@@ -280,7 +280,9 @@ def test_what_is_in_packages_needs_trust(key):
 
 
 @provocation("a `_target_` of `tests` or `benchmarks` in a checkout of this project", REFUSED)
-@pytest.mark.parametrize("name", ["benchmarks.process.Worker", "tests.test_attacks.start", "train.main"])
+@pytest.mark.parametrize(
+    "name", ["benchmarks.process.Worker", "conf.theirs.short", "tests.test_attacks.start", "train.main"]
+)
 def test_the_projects_own_helpers_are_no_files_of_the_user(name):
     assert not trust.may_name(name)
     assert trust.may_name(name, [name.partition(".")[0]])

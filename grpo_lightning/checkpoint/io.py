@@ -40,7 +40,8 @@ class AtomicCheckpointIO(CheckpointIO):
         return read(Path(path), map_location="cpu" if map_location is None else map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
+        if ".." not in Path(path).parts:  # Lightning goes by lists in checkpoints, and takes this for a place below
+            Path(path).unlink(missing_ok=True)
 
 
 def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:

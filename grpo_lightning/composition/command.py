@@ -8,7 +8,8 @@ from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
-from grpo_lightning.output.terminal import last_through_closed_pipes
+from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here
+from grpo_lightning.output.terminal import last_through_closed_pipes, printable
 from grpo_lightning.settings import given
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
@@ -21,20 +22,25 @@ def main() -> None:
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
     start.START = Path.cwd().resolve()
-    given.say_words(sys.argv[1:])
+    leave_here()  # who comes from train.py has done so
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
 
     if any(word.startswith(("-s", "--s")) for word in sys.argv[1:]):
         sys.exit("--shell-completion would have a shell run what names of settings say; allowed are overrides alone")
 
+    if "${" in str(start.START):
+        sys.exit(f"{printable(str(start.START))}: settings give ${{ in a name a meaning; allowed is a start elsewhere")
+
     if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
 
+    from hydra._internal.utils import get_args
     from hydra.core.plugins import Plugins
 
     from grpo_lightning.composition.job import job
 
+    given.say_words(get_args().overrides)  # the name of a folder is no override, whatever it is called
     start.pass_by_matplotlibrc()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path

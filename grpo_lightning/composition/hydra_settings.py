@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
@@ -103,6 +105,31 @@ def problems(hydra: Any) -> list[str]:
             "without secrets"
         )
     return found
+
+
+def foreign_parts(composed: DictConfig) -> list[str]:
+    """What stands in the place of a part of Hydra's own settings, where `problems` would look for its keys in vain.
+
+    Args:
+        composed: The settings as a whole, not resolved.
+    """
+    return list(_foreign(composed, OmegaConf.create({"hydra": HydraConf}), ""))
+
+
+def _foreign(given: DictConfig, known: DictConfig, prefix: str) -> Iterator[str]:
+    """The parts that are a ``${…}``, or no longer of Hydra's types, by which numbers and texts are no mappings."""
+    texts: Any = OmegaConf.to_container(given, resolve=False)
+    for name in [str(name) for name in given if name in list(known)]:
+        key, kind = prefix + name, OmegaConf.get_type(known, name)
+        if not OmegaConf.is_config(known._get_node(name)):
+            continue
+        if OmegaConf.is_interpolation(given, name):
+            yield f"{key}={texts[name]}: allowed are values of its own, and ${{…}} in them"
+        elif is_dataclass(kind):
+            if OmegaConf.get_type(given, name) is kind:
+                yield from _foreign(given[name], known[name], f"{key}.")
+            else:
+                yield f"{key}: allowed are values for keys in it; it cannot be taken away or replaced as a whole"
 
 
 def _may_become_module(key: str, text: str) -> bool:

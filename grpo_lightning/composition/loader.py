@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import resources
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -11,7 +12,7 @@ from hydra._internal import hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.default_element import ResultDefault
 from hydra.errors import ConfigCompositionException, HydraException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +23,7 @@ from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, writing_problems
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
+    foreign_parts,
     only_composes,
     problems,
     script_problems,
@@ -30,6 +32,7 @@ from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
@@ -63,6 +66,8 @@ class CheckedLoader(ConfigLoaderImpl):
             )
         except HydraException as error:
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
+        if foreign := foreign_parts(composed):
+            raise ConfigCompositionException(_listed(foreign))
         note_sources(composed.hydra)
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
         settings: Any = OmegaConf.to_container(composed, resolve=False)
@@ -96,10 +101,11 @@ class CheckedLoader(ConfigLoaderImpl):
         loaded = super()._load_single_config(default, repo)
         said: Any = OmegaConf.to_container(loaded.config, resolve=False)
         said = said if isinstance(said, dict) else {}
-        file, wrong = f"{default.config_path}.yaml", list[str]()
+        file, wrong = ConfigSource._normalize_file_name(default.config_path or ""), list[str]()
+        is_brought = _is_brought(default, loaded)
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
-        if _is_brought(default, loaded):
+        if is_brought:
             wrong += writing_problems(file, said, self._of_user)
         if wrong:
             raise ConfigCompositionException(_listed(wrong))
@@ -120,19 +126,41 @@ class CheckedLoader(ConfigLoaderImpl):
 
 def note_sources(hydra: DictConfig) -> None:
     """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them."""
-    found = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    sources: Any = OmegaConf.to_container(hydra.runtime.config_sources, resolve=False)  # a name may hold ${…}
+    found = [str(source["path"]) for source in sources if source["schema"] == "file"]
     start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
 
 
 def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
-    """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``)."""
-    if not loaded.path.startswith("file://"):
+    """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``).
+
+    Raises:
+        ConfigCompositionException: It is none of Hydra's, and is found from among them, where Hydra looks first.
+    """
+    root, file = _place(default, loaded)
+    if root is None:
         return False
-    root = Path(loaded.path.removeprefix("file://")).resolve()
-    file = (root / f"{default.config_path}.yaml").resolve()
-    if not file.is_relative_to(root):
+    is_below = file.is_relative_to(root)
+    if not loaded.path.startswith("file://"):
+        if not is_below:
+            raise ConfigCompositionException(
+                f"{printable(str(default.config_path))}: leads from Hydra's own settings to {printable(str(file))}; "
+                "allowed are settings of conf/ and of --config-dir DIR"
+            )
+        return False
+    if not is_below:
         start.note_settings_from([str(file.parent)])
-    return root != CONF.resolve() or not file.is_relative_to(root)
+    return root != CONF.resolve() or not is_below
+
+
+def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, Path]:
+    """The directory in which Hydra has found a file, None for settings that are no file, and what it has read."""
+    kind, _, place = loaded.path.partition("://")
+    if kind not in ("file", "pkg"):
+        return None, Path()
+    root = Path(place if kind == "file" else str(resources.files(place))).resolve()
+    name = ConfigSource._normalize_file_name(default.config_path or "")
+    return root, (root / name).resolve()
 
 
 def install() -> None:

@@ -43,8 +43,10 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
     Raises:
         ConfigError: The settings cannot work.
-        ValueError: The directory does not say how its run was set.
+        ValueError: The directory does not say how its run was set, or its name would be read as a setting.
     """
+    if "${" in str(directory):
+        raise ValueError(f"{directory}: allowed is a directory without ${{ in its name, which settings give a meaning")
     redaction.remember_words(overrides)
     then = [word for word in _overrides(directory) if _still_holds(word, overrides)]
     try:

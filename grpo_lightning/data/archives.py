@@ -1,5 +1,6 @@
-"""What the datasets library writes of a data set: plain files of its archives, and only where its caches are."""
+"""What the datasets library does for a data set's files: it reads them, and writes where its caches are."""
 
+import re
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -8,9 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from datasets import DatasetBuilder, DownloadManager
+from datasets.features import features
 from datasets.utils.extract import Extractor
 
+from grpo_lightning.output.terminal import printable
+
 _OTHERS = ("rar", "7z")
+_TYPE = re.compile(
+    r"null|uuid|bool[_8]?|u?int(8|16|32|64)|float(16|32|64)|date(32|64)|month_day_nano_interval|((large_)?(string|utf8|binary)"
+    r"|(string|binary)_view)|\w+[(\[].*",
+    re.ASCII | re.DOTALL,
+)
+"""Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
 
 @contextmanager
@@ -22,8 +32,9 @@ def contained() -> Iterator[None]:
     the user's. And "::" in a name is a further place to read from.
 
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
+    And of the types of columns, which files name, it calls all that pyarrow has a function for.
     """
-    extract, cache = DownloadManager.extract, DatasetBuilder._build_cache_dir
+    extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -36,11 +47,20 @@ def contained() -> Iterator[None]:
             raise ValueError(f"its configuration would be written to {place!r}: allowed are names without '/' and '..'")
         return place
 
+    def known(name: str) -> Any:
+        if not _TYPE.fullmatch(name):
+            raise ValueError(
+                f"a column of the type {printable(repr(name))}: allowed are types of pyarrow's, like string"
+            )
+        return arrow(name)
+
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
+    features.string_to_arrow = known
     try:
         yield
     finally:
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
+        features.string_to_arrow = arrow
 
 
 def check_inside(text: str, where: str) -> None:

@@ -124,7 +124,8 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
     try:
         if any((local / file).is_file() for file in _SAVED):
             _check_saved(local)
-            return _of_saved(datasets.load_from_disk(path), path, split)
+            with contained():
+                return _of_saved(datasets.load_from_disk(path), path, split)
         if local.is_file():
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")

@@ -43,7 +43,7 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         raise ValueError(
             f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}; allowed: {sorted(allowed)}"
         )
-    _check_operators(task, config)
+    check_operators(task, config)
     try:
         given = dict(config)
         if "datasets" in given:  # of the task "composite"
@@ -55,8 +55,13 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         ) from error
 
 
-def _check_operators(task: str, config: Any) -> None:
+def check_operators(task: str, config: Any, *, key: str = "data.task_config") -> None:
     """Refuse operators that are none: some tasks evaluate them, after a check that ``python -O`` leaves out.
+
+    Args:
+        task: Name of a reasoning_gym data set.
+        config: Its configuration.
+        key: Where that stands in the settings.
 
     Raises:
         ValueError: There are such, also in the settings of a data set that the task is composed of.
@@ -68,10 +73,10 @@ def _check_operators(task: str, config: Any) -> None:
             allowed = {*"+-*/", *(field.default if isinstance(field.default, tuple) else ())}
             if wrong := [one for one in given if one not in allowed]:
                 listed = " ".join(sorted(allowed))
-                raise ValueError(f"data.task_config.{field.name}: {printable(str(wrong[0]))}: allowed are {listed}")
+                raise ValueError(f"{key}.{field.name}: {printable(str(wrong[0]))}: allowed are {listed}")
     for spec in config.get("datasets") or ():
         if isinstance(spec, Mapping):
-            _check_operators(str(spec.get("name")), spec.get("config"))
+            check_operators(str(spec.get("name")), spec.get("config"), key=key)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
 
 
 def say_words(words: Sequence[str]) -> None:
-    """Take note of the command line, for this process and those that it starts."""
+    """Take note of the overrides of the command line, for this process and those that it starts."""
     os.environ[_WORDS] = json.dumps(redacted_words(words))
 
 

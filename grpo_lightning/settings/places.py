@@ -72,8 +72,9 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 def link_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a run directory in which something that a run writes is a link that leads out of it.
 
-    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link, and
-    what it lies in, but for links in folders of the directory of the start, which may have been unpacked there.
+    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link to
+    an empty one or a run's, and what it lies in a link, but for links in folders of the directory of the start, which
+    may have been unpacked there.
 
     Args:
         directory: The run's.
@@ -85,6 +86,11 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
                 f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
             )
+    if _leads_to_others(directory):
+        return printable(
+            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}, where files lie and none of a run; "
+            f"allowed is {directory.resolve()} itself, if you know it"
+        )
     for path in _written(directory, more):
         name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
         if is_hidden(path):
@@ -99,6 +105,14 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 "whose own files lie in it, so remove the link"
             )
     return None
+
+
+def _leads_to_others(directory: Path) -> bool:
+    """Whether a run directory is a link to where other files lie, such as a folder whose files a shell reads."""
+    if not directory.is_symlink() or not leads_out(directory, directory.parent) or not os.access(directory, os.R_OK):
+        return False
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return bool(names) and not any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
 
 
 def leads_out(path: Path, directory: Path) -> bool:

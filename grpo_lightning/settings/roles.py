@@ -20,6 +20,9 @@ _HOLDS: Mapping[str, tuple[str, ...]] = {
 }
 """Part -> others that it has as its own settings."""
 
+_TEMPLATE = "template_kwargs"
+"""Arguments of a chat template, which comes with a model."""
+
 
 def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """What stands where it is not meant to, by key.
@@ -29,12 +32,15 @@ def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """
     places: dict[str, str] = {}
     for key, node in every_target(config):
-        if problem := _problem(str(node["_target_"]), part_of(key), is_called=bool(node.get("_partial_"))):
+        if problem := _problem(str(node["_target_"]), key, is_called=bool(node.get("_partial_"))):
             places[problem] = min(places.get(problem, key), key, key=lambda one: one.count("."))  # not at its copies
     yield from (f"{key}.{problem}" for problem, key in places.items())
 
 
-def _problem(name: str, part: str, *, is_called: bool) -> str | None:
+def _problem(name: str, key: str, *, is_called: bool) -> str | None:
+    part = part_of(key)
+    if _TEMPLATE in key.split(".") and name != "grpo_lightning.composition.part":
+        return f"_target_={name}: allowed are plain values, which a chat template cannot call"
     allowed = _longest(PLACES, name)
     if allowed is None or not may_name(name) or not (part in _HOLDS or any(part in one for one in PLACES.values())):
         return None  # no part of this package or of a library, refused anyway, or where nothing is built

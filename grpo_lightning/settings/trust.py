@@ -18,7 +18,7 @@ from grpo_lightning import start
 from grpo_lightning.settings import brought
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN, PLAIN
 
-_PROJECT = ("benchmarks", "tests", "train")
+_PROJECT = ("benchmarks", "conf", "tests", "train")
 """Beside this package in a checkout, and no files of the user's."""
 
 PACKAGE = "pkg://"

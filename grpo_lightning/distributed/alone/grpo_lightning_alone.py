@@ -1,7 +1,12 @@
 """Imports this package from where it is, and takes this directory off the path again."""
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+
+import grpo_lightning_path
+
+grpo_lightning_path.leave_here()
+
+from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402, loads modules of Python
 
 _here, _root = __file__.rsplit("/", 1)[0], __file__.rsplit("/", 3)[0]
 sys.path[:] = [place for place in sys.path if place != _here]
