@@ -6,6 +6,7 @@ import pytest
 
 from grpo_lightning.reward import formula, mathematics
 from grpo_lightning.reward.mathematics import math
+from tests.support.provocations import provocation
 
 
 def scored(given, right):
@@ -150,6 +151,8 @@ HUGE = [
     "\\sum_{i=1}^{10} i",
     "\\prod_{i=1}^{10} i",
     "\\int_0^1 x dx",
+    "\\intx dx",
+    '9"9"' * 30,
     "\\lim_{x \\to 0} x",
     "(" * 9 + "1" + ")" * 9,
     "1+" * 150 + "1",  # 301 characters
@@ -204,6 +207,89 @@ def test_a_right_answer_to_the_letter_needs_no_parsing():
 
 def test_work_that_was_left_is_wrong():
     assert math(["\\sum_{i=1}^{10} i", "55"], ["55", "55"]) == [0.0, 1.0]
+
+
+CALL = "ex''ec(by''te''s([111,112,101,110,40,34,72,73,84,34,44,34,119,34,41]))"  # exec(b'open("HIT","w")')
+NAMED = [
+    *(f"\\{accent}{{{CALL}}}" for accent in ("dot", "hat", "overline")),
+    f"\\dot{{({CALL},1)}}",
+    f"x_{{{CALL}}}",
+    f"\\dot{{ex''ec}}({CALL[7:-1]})",
+]
+SUM = "\\{SIGN_{n=0}^{\\infty}\\frac{NAME^n}{n!}\\}"
+
+
+@provocation(
+    "a completion, or a right answer of a data set, in whose sum a name is a call in Python, which sympy would run",
+    "it is compared as text only",
+)
+@pytest.mark.parametrize(
+    "sign", ["\\sum", "\\s''um", '\\s"um', "\\s\\!um", "\\s\\displaystyleum", "\\pr''od", "\\sumn"]
+)
+@pytest.mark.parametrize("name", NAMED)
+def test_names_are_not_run(sign, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    evil = SUM.replace("SIGN", sign).replace("NAME", name)
+    for given, right in ((evil, "72"), (evil, "\\{x+1\\}"), ("\\{2\\}", evil), (evil, f"{{{evil}}}")):
+        assert math([f"\\boxed{{{given}}}"], [right])[0] in (0.0, None)
+    assert formula.read_formula(evil) is None
+    assert not (tmp_path / "HIT").exists()
+
+
+PARTED = '$3$, $\\sin(0\\cdot \\s"um_{n=0}^{\\infty}\\frac{NAME^n}{n!})$, $\\fbox{0}$'
+"""The whole text is normalized to its \\fbox; math-verify reads each formula by itself."""
+PAIR = "\\left(3,\\frac{\\pi}{2}\\right)"
+
+
+@pytest.fixture
+def without_looks(monkeypatch):
+    monkeypatch.setattr(formula, "_is_bounded", lambda text: True)
+    monkeypatch.setattr(mathematics, "_is_worked_out", lambda text: True)
+    mathematics._parsed.cache_clear()
+    mathematics._are_equal.cache_clear()
+    yield
+    mathematics._parsed.cache_clear()
+    mathematics._are_equal.cache_clear()
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("sum_", [SUM.replace("SIGN", "\\s''um"), PARTED])
+def test_names_are_not_run_wherever_a_sum_is_read(sum_, name, tmp_path, monkeypatch, without_looks):
+    """No look at the text is needed for this: nothing is compiled while it is read."""
+    monkeypatch.chdir(tmp_path)
+    for right in ("\\{x+1\\}", PAIR):
+        math([sum_.replace("NAME", name)], [right])
+        math([right], [sum_.replace("NAME", name)])
+    assert not (tmp_path / "HIT").exists()
+
+
+@pytest.mark.parametrize(("sum_", "right"), [(SUM.replace("SIGN", "\\s''um"), "\\{x+2\\}"), (PARTED, PAIR)])
+def test_that_names_would_be_run(sum_, right, tmp_path, monkeypatch, without_looks):
+    """What the test before this one guards against."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mathematics, "call_uncompiled", lambda function, *rest, **named: function(*rest, **named))
+    math([sum_.replace("NAME", NAMED[3])], [right])
+    assert (tmp_path / "HIT").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_worked_out"),
+    [
+        ("f(x_{max}) + \\dot{y}", True),
+        ("\\begin{pmatrix} a & b_1 \\\\ 3 & 4 \\end{pmatrix}", True),
+        ("\\text{p. m.} + \\alpha", True),
+        ("2 + \\sum_{n=0}^{3} n", False),
+        ("\\{1, \\sum_{n=0}^{3} n\\}", False),
+        ("1 < x < \\sum_{n=0}^{3} n", False),
+        ("\\begin{pmatrix} 1 & \\sum_{n=0}^{3} n \\end{pmatrix}", False),
+        ("2 + \\int x dx", False),
+        ("2 + \\lim_{x \\to 0} x", False),
+        ("\\operatorname{cols}(\\begin{pmatrix} 1 & 2 \\end{pmatrix})", False),
+    ],
+)
+def test_what_is_worked_out(text, is_worked_out):
+    assert mathematics._parsed(f"${text}$")
+    assert mathematics._is_worked_out(f"${text}$") is is_worked_out
 
 
 def test_a_right_answer_that_cannot_be_parsed_leaves_the_reward_out(caplog):

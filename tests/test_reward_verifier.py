@@ -129,6 +129,8 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
         (is_literal, "_ Q", True),
         (is_literal, "a.b", False),
         (is_literal, " \ta.b", False),  # eval ignores the space before it
+        (is_literal, "\xa0a.b", False),  # which eval refuses, but not what a verifier strips
+        (is_literal, "\xa0[1]\n", True),
         (is_literal, "1 + 1", False),
         (is_literal, "-" * 9_000 + "1", False),
         (is_arithmetic, " (3 + 4.5) * -2 / 7", True),

@@ -6,8 +6,13 @@ above what answers of mathematical data sets need; what they leave rarely takes 
 
 import re
 
+from latex2sympy2_extended.math_normalization import normalize_latex
+from math_verify import LatexExtractionConfig
+
 from grpo_lightning.reward.accuracy import last_number
 
+_CHANGES = LatexExtractionConfig().normalization_config
+"""What math-verify changes in a formula before it reads it."""
 _LONGEST = 300  # characters of a formula
 _MOST_DIGITS = 50  # of one number
 _LARGEST_POWER = 1_000  # also of a product of nested powers
@@ -44,7 +49,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|inf)(?![A-Za-
 _GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|mathbb|mbox)\s?\{([^{}]*)\}")
 _DIGITS = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
-_WORK = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![A-Za-z])")  # commands that sympy would carry out
+_WORK = re.compile(r"\\(?:i*int|oint|sum|prod|lim)")  # commands that sympy would carry out, and reads from \intx, too
 _NESTING = re.compile(
     r"(?P<function>\\(?:(?:ar|arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|[lr]?(?:floor|ceil))"
     r"|(?P<exp>\\exp|e\s?\^))(?P<bracket>\s*(?=[(\[{]))?|[,=<>()\[\]{}]"
@@ -81,7 +86,8 @@ def read_formula(text: str) -> str | None:
     else:
         formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
     formula = formula.translate(str.maketrans(_LATEX))
-    return formula if _is_bounded(formula) else None
+    as_read = normalize_latex(formula, _CHANGES)  # without quotes and the like, which could part a command
+    return formula if _is_bounded(formula) and _is_bounded(as_read) else None
 
 
 def plain(text: str) -> str:

@@ -1,20 +1,24 @@
 r"""A reward for answers that are equal as mathematics. Odd text of the model scores 0; a broken right answer raises.
 
-The package math-verify reads LaTeX without `eval`. What could take it or sympy long is not handed over; what still does
-has to run in a worker process (``timeout`` of the reward), which is why math-verify's own alarms, which are the main
-thread's, are off.
+The package math-verify reads LaTeX without `eval`, but to learn the value of a sum sympy writes Python with the names
+that stand in it, and runs that: so nothing is compiled while a formula is read or compared. What could take long is not
+handed over; what still does has to run in a worker process (``timeout`` of the reward), which is why math-verify's own
+alarms, which are the main thread's, are off.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, Limit, MatrixBase, preorder_traversal
+from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from grpo_lightning.reward.formula import plain, read_formula
 from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.uncompiled import call_uncompiled
 
 _LOG = logging.getLogger(__name__)
 for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the alarms are off
@@ -31,8 +35,8 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
     whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
     Wrong unless it is the right answer to the letter, which needs no parsing: formulas of more than 300 characters,
     numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers,
-    brackets deeper than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were left
-    to be worked out.
+    brackets deeper than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were
+    left to be worked out.
 
     Args:
         completions: [B]
@@ -69,7 +73,7 @@ def _scored(given: str, right: str) -> float | None:
     if plain(given) == plain(right):
         return 1.0
     formula = read_formula(given)
-    if formula is None or expected is None:  # what is too large is compared as text only
+    if formula is None or expected is None or not _is_worked_out(expected):  # compared as text only
         return 0.0
     return float(formula == expected or _are_equal(expected, formula))
 
@@ -77,11 +81,36 @@ def _scored(given: str, right: str) -> float | None:
 @lru_cache(maxsize=10_000)
 def _are_equal(right: str, given: str) -> bool:
     parsed = _parsed(given)
-    return bool(parsed) and bool(verify(_parsed(right), parsed, timeout_seconds=None))
+    return bool(parsed) and _is_worked_out(given) and call_uncompiled(_verified, _parsed(right), parsed)
+
+
+def _verified(right: list[Any], given: list[Any]) -> bool:
+    return bool(verify(right, given, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1_000)
 def _parsed(formula: str) -> list[Any]:
     """What math-verify makes of LaTeX in dollars; nothing if it can make nothing of it."""
     config = [LatexExtractionConfig()]  # not ExprExtractionConfig, which lets sympy `eval`
-    return list(parse(formula, config, fallback_mode="no_fallback", parsing_timeout=None))
+    return list(call_uncompiled(parse, formula, config, fallback_mode="no_fallback", parsing_timeout=None))
+
+
+@lru_cache(maxsize=1_000)
+def _is_worked_out(formula: str) -> bool:
+    """Whether math-verify makes plain mathematics of a formula, with no sum, integral or limit left in it."""
+    return all(_is_value(part) for whole in _parsed(formula) for part in _parts(whole))
+
+
+def _parts(whole: Any) -> Iterator[Any]:
+    """``whole`` and all that it is made of; of sets also what sympy leaves out of their ``args``."""
+    if not isinstance(whole, Basic | MatrixBase):
+        yield whole
+        return
+    for part in preorder_traversal(whole):
+        yield part
+        for other in getattr(part, "_unsorted_args", ()):
+            yield from _parts(other)
+
+
+def _is_value(part: Any) -> bool:
+    return isinstance(part, str | Basic | MatrixBase) and not isinstance(part, ExprWithLimits | Limit)

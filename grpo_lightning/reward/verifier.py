@@ -85,8 +85,12 @@ def check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
 
 def is_literal(text: str) -> bool:
     """Whether `eval` of ``text`` builds nothing but lists, or fails at once because it is no expression."""
+    return all(_is_literal(form) for form in {text.lstrip(" \t"), text.strip()})  # as `eval`, and as some verifiers do
+
+
+def _is_literal(text: str) -> bool:
     try:
-        tree = ast.parse(text.lstrip(" \t"), mode="eval")  # as `eval` does
+        tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError):
         return True
     except (RecursionError, MemoryError):
