@@ -12,7 +12,7 @@ import pytest
 from grpo_lightning.settings import built
 from grpo_lightning.settings.find import find
 from grpo_lightning.settings.signatures import signature
-from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
+from grpo_lightning.settings.source import Absent, NoCallable, Unreadable, spec_of
 from grpo_lightning.settings.targets import _fits
 from tests.support.composed import CONF, ROOT
 
@@ -101,6 +101,17 @@ def write(tmp_path, monkeypatch):
         return package.name
 
     return written
+
+
+def test_a_module_is_found_in_folders_without_init(tmp_path, monkeypatch):
+    (tmp_path / "outer" / "inner" / "own").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "own" / "code.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = spec_of("outer.inner.own.code")
+    assert found is not None
+    assert found.origin == str(tmp_path / "outer" / "inner" / "own" / "code.py")
+    assert spec_of("outer.inner.own.other") is None
+    assert "outer" not in sys.modules
 
 
 CASES = {

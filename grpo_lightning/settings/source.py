@@ -90,8 +90,12 @@ def spec_of(name: str) -> ModuleSpec | None:
         if spec is None or spec.submodule_search_locations is None:
             return None
         known = f"{known}.{part}"
-        # transformers has paths there instead of text once it is imported
-        spec = PathFinder.find_spec(known, [str(place) for place in spec.submodule_search_locations])
+        places = [str(place) for place in spec.submodule_search_locations]  # transformers has paths there, not text
+        try:
+            spec = PathFinder.find_spec(known, places)
+        except KeyError:  # a folder without __init__.py, for which Python looks at the upper one as imported
+            spec = ModuleSpec(known, None, is_package=True)
+            spec.submodule_search_locations = [f"{place}/{part}" for place in places]
     return spec
 
 
