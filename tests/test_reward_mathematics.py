@@ -272,6 +272,12 @@ def test_that_names_would_be_run(sum_, right, tmp_path, monkeypatch, without_loo
     assert (tmp_path / "HIT").exists()
 
 
+def test_they_would_not_be_run_by_the_parser_either(monkeypatch):
+    monkeypatch.setattr(mathematics, "parse", lambda *_, **__: [eval("1 + 1")])
+    with pytest.raises(RuntimeError, match="text that is read would become Python code"):
+        mathematics._parsed("$1 + 1$ of this test")
+
+
 @pytest.mark.parametrize(
     ("text", "is_worked_out"),
     [

@@ -16,6 +16,7 @@ REFUSED = "text that is read would become Python code"
     [
         (eval, ["1 + 1"]),
         (eval, [b"Integer (open('x') )"]),
+        (eval, ["Integer (3 )+x"]),
         (exec, ["import os"]),
         (compile, ["x", "/a/file.py", "exec"]),
         (exec, ["def monomial_mul(A, B=open('x')):\n    return 1"]),

@@ -102,14 +102,7 @@ def _is_worked_out(formula: str) -> bool:
 
 
 def _parts(whole: Any) -> Iterator[Any]:
-    """``whole`` and all that it is made of; of sets also what sympy leaves out of their ``args``."""
-    if not isinstance(whole, Basic | MatrixBase):
-        yield whole
-        return
-    for part in preorder_traversal(whole):
-        yield part
-        for other in getattr(part, "_unsorted_args", ()):
-            yield from _parts(other)
+    return preorder_traversal(whole) if isinstance(whole, Basic | MatrixBase) else iter([whole])
 
 
 def _is_value(part: Any) -> bool:
