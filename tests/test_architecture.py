@@ -20,6 +20,7 @@ USED_BY = {
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},
+    "fsspec": {"data"},  # comes with datasets
     "httpx2": {"reward"},
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"composition"},

@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
+from grpo_lightning.composition.resolvers import resolver_problems
 from grpo_lightning.settings import ConfigError
 from tests.support import prepared
 from tests.support.composed import ROOT
@@ -324,3 +325,31 @@ def test_a_sweep_that_does_not_begin_has_written_no_secret(tmp_path):
     assert "multirun.yaml" in [path.name for path in written]
     assert [path for path in written if "k-logger1" in path.read_text(encoding="utf-8")] == []
     assert "k-logger1" not in done.stdout + done.stderr
+
+
+@provocation(
+    "a text whose value is `${oc.create:…}` or `${oc.decode:…}`, which makes a part of it, in a file or pasted",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("${oc.create:{a: 1}}", True),
+        ('${oc.create:"{\\"\\x5f\\x74arget\\x5f\\": 1}"}', True),
+        ("x ${ oc.create : [1] }", True),
+        ("${oc.${name}:{a: 1}}", True),
+        ("${oc.env:NO,${oc.create:{a: 1}}}", True),
+        ("${oc.select:\"a${oc.decode:'1'}\"}", True),
+        ("${oc.decode:${oc.env:SURELY,'{a: 1}'}}", True),
+        ("${oc.decode:'{a: 1}'}", True),
+        ("${oc.decode:${oc.env:MINE}}", False),
+        ("${oc.dict.values:callbacks}", False),
+        ("${now:%Y} ${steps} ${oc.env:MINE}", False),
+        ("${${name}}", False),
+        ("oc.create:", False),
+    ],
+)
+def test_no_resolver_makes_parts_of_a_text(text, is_refused):
+    told = resolver_problems({"policy": {"system_prompt": [text]}})
+    assert bool(told) is is_refused
+    assert all(one.startswith(f"policy.system_prompt.0={text}: makes parts of a text; allowed in ") for one in told)

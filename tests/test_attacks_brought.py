@@ -7,6 +7,7 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
 
 import grpo_lightning as grpo
 from grpo_lightning import start
@@ -125,6 +126,47 @@ def test_the_name_of_a_folder_says_nothing(tmp_path):
     assert not (tmp_path / "HIT").exists()
 
 
+@provocation(
+    "a settings file with `hydra.sweeper.params: {seed: 1, ++seed: 7}`, which Hydra would put after the command's own "
+    "`seed=5` (so, too, `policy.path` and a judge's `base_url`)",
+    "the command's words come last",
+)
+@pytest.mark.slow
+def test_parameters_of_a_file_come_before_the_command(tmp_path):
+    (tmp_path / "bundle" / "experiment").mkdir(parents=True)
+    (tmp_path / "bundle" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
+        "  sweeper: {params: {seed: 1, ++seed: 7, optimizer.lr: '1e-3,1e-4'}}\n"
+    )
+    words = ("--config-dir", "bundle", "experiment=theirs", "seed=5", "hydra.sweep.dir=sweep")
+    done = begun(tmp_path, *words, *TINY)
+    assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "sweep").glob("*/.hydra/config.yaml"))
+    assert [OmegaConf.load(run)["seed"] for run in runs] == [5, 5]
+    assert sorted(OmegaConf.load(run)["optimizer"]["lr"] for run in runs) == [1e-4, 1e-3]
+
+
+@provocation(
+    "`--config-dir theirs hydra.run.dir='runs/${task_name}'`, whose file says `task_name: ../../mine`",
+    "refused in one sentence; without settings of others it is allowed",
+)
+@pytest.mark.slow
+def test_settings_of_others_are_no_part_of_the_run_directory(tmp_path):
+    (tmp_path / "here" / "bundle" / "experiment").mkdir(parents=True)
+    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\ntask_name: ../../mine\n"
+    )
+    (tmp_path / "mine").mkdir()
+    words = ("--config-dir", "bundle", "experiment=theirs", "hydra.run.dir='runs/${task_name}'")
+    done = begun(tmp_path / "here", *words, *TINY)
+    assert done.returncode == 1
+    assert "hydra.run.dir=runs/${task_name}: allowed in ${…} are now:, oc.env:NAME, hydra.job." in done.stderr
+    assert list((tmp_path / "mine").iterdir()) == []
+    done = begun(tmp_path / "here", "task_name=x", "hydra.run.dir='runs/${task_name}'", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here" / "runs" / "x" / "summary.json").exists()
+
+
 @provocation("a start in a directory `a${x}`", "refused in one sentence: settings would put a value of theirs there")
 @pytest.mark.slow
 def test_the_directory_of_the_start_has_no_meaning_in_settings(tmp_path):
@@ -236,6 +278,8 @@ def test_parts_of_hydra_stand_where_they_are_read(part):
         "hydra: {sweeper: {params: {hydra: {run: {dir: x}}}}}",
         'hydra: {sweeper: {params: {"a=1 hydra.run.dir": x}}}',
         'hydra: {sweeper: {params: {seed: "1\\n2"}}}',
+        'hydra: {sweeper: {params: {seed: "1\\e[2J"}}}',
+        "hydra: {sweeper: {params: {task_name: '${oc.env:HOME}'}}}",
         "hydra: {launcher: {comment: x}}",
         "hydra: {launcher: {nodes: '${x}'}}",
         "hydra: {launcher: {partition: 'a b'}}",

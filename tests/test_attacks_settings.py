@@ -114,6 +114,24 @@ def test_no_lines_are_added_to_the_script_of_a_job(more, tmp_path):
     assert "stands in a file; allowed there are hydra.mode" in done.stderr
 
 
+@provocation(
+    "`hydra/launcher=submitit_slurm` on a cluster that hands jobs no variables, beside a `socket.py`",
+    "the script of a job says where Python does not look",
+)
+@pytest.mark.slow
+def test_the_script_of_a_job_keeps_python_out_of_the_directory(tmp_path):
+    programs = {"sbatch": f"cat ${{@: -1}} > {tmp_path}/script; exit 1", "srun": "exit 1", "sacct": "exit 1"}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    begun(tmp_path, "-m", "hydra/launcher=submitit_slurm", "seed=0,1", "steps=1", PATH=path)
+    lines = (tmp_path / "script").read_text().splitlines()
+    [said] = [line for line in lines if line.startswith("export PYTHONSAFEPATH=grpo_lightning PYTHONPATH=")]
+    assert f"{ROOT}/grpo_lightning/distributed/alone:" in said
+    assert lines.index(said) < next(n for n, line in enumerate(lines) if "submitit.core._submit" in line)
+
+
 def test_no_texts_are_put_together_to_lines_of_a_script():
     hydra = OmegaConf.create({"sweep": {"dir": "a\ntouch HIT"}, "launcher": {"comment": "x ${sweep.dir}", "nodes": 1}})
     told = "hydra.launcher.comment: allowed are texts of one line, which cannot add lines to a script"

@@ -370,18 +370,21 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
 
 
 @provocation(
-    "a checkpoint in which Lightning's `ModelCheckpoint` has saved a file of the user's, by way of `..`",
+    "a checkpoint in which Lightning's `ModelCheckpoint` has saved a file of the user's, by way of `..` or a link",
     "the file is not removed",
 )
-def test_lightning_s_lists_of_checkpoints_remove_nothing_elsewhere(tmp_path):
+@pytest.mark.parametrize("way", ["../..", "link"])
+def test_lightning_s_lists_of_checkpoints_remove_nothing_elsewhere(way, tmp_path):
     mine, victim = tmp_path / "run" / "mine", tmp_path / "victim"
     victim.write_text("")
+    mine.mkdir(parents=True)
+    (mine / "link").symlink_to(tmp_path)
     kept = f"+callbacks.kept={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: {mine}}}"
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     small_run(tmp_path / "run", kept, "steps=1")
     checkpoint = torch.load(last)
     [state] = [one for name, one in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
-    state["best_model_path"] = f"{mine}/../../victim"
+    state["best_model_path"] = f"{mine}/{way}/victim"
     torch.save(checkpoint, last)
     before = contents(mine)
     small_run(tmp_path / "run", kept, "steps=2", "checkpoint=last")

@@ -102,13 +102,13 @@ def test_what_the_user_says_wins():
         ),
         pytest.param(
             LOADED | {"trust_remote_code": True},
-            r"it was trained with policy.trust_remote_code=true, which only you can decide",
+            r"it was trained with policy.trust_remote_code=true and policy.path=\S+, whose code would run, which",
             marks=provocation("a stranger's checkpoint that says `trust_remote_code: true`", "refused by its key"),
         ),
         *(
             pytest.param(
                 LOADED | {"trust_remote_code": value},
-                r"it was trained with policy.trust_remote_code=true, which only you can decide",
+                r"it was trained with policy.trust_remote_code=true and policy.path=\S+, whose code would run, which ",
                 marks=provocation(f"a stranger's checkpoint with `trust_remote_code: {value!r}`", "refused by its key"),
             )
             for value in ({"x": 1}, {}, [], [True], 1, "yes")
@@ -138,6 +138,18 @@ def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
     if "adapter" in policy and not isinstance(policy["adapter"].get("_target_"), str):
         given = own_settings(recorded(policy=policy), ["policy.path=x", "policy.trust_remote_code=true"], value)
         assert given["policy"] == policy | {"path": "x", "trust_remote_code": True}
+
+
+@provocation(
+    "`checkpoint=theirs.ckpt policy.trust_remote_code=true`, which says itself where that code lies",
+    "asks for `policy.path`, too",
+)
+def test_trust_is_in_a_path_that_the_user_names():
+    then = recorded(policy=LOADED | {"trust_remote_code": True})
+    told = r"it was trained with policy.trust_remote_code=true and policy.path=\S+, whose code would run"
+    for words in (["policy.trust_remote_code=true"], ["policy.path=x"]):
+        with pytest.raises(ValueError, match=told):
+            own_settings(then, words, {"policy.trust_remote_code": True, "policy.path": "x"}.get)
 
 
 @provocation("`checkpoint=FILE` of a policy of another shape", "names the settings of the policy that differ")

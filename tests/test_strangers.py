@@ -19,7 +19,7 @@ from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
-from grpo_lightning.transformer.strangers import check_attention
+from grpo_lightning.transformer.strangers import check_attention, only_data
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 
@@ -81,6 +81,48 @@ def of_pickle(directory, payload, name, *, raw):
 def test_weights_are_tensors(raw, model, ran):
     of_pickle(model, Payload(ran), "pytorch_model.bin", raw=raw)
     with pytest.raises(ValueError, match=r"^policy.path='.*model': " + A_PICKLE):
+        hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a model whose configuration has another package read a pickle (timm's `checkpoint_path`) by torch or numpy",
+    "refused in one sentence; tensors are read",
+)
+def test_nobody_reads_pickles_of_a_model(tmp_path, ran):
+    torch.save({"x": Payload(ran)}, tmp_path / "a.bin")
+    np.save(tmp_path / "a.npy", np.array([Payload(ran)], dtype=object), allow_pickle=True)
+    torch.save({"x": torch.ones(2)}, tmp_path / "b.bin")
+    readers = (
+        lambda: torch.load(tmp_path / "a.bin", weights_only=False),
+        lambda: np.load(tmp_path / "a.npy", allow_pickle=True),
+        lambda: pickle.loads(pickle.dumps(Payload(ran))),
+        lambda: pickle._loads(pickle.dumps(Payload(ran))),
+    )
+    for read in readers:
+        with (
+            pytest.raises(ValueError, match=rf"^policy.path='x': {A_PICKLE}"),
+            only_data("policy.path", "x", "a model", trusted=False),
+        ):
+            read()
+    with only_data("policy.path", "x", "a model", trusted=False):
+        assert torch.load(tmp_path / "b.bin", weights_only=False)["x"].tolist() == [1, 1]
+        assert pickle.loads(pickle.dumps({"a": [1]})) == {"a": [1]}
+    assert pickle.loads(pickle.dumps(tmp_path)) == tmp_path
+
+
+@provocation(
+    "`tokenizer_class: BertJapaneseTokenizer` with `sudachi_kwargs` that name a file with plug-ins in C",
+    "refused in one sentence",
+)
+def test_a_tokenizer_hands_its_settings_to_nobody(model):
+    file = model / "tokenizer_config.json"
+    settings = {
+        "tokenizer_class": "BertJapaneseTokenizer",
+        "word_tokenizer_type": "sudachi",
+        "sudachi_kwargs": {"a": "b"},
+    }
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="tokenizer_class=BertJapaneseTokenizer: hands its settings to other programs"):
         hf.load(str(model), **PLAIN)
 
 

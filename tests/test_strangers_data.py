@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import datasets
+import fsspec
 import pyarrow.parquet
 import pytest
+from fsspec.registry import known_implementations
 
+from grpo_lightning.data.archives import contained
 from grpo_lightning.data.hub import Hub
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
@@ -54,6 +57,29 @@ def test_files_of_a_data_set_lie_in_its_directory(settings, file, place, tmp_pat
         configured(place, settings.format(tmp_path), file)
     assert str(error.value).startswith(f"data.path='{place}', data.split='train': {file}: data_")
     assert "\n" not in str(error.value)
+
+
+@provocation(
+    "a data set's `.huggingface.yaml` that is a list of pairs, of which a library makes a mapping, or a file in it "
+    "called `a.jsonl.gz::hdfs::b`, for which pyarrow loads `libhdfs.so` from where it finds one",
+    "refused in one sentence; nothing is loaded",
+)
+def test_a_data_set_reads_from_files_alone(place):
+    for kind in ("hdfs", "dask", "reference"):
+        with contained(), pytest.raises(ValueError, match=f"Protocol not known: {kind}"):
+            fsspec.filesystem(kind)
+        assert kind in known_implementations
+    (place / ".huggingface.yaml").write_text('- [configs, [{config_name: default, data_files: "part/*.jsonl"}]]\n')
+    with pytest.raises(
+        ValueError, match=r"^data.path=.*, data.split='train': .huggingface.yaml: allowed is a mapping$"
+    ):
+        Hub(str(place), "train")
+    (place / ".huggingface.yaml").write_text("")
+    assert Hub(str(place), "train")[0] == ("own", {})
+    (place / "part" / "a.jsonl.gz::hdfs::b").write_text("")
+    told = "'part/a.jsonl.gz::hdfs::b': names a place to read from; allowed are names without '::'"
+    with pytest.raises(ValueError, match=f"^data.path='{place}', data.split='train': {told}$"):
+        Hub(str(place), "train")
 
 
 @pytest.mark.parametrize("settings", ["data_files: part/*.jsonl", "data_dir: part"])
@@ -114,6 +140,14 @@ def test_parts_of_a_saved_data_set_lie_in_its_directory(name, saved, tmp_path):
         with pytest.raises(ValueError, match=r"state.json: _data_files: '.*' is not in this directory; allowed"):
             Hub(str(saved / part), "train")
         state.write_text(before)
+    beside = json.loads((saved / "train" / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(beside | {"_data_files": [{"filename": name.format(tmp_path)}]}))
+    with pytest.raises(ValueError, match=r"state.json: _data_files: '.*' is not in this directory; allowed"):
+        Hub(str(saved), "train")  # which is read before dataset_dict.json
+    (saved / "state.json").unlink()
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": {"../secret": "train"}}))
+    with pytest.raises(ValueError, match=r"dataset_dict.json: splits: allowed is a list of names$"):
+        Hub(str(saved), "train")
     (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "../secret"]}))
     with pytest.raises(ValueError, match=r"dataset_dict.json: splits: '../secret' is not in this directory"):
         Hub(str(saved), "../secret")

@@ -360,6 +360,36 @@ def test_only_the_user_names_places_outside_of_the_run_directory(words, key, mon
     assert given.ungiven(config) == []
 
 
+CODE = ("policy=hf", "policy.trust_remote_code=true", "policy.path=./theirs")
+
+
+@provocation(
+    "`--config-dir theirs policy.trust_remote_code=true`, whose file says `policy.path`; or `=false`, and it says true",
+    "refused by its key; `policy.path=` on the command line, too, is allowed",
+)
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (CODE, []),
+        (CODE[:2], ["policy.path,"]),
+        (("policy=hf", "policy.trust_remote_code=false", "policy.path=./theirs"), ["policy.trust_remote_code"]),
+        ((*CODE[:2], "policy.path=${theirs}"), ["policy.path,"]),
+        ((*CODE[:2], "policy.path=${oc.env:MINE}"), []),
+        ((*CODE[:2], "policy.path=${oc.env:MINE}${name}"), ["policy.path,"]),
+        (("policy=hf", "policy.trust_remote_code=${theirs}", "policy.path=./theirs"), ["policy.trust_remote_code"]),
+    ],
+)
+def test_trust_is_in_what_the_command_names(words, found, monkeypatch):
+    """Where settings are brought along, which may say where a model is."""
+    config = composed("trusted=[]", "run_dir=runs/x", *CODE)
+    monkeypatch.setattr(given, "settings_from", lambda: ["theirs"])
+    own = [one for one in given.ungiven(config, words) if not one.startswith("module.")]
+    assert [one.partition(" ")[0] for one in own] == found
+    monkeypatch.setattr(given, "settings_from", list)
+    alone = [one.partition(" ")[0] for one in given.ungiven(config, words) if not one.startswith("module.")]
+    assert alone == (["policy.trust_remote_code"] if "policy.trust_remote_code=false" in words else [])
+
+
 @pytest.mark.parametrize("store", ["http://localhost:5000", "sqlite:///mlflow.db"])
 def test_a_settings_file_may_name_mlflows_usual_file_and_a_server_of_this_machine(store):
     assert (

@@ -19,11 +19,16 @@ from grpo_lightning.distributed.reading import weights_only
 class AtomicCheckpointIO(CheckpointIO):
     """Writes a checkpoint beside its destination, then renames it: there is the old file or the new one, whole.
 
-    Lightning's own plugin goes through ``$TMPDIR``, which may lie on another file system, where a rename is a copy.
+    Lightning's own plugin goes through ``$TMPDIR``, which may lie on another file system, where a rename is a copy. And
+    it removes whatever a list in a checkpoint names, which may be a stranger's; here that is what lies where it saves.
     """
+
+    def __init__(self) -> None:
+        self._directories: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         destination = Path(path)
+        self._directories.add(destination.parent)
         destination.parent.mkdir(parents=True, exist_ok=True)
         staged = destination.with_name(f".{destination.name}.{os.getpid()}")
         try:
@@ -40,7 +45,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return read(Path(path), map_location="cpu" if map_location is None else map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
-        if ".." not in Path(path).parts:  # Lightning goes by lists in checkpoints, and takes this for a place below
+        if Path(path).parent in self._directories:
             Path(path).unlink(missing_ok=True)
 
 

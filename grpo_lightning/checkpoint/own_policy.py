@@ -92,8 +92,12 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     """Refuse settings that say nothing, or that only a user may decide."""
     leaves = dict(_leaves(own, part))
     trust = f"{part}.trust_remote_code"
-    if own.get("trust_remote_code", False) is not False and trust not in given:
-        raise ValueError(f"it was trained with {trust}=true, which only you can decide; allowed is to give it again")
+    if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
+        path = printable(str(own.get("path")))
+        raise ValueError(
+            f"it was trained with {trust}=true and {part}.path={path}, whose code would run, which only you can "
+            "decide; allowed is to give both again"
+        )
     builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
     if _LIVE in builders.values():
         raise ValueError(

@@ -13,8 +13,7 @@ from omegaconf.resolvers import oc
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 
-_ENVIRONMENT = re.compile(r"\boc\.env\s*:|\$\{[^{}:]*\$\{[^{}:]*\}[^{}:]*:")
-"""``${oc.env:…}``, or a resolver whose name is put together."""
+_ENVIRONMENT = re.compile(r"\boc\.env\s*:")
 _PLAIN = re.compile(
     r"USER|LOGNAME|HOSTNAME|SLURM_(ARRAY_)?JOB_(ID|NAME|PARTITION)|SLURM_(ARRAY_TASK_ID|CLUSTER_NAME|PROCID|NODEID)"
     r"|WANDB_(PROJECT|ENTITY|NAME|RUN_GROUP|TAGS|NOTES|MODE)|MLFLOW_(EXPERIMENT|RUN)_NAME"

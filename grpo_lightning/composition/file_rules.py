@@ -12,9 +12,10 @@ from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import every_target
 
+_PARAMETER = r"(?!.*\$\{)[^\x00-\x1f\x7f-\x9f]*"  # what is resolved in a sweeper is no longer known to be a secret
 _HYDRA = {
     r"hydra\.mode": "RUN|MULTIRUN",
-    r"hydra\.sweeper\.params\.(?!\W*(hydra|run_dir|callbacks|logger|trainer)\b)[\w.+~]+": r"[^\n\r]*",
+    r"hydra\.sweeper\.params\.(?!\W*(hydra|run_dir|callbacks|logger|trainer)\b)[\w.+~]+": _PARAMETER,
     r"hydra\.sweeper\.(n_trials|n_jobs|max_batch_size|max_failure_rate|sampler\.seed)": r"[\d.]+|None",
     r"hydra\.sweeper\.direction": "maximize",
     r"hydra\.launcher\.(n_jobs|timeout_min|nodes|array_parallelism|(cpus|gpus|tasks)_per_(task|node)|mem_gb)": r"-?\d+",

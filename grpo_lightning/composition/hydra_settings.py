@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition.file_rules import leaves_of
 from grpo_lightning.settings import trust
+from grpo_lightning.settings.given import is_whole
 from grpo_lightning.start import settings_from
 
 _LOG_CLASSES = (
@@ -89,6 +90,11 @@ def problems(hydra: Any) -> list[str]:
         plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
         if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+        elif part in ("run", "sweep") and settings_from() and not is_whole(str(value)):
+            found.append(
+                f"{key}={value}: allowed in ${{…}} are now:, oc.env:NAME, hydra.job.override_dirname and the like, as "
+                f"settings come from {places}"
+            )
         elif part in _LOGS and _may_become_module(key, str(value)):
             found.append(
                 f"{key}={value}: allowed with ${{…}} are texts that begin with another sign than a small letter"

@@ -29,6 +29,7 @@ from grpo_lightning.composition.hydra_settings import (
     script_problems,
 )
 from grpo_lightning.composition.job_name import job_name
+from grpo_lightning.composition.resolvers import resolver_problems
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
@@ -71,7 +72,8 @@ class CheckedLoader(ConfigLoaderImpl):
         note_sources(composed.hydra)
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
         settings: Any = OmegaConf.to_container(composed, resolve=False)
-        wrong += changed_problems({key: part for key, part in settings.items() if key != "hydra"}, self._of_user)
+        own = {key: part for key, part in settings.items() if key != "hydra"}
+        wrong += changed_problems(own, self._of_user) + resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := _link_of_sweep(composed):
@@ -79,16 +81,22 @@ class CheckedLoader(ConfigLoaderImpl):
         if from_shell and composed.hydra.launcher.get("_target_") != BASIC_LAUNCHER:  # else no job is launched
             fresh.protect_jobs()
             _use_new_folder(composed)
+            if "setup" in composed.hydra.launcher:  # of SLURM, which may be set up to hand on no variables
+                composed.hydra.launcher.setup = [fresh.in_a_shell()]
         remember_secrets(composed)
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others."""
+        """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others.
+
+        What the command says comes last, so that no parameter of a file's (``++policy.path``) takes its place.
+        """
         _hide_in(Path(master_config.hydra.sweep.dir) / "multirun.yaml")  # before a job can be refused
+        asked = {word.partition("=")[0]: word for word in master_config.hydra.overrides.task}  # the last one counts
+        sweep_overrides = sorted(sweep_overrides, key=lambda word: word.partition("=")[0] in asked)
         composed = super().load_sweep_config(master_config, sweep_overrides)
         job, words = composed.hydra.job, composed.hydra.overrides.task
         named = job.config.override_dirname
-        asked = {word.partition("=")[0]: word for word in master_config.hydra.overrides.task}  # the last one counts
         common = [key for word in words if asked.get(key := word.partition("=")[0]) == word]
         with open_dict(composed):
             if len(common) < len(words):

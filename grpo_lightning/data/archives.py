@@ -11,10 +11,14 @@ from typing import Any
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.utils.extract import Extractor
+from fsspec.registry import _registry, known_implementations
 
 from grpo_lightning.output.terminal import printable
 
 _OTHERS = ("rar", "7z")
+_SYSTEMS = ("file", "local", "hf", "http", "https", "zip", "tar", "bz2", "gzip", "lz4", "xz", "zstd")
+"""Kinds of places that fsspec reads from; of others some load what lies in the working directory (``libhdfs.so``)."""
+_KINDS_OF_PLACES: tuple[dict[str, Any], ...] = (known_implementations, _registry)
 _TYPE = re.compile(
     r"null|uuid|bool[_8]?|u?int(8|16|32|64)|float(16|32|64)|date(32|64)|month_day_nano_interval|((large_)?(string|utf8|binary)"
     r"|(string|binary)_view)|\w+[(\[].*",
@@ -32,7 +36,8 @@ def contained() -> Iterator[None]:
     the user's. And "::" in a name is a further place to read from.
 
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
-    And of the types of columns, which files name, it calls all that pyarrow has a function for.
+    And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
+    the hub and servers, and from no other kind of place that a file's name could ask for.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
 
@@ -56,9 +61,15 @@ def contained() -> Iterator[None]:
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     features.string_to_arrow = known
+    others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
+    for kinds, left_out in others:
+        for name in left_out:
+            del kinds[name]
     try:
         yield
     finally:
+        for kinds, left_out in others:
+            kinds.update(left_out)
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
         features.string_to_arrow = arrow
 

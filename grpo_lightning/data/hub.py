@@ -146,15 +146,21 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
 
 
 def _check_stays_inside(directory: Path) -> None:
-    """Refuse a local data set whose README or ``.huggingface.yaml`` names files of other directories or of the net."""
+    """Refuse a local data set whose README, ``.huggingface.yaml`` or a file's name leads elsewhere."""
     card, settings = directory / "README.md", directory / ".huggingface.yaml"
     found: list[tuple[Path, Any]] = []
     if card.is_file():
         found.append((card, DatasetCard.load(card).data.to_dict()))
     if settings.exists():
         found.append((settings, yaml.safe_load(settings.read_text(encoding="utf-8"))))
+    for path in directory.rglob("*::*"):
+        raise ValueError(
+            f"{str(path.relative_to(directory))!r}: names a place to read from; allowed are names without '::'"
+        )
     for file, content in found:
-        configs = content.get("configs") if isinstance(content, Mapping) else None
+        if not isinstance(content, Mapping | None):
+            raise ValueError(f"{file.name}: allowed is a mapping")  # the library would make one of pairs
+        configs = content.get("configs") if content else None
         for config in configs if isinstance(configs, list) else ():
             for key in ("data_files", "data_dir"):
                 for text in texts(config.get(key) if isinstance(config, Mapping) else None):
@@ -165,10 +171,12 @@ def _check_saved(directory: Path) -> None:
     """Refuse what ``save_to_disk`` is said to have written where it names files of other directories or of the net."""
     splits, parts = directory / _SAVED[0], [directory]
     if splits.is_file():
-        named = list(texts(json.loads(splits.read_text(encoding="utf-8")).get("splits")))
+        named = json.loads(splits.read_text(encoding="utf-8")).get("splits")
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"{splits.name}: splits: allowed is a list of names")
         for name in named:
             check_inside(name, f"{splits.name}: splits")
-        parts = [directory / name for name in named]
+        parts += [directory / name for name in named]
     for part in parts:
         if (state := part / _SAVED[1]).is_file():
             for file in json.loads(state.read_text(encoding="utf-8")).get("_data_files") or ():

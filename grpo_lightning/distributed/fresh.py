@@ -7,6 +7,7 @@ anything else, and import modules before they are told where to look: a file nam
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -115,6 +116,11 @@ def protect_jobs() -> None:
     if _SAFE_PATH not in os.environ:
         os.environ[_SAFE_PATH] = _HERE
         os.environ[_PATH] = os.pathsep.join([alone.PLACE, *filter(None, [os.environ.get(_PATH)])])
+
+
+def in_a_shell() -> str:
+    """The variables of `protect_jobs` as a command of a shell, for launchers whose jobs get none of this process's."""
+    return f"export {_SAFE_PATH}={_HERE} {_PATH}={shlex.quote(os.environ.get(_PATH, ''))}"
 
 
 def forget() -> None:

@@ -1,10 +1,15 @@
-"""What torch reads of a checkpoint in parts: never what could run code."""
+"""What is read of files that may be a stranger's: tensors and plain values, never what could run code."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
+from typing import Any
 
 _FORCED, _OPPOSITE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_refusing = 0
+"""How many calls refuse pickles now; in all threads, as weights are read in several."""
 
 
 @contextmanager
@@ -20,3 +25,25 @@ def weights_only() -> Iterator[None]:
     finally:
         del os.environ[_FORCED]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def no_pickles() -> Iterator[None]:
+    """Inside, nothing is unpickled that names a function or a class; `weights_only` has a reader of its own.
+
+    Parts of a model may be of any package, which may have ways of its own to read what a configuration names.
+    """
+    global _refusing
+    _refusing += 1
+    try:
+        yield
+    finally:
+        _refusing -= 1
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and _refusing:
+        raise UnpicklingError(f"a pickle that names {'.'.join(map(str, arguments[-2:]))}")
+
+
+sys.addaudithook(_refuse)

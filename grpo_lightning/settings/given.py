@@ -16,9 +16,15 @@ from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.reach import is_in
 from grpo_lightning.settings.walk import each_target
+from grpo_lightning.start import settings_from
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
 _DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
+_NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
+_PLAIN = re.compile(
+    r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
+    r"|job\.(?:name|num|id|config_name|override_dirname)))\s*\}"
+)
 _ANSWERS = "cache"
 """Where a judge's answers are kept."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
@@ -59,8 +65,13 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
     for key, value in _nodes(config, "trust_remote_code"):
-        if value not in (False, None) and not _is_given(config, key, given):
+        path = f"{key.rpartition('.')[0]}.path"
+        if value in (False, None):
+            continue
+        if not _is_given(config, key, given) or _NO.fullmatch(given.get(key, "")):
             found.append(key)
+        elif settings_from() and _at(config, path.split(".")) and not _is_given(config, path, given):
+            found.append(f"{path}, with trust_remote_code=true,")  # else the trust goes to a model of their choice
     # Whoever writes a file could otherwise have keys, prompts and completions sent to a server of his own.
     for place, node in each_target(config):
         address, variable = node.get("base_url"), node.get("api_key_env")
@@ -77,7 +88,14 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:
-    return {word.partition("=")[0].lstrip("+~"): word for word in words}
+    """Key -> override, of those that no file has a part in."""
+    last = {word.partition("=")[0].lstrip("+~"): word for word in words}
+    return {key: word for key, word in last.items() if not settings_from() or is_whole(word)}
+
+
+def is_whole(text: str) -> bool:
+    """Whether what a text comes to depends on no settings but some of Hydra's own that no file may give."""
+    return len(_PLAIN.findall(text)) == text.count("${")
 
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:

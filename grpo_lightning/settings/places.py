@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -96,7 +97,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         if is_hidden(path):
             return printable(
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
-                f"them would not be seen; allowed is one that can be read: chmod u+r {path}"
+                f"them would not be seen; allowed is one that can be read: chmod u+r {shlex.quote(str(path))}"
             )
         if leads_out(path, path.parent):  # a stranger's may be one folder among the user's own files
             how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"

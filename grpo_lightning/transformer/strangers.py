@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,9 +14,12 @@ from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
+from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import printable, show_printable
 from grpo_lightning.transformer.config_files import values_only
 
+_OF_PROGRAMS = "BertJapaneseTokenizer"
+"""The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
 _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -24,7 +27,8 @@ _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None]:
     """Inside, a model's files are read; what they would need code of their own for is an error of one sentence.
 
-    Weights are read by ``torch.load(weights_only=True)`` or from safetensors, templates in Jinja's sandbox.
+    Weights are read by ``torch.load(weights_only=True)``, whoever calls it, or from safetensors, and no other pickle;
+    templates are read in Jinja's sandbox.
 
     Args:
         key: Of the setting that names the files, such as ``policy.path``.
@@ -44,6 +48,8 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             _tokenizers_only(),
             _no_questions(),
             _code_of_the_hub(where) if trusted else values_only(where) as left_out,
+            nullcontext() if trusted else weights_only(),
+            nullcontext() if trusted else no_pickles(),
         ):
             yield
     except UnpicklingError as error:
@@ -101,13 +107,17 @@ def _no_questions() -> Iterator[None]:
 
 @contextmanager
 def _tokenizers_only() -> Iterator[None]:
-    """Inside, what a model's files name as ``tokenizer_class`` is a tokenizer.
+    """Inside, what a model's files name as ``tokenizer_class`` is a tokenizer that hands their values to nobody.
 
     By itself transformers loads whatever class of its own has that name, such as a model, with the adapter beside it.
     """
     by_name = tokenization_auto.tokenizer_class_from_name
 
     def checked(class_name: str) -> type[Any] | None:
+        if class_name == _OF_PROGRAMS:
+            raise ValueError(
+                f"tokenizer_class={class_name}: hands its settings to other programs, which load libraries"
+            )
         found = by_name(class_name)
         # A dummy stands for a class of which a package is absent, and says so.
         if found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):

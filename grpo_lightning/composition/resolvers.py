@@ -1,0 +1,49 @@
+"""Which of OmegaConf's resolvers settings may use: none that makes parts of a text, where rules do not see them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import grammar_parser
+from omegaconf.errors import GrammarParseError
+
+from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings import trust
+
+_MAKING = ("oc.create", "oc.decode")
+_OF_VARIABLE = re.compile(r"\$\{oc\.decode:\s*\$\{oc\.env:\w+\}\s*\}")
+
+
+def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
+    """The texts that would be made into lists and mappings.
+
+    Args:
+        composed: All settings but Hydra's own, not resolved.
+    """
+    return [
+        printable(
+            f"{key}={value}: makes parts of a text; allowed in ${{…}} are names of settings, oc.env, oc.select, "
+            "oc.dict.keys, oc.dict.values, ${oc.decode:${oc.env:NAME}} and resolvers of your own"
+        )
+        for key, value in trust.values(composed)
+        if isinstance(value, str) and "${" in value and any(_makes(call) for call in _calls(value))
+    ]
+
+
+def _makes(call: Any) -> bool:
+    name = call.resolverName().getText()
+    is_made_up = "$" in name or "oc.create" in name
+    return is_made_up or (name in _MAKING and not _OF_VARIABLE.fullmatch(call.getText()))
+
+
+def _calls(text: str) -> Iterator[Any]:
+    """The resolvers that are called in a text, also in arguments of others."""
+    try:
+        nodes = [grammar_parser.parse(text)]
+    except GrammarParseError:  # is told where it is resolved
+        return
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "resolverName"):
+            yield node
+        nodes += getattr(node, "children", None) or ()
