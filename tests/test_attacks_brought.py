@@ -258,6 +258,32 @@ def test_parts_of_hydra_stand_where_they_are_read(part):
 
 
 @provocation(
+    "a data set in a folder that is called as a package which the user's own file imports if it is there (`orjson`)",
+    "not found, nothing ran; `trusted=[orjson]` allows it, and other folders are found",
+)
+@pytest.mark.slow
+def test_a_folder_of_data_is_not_imported_by_the_user_s_own_files(tmp_path):
+    for name in ("orjson", "own_words"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "orjson" / "__init__.py").write_text(SCORE)
+    (tmp_path / "own_words" / "__init__.py").write_text("HERE = 1\n")
+    (tmp_path / "orjson" / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9)))
+    lines = "try:\n    import orjson\nexcept ImportError as error:\n    open('WHY', 'w').write(str(error))\n"
+    lines = f"import own_words\n{lines}"
+    (tmp_path / "my_rewards.py").write_text(lines + SCORE.partition("\n")[2])
+    words = ["data=jsonl", "data.path=orjson/train.jsonl", "reward=custom"]
+    words += ["reward.custom.function._target_=my_rewards.score"]
+    done = begun(tmp_path, *words, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "HIT").exists()
+    assert (
+        (tmp_path / "WHY").read_text().startswith("orjson is a folder, from which the settings have something read; if")
+    )
+    assert begun(tmp_path, *words, *TINY, "trusted=[my_rewards,orjson]").returncode == 0
+    assert (tmp_path / "HIT").exists()
+
+
+@provocation(
     "a settings file that says of Hydra where it writes, what it logs or calls back, or what jobs of a sweep are told "
     "of it; also by files of this project and of plug-ins that its defaults list puts below `hydra`",
     "refused by file and key; on the command line the same is checked by its value",
