@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO, StringIO
 
 import datasets
@@ -107,6 +108,8 @@ def test_nobody_reads_pickles_of_a_model(tmp_path, ran):
     with only_data("policy.path", "x", "a model", trusted=False):
         assert torch.load(tmp_path / "b.bin", weights_only=False)["x"].tolist() == [1, 1]
         assert pickle.loads(pickle.dumps({"a": [1]})) == {"a": [1]}
+        with ThreadPoolExecutor(1) as others:  # such as the one that receives results of worker processes
+            assert others.submit(pickle.loads, pickle.dumps(tmp_path)).result() == tmp_path
     assert pickle.loads(pickle.dumps(tmp_path)) == tmp_path
 
 

@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
 _FORCED, _OPPOSITE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_refusing = 0
-"""How many calls refuse pickles now; in all threads, as weights are read in several."""
+_refuses: ContextVar[bool] = ContextVar("_refuses", default=False)
+"""Whether this thread reads no pickles; others may have results of worker processes to read."""
 
 
 @contextmanager
@@ -33,16 +34,15 @@ def no_pickles() -> Iterator[None]:
 
     Parts of a model may be of any package, which may have ways of its own to read what a configuration names.
     """
-    global _refusing
-    _refusing += 1
+    before = _refuses.set(True)
     try:
         yield
     finally:
-        _refusing -= 1
+        _refuses.reset(before)
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "pickle.find_class" and _refusing:
+    if event == "pickle.find_class" and _refuses.get():
         raise UnpicklingError(f"a pickle that names {'.'.join(map(str, arguments[-2:]))}")
 
 
