@@ -1,6 +1,7 @@
 """A directory of a stranger's data set reads no files but its own."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -280,3 +281,20 @@ def test_types_of_columns_are_read(tmp_path, monkeypatch):
     rows.to_parquet(str(tmp_path / "x.parquet"))
     for path in ("saved", "x.parquet"):
         assert Hub(str(tmp_path / path), "train")[0] == ("own", dict.fromkeys(named))
+
+
+@provocation(
+    "a data set for which a library, whichever it is, reads a pickle that names a function", "refused in one sentence"
+)
+@pytest.mark.parametrize("path", ["org/name", "here", "here/x.jsonl", "saved"])
+def test_nobody_reads_pickles_of_a_data_set(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "x.jsonl").write_text('{"prompt": "own"}\n')
+    datasets.Dataset.from_list([{"prompt": "own"}]).save_to_disk("saved")
+    for name in ("load_dataset", "load_from_disk"):
+        monkeypatch.setattr(datasets, name, lambda *_, **__: pickle.loads(pickle.dumps(tmp_path)))
+    with pytest.raises(
+        ValueError, match=rf"^data.path='{path}', data.split='train': a pickle that could run code when"
+    ):
+        Hub(path, "train")

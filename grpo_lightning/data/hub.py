@@ -17,6 +17,7 @@ from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
+from grpo_lightning.distributed.reading import no_pickles
 from grpo_lightning.output.terminal import printable
 
 log = logging.getLogger(__name__)
@@ -124,16 +125,16 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
     try:
         if any((local / file).is_file() for file in _SAVED):
             _check_saved(local)
-            with contained():
+            with contained(), no_pickles():
                 return _of_saved(datasets.load_from_disk(path), path, split)
         if local.is_file():
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
-            with contained():
+            with contained(), no_pickles():
                 return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         if local.is_dir():
             _check_stays_inside(local)
-        with contained():
+        with contained(), no_pickles():
             return datasets.load_dataset(path, name, split=split, revision=revision)
     except UnpicklingError as error:
         raise ValueError(
