@@ -122,9 +122,10 @@ def note_read(settings: Iterable[tuple[str, Any]]) -> None:
     tops = set[str]()
     for key, value in settings if START is not None else ():
         if isinstance(value, str) and (os.sep in value or _OF_PLACES.search(key)) and len(value) < _LONGEST_PATH:
-            path = Path(os.path.abspath(place() / value))
-            if place() in path.parents and "\0" not in value and os.path.lexists(path):
-                tops.add(path.relative_to(place()).parts[0])
+            path = place() / os.path.expanduser(value.replace("\0", ""))
+            for one in map(Path, (os.path.abspath(path), os.path.realpath(path))):  # by a link, too
+                if place() in one.parents and os.path.lexists(one):
+                    tops.add(one.relative_to(place()).parts[0])
     os.environ[_READ] = json.dumps(sorted(tops))
 
 

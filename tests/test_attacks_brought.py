@@ -283,6 +283,38 @@ def test_a_folder_of_data_is_not_imported_by_the_user_s_own_files(tmp_path):
     assert (tmp_path / "HIT").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "folders"),
+    [
+        ("data.path", "orjson/x", ["orjson"]),
+        ("data.path", "orjson", ["orjson"]),
+        ("data.split", "orjson", []),
+        ("data.split", "orjson/x", ["orjson"]),
+        ("reward.judge.files.0", "orjson", ["orjson"]),
+        ("policy.path", "./other/../orjson/x", ["orjson"]),
+        ("policy.path", "~/start/orjson/x", ["orjson"]),
+        ("policy.path", "HOME/by_a_link/orjson/x", ["orjson"]),
+        ("policy.path", "link", ["link", "orjson"]),
+        ("policy.path", "HOME/start/orjson/x", ["orjson"]),
+        ("policy.path", ".", []),
+        ("policy.path", "absent/x", []),
+        ("policy.path", "a\0/x", []),
+        ("policy.path", None, []),
+    ],
+)
+def test_folders_that_are_read_from(key, value, folders, tmp_path, monkeypatch):
+    home = tmp_path.resolve()
+    (home / "start" / "orjson").mkdir(parents=True)
+    (home / "start" / "orjson" / "x").write_text("")
+    (home / "start" / "link").symlink_to("orjson")
+    (home / "by_a_link").symlink_to("start")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("GRPO_LIGHTNING_READ_FROM", "")
+    monkeypatch.setattr(start, "START", home / "start")
+    start.note_read([("seed", 0), (key, value and value.replace("HOME", str(home)))])
+    assert [name for name in ("link", "orjson", "other") if start._why_a_strangers(name)] == folders
+
+
 @provocation(
     "a settings file that says of Hydra where it writes, what it logs or calls back, or what jobs of a sweep are told "
     "of it; also by files of this project and of plug-ins that its defaults list puts below `hydra`",

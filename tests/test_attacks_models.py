@@ -54,6 +54,23 @@ def test_a_configuration_names_no_file_of_code(name, tmp_path):
         hf.load(str(model), **PLAIN)
 
 
+@provocation(
+    "`quantization_config: {quant_method: torchao, quant_type: …}`, of which torchao calls what it names",
+    "refused in one sentence, with the kinds that are read",
+)
+@pytest.mark.parametrize("value", ["torchao", "quark", "unknown", ["fp8"], {"a": 1}])
+def test_quantized_weights_are_of_kinds_that_hold_values(value, tmp_path):
+    for told in ({"quantization_config": {"quant_method": value}}, {"text_config": {"x": [{"quant_method": value}]}}):
+        with pytest.raises(
+            ValueError, match=r"^policy.path: config.json gives quant_method the value .*, whose package "
+        ):
+            read(tmp_path, model_type="llama", **told)
+    for value in ("gptq", "bitsandbytes", "fp8", None):
+        assert (
+            read(tmp_path, quantization_config={"quant_method": value})["quantization_config"]["quant_method"] == value
+        )
+
+
 def test_nor_does_that_of_a_reward_model(tmp_path):
     model = write_reward_model(tmp_path / "model", "llama", chat=True)
     edit(model, quantization_config=QUANTIZED | {"format": "evil.py:x"})

@@ -75,7 +75,7 @@ def test_a_settings_file_sends_nothing_of_the_environment_to_a_judge(tmp_path):
         ((*NEAR, "+a=${oc.env:HF_TOKEN}", "reward.judge.function.model=${a}"), "reward.judge.function.model"),
         ((*NEAR, "+e=oc.env", "reward.judge.function.rubric='${${e}:HF_TOKEN}'"), "reward.judge.function.rubric"),
         (
-            (*NEAR, "+reward.judge.function.request.x='${oc.create:{k: [1, ${oc.env:HF_TOKEN}]}}'"),
+            (*NEAR, "+reward.judge.function.request.x={k: [1, '${oc.env:HF_TOKEN}']}"),
             "reward.judge.function.request.x.k.1",
         ),
         ((*NEAR, "+m.no=1", "reward.judge.function.rubric='${oc.select:m.${oc.env:HF_TOKEN},x}'"), None),

@@ -360,6 +360,38 @@ def test_only_the_user_names_places_outside_of_the_run_directory(words, key, mon
     assert given.ungiven(config) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [
+        ("{a: 1, b: {c: [1, {d: 2}], e: f}, g: h}", {"a", "b", "b.c", "b.c.[].d", "b.e", "g"}),
+        ("{a:1,b:{c:2}}", {"a", "b", "b.c"}),
+        ("{a: \"x, {b: 1}, c: 2\", 'd': '}', \"e f\": 1}", {"a", "d", "e f"}),
+        (r"{a: 'it\'s, b: 1', c: x\, d\: 2, e: \{}", {"a", "c", "e"}),
+        ("choice({a: 1}, {b: '{c: 1}'})", {"a", "b"}),
+        ("choice('{a: 1}',x)", set()),
+        ("'{a: 1}'", set()),
+        ("a: 1", set()),
+        ("}}{a: 1", {"a"}),
+        ("{a: ${b:c}, d: 1}", {"a", "a.b", "d"}),
+    ],
+)
+def test_the_keys_of_a_mapping_on_the_command_line(value, keys):
+    assert given._below(f"policy={value}") == keys
+
+
+@provocation(
+    "`policy={…}` with a pasted text in it that holds `, trust_remote_code: none`, and a settings file that says it",
+    "refused by its key",
+)
+def test_words_of_a_text_say_nothing():
+    config = composed("trusted=[]", "run_dir=runs/x", *CODE)
+    text = "Answer in JSON with the keys answer, trust_remote_code: none, {trust_remote_code: x}"
+    for quote in "\"'":
+        word = f"policy={{path: ./theirs, system_prompt: {quote}{text}{quote}}}"
+        assert any(one.startswith("policy.trust_remote_code ") for one in given.ungiven(config, [word]))
+    assert given.ungiven(config, ["policy={path: ./theirs, trust_remote_code: true, system_prompt: 'x'}"]) == []
+
+
 CODE = ("policy=hf", "policy.trust_remote_code=true", "policy.path=./theirs")
 
 

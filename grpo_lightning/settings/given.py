@@ -104,16 +104,41 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
     parts = key.split(".")
     for begin in range(len(parts) - 1):
         original = parts[begin:]
-        above = [".".join(original[:count]) for count in range(1, len(original))]
-        is_set = ".".join(original) in given or any(_has(given.get(name, ""), parts[-1]) for name in above)
+        above = {".".join(original[:count]): ".".join(original[count:]) for count in range(1, len(original))}
+        is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
         if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
             return True
     return key in given
 
 
-def _has(word: str, name: str) -> bool:
-    """Whether an override sets a mapping with a name in it; the name of a file may hold any words."""
-    return re.search(rf"[{{,]\s*['\"]?{re.escape(name)}['\"]?\s*:", word.partition("=")[2]) is not None
+def _below(word: str) -> set[str]:
+    """The dotted keys in the mapping that an override sets, as Hydra reads it: quoted texts hold none."""
+    found, names, token, quote = set[str](), list[str | None](), "", ""
+    characters = iter(word.partition("=")[2])
+    for character in characters:
+        if character == "\\":
+            token += next(characters, "")
+        elif quote:
+            quote = "" if character == quote else quote
+            token += "" if not quote else character
+        elif character in "\"'" and not token.strip():
+            quote = character
+        elif character in "{[(":
+            names += [None] * (character == "{") + ["[]"] * (character == "[")
+            token = ""
+        elif character in "}]":
+            del names[-1:]
+            token = ""
+        elif character == ":" and names and names[-1] is None:
+            names[-1] = token.strip()
+            found.add(".".join(map(str, names)))
+            token = ""
+        elif character == "," and names:
+            names[-1] = names[-1] and ("[]" if names[-1] == "[]" else None)
+            token = ""
+        else:
+            token += character
+    return found
 
 
 def _at(node: Any, path: Sequence[str]) -> Any:

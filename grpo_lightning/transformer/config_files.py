@@ -25,6 +25,21 @@ _LEFT_OUT = ("auto_map", "custom_pipelines", ELSEWHERE)
 """Keys of code and of other models: none is used, and an export would hand them on as the user's own."""
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation\w*")
 """Keys of functions, left out where a slash says that they name a kernel of the hub, whose code would run."""
+_METHOD = "quant_method"
+_QUANTIZED = (
+    *(
+        "awq",
+        "bitnet",
+        "bitsandbytes",
+        "bitsandbytes_4bit",
+        "bitsandbytes_8bit",
+        "compressed-tensors",
+        "eetq",
+        "fbgemm_fp8",
+    ),
+    *("fp8", "gptq", "hqq", "mxfp4", "mxfp8", "nvfp4"),
+)
+"""Kinds of quantized weights whose settings are values; packages of others make of them what they name (torchao)."""
 _LABELS = "label2id"
 """The mapping whose keys may be any words."""
 _VALUES = {
@@ -92,6 +107,9 @@ def _values(node: Any, where: str, refused: frozenset[str], left_out: list[str])
         raise ValueError(_told(where, f"names {node[:80]}, a file of code, which could run"))
     if not isinstance(node, dict):
         return node
+    if node.get(_METHOD) is not None and node[_METHOD] not in _QUANTIZED:
+        told = f"gives {_METHOD} the value {str(node[_METHOD])[:80]}, whose package makes what the settings name"
+        raise ValueError(_told(where, f"{told} (values are those of {', '.join(_QUANTIZED)})"))
     content = {}
     for key, value in node.items():
         name = str(key)  # labels have numbers
