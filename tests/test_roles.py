@@ -82,14 +82,15 @@ def test_a_chat_template_is_given_values(place):
     for part in place.split("."):
         node = node.setdefault(part, {})
     target, told = "grpo_lightning.policy.scratch.character_llama", "allowed are plain values, which a chat template"
-    tools = {"_target_": "grpo_lightning.composition.part", "name": "x"}
-    for where, given in (
-        (".a.b.0", {"tools": tools, "a": {"b": [{"_target_": target}]}}),
-        ("", {"_target_": target, "a": 1}),
+    part = "grpo_lightning.composition.part"  # an object of a program, which a file may name
+    for where, named, given in (
+        (".a.b.0", target, {"a": {"b": [{"_target_": target}]}}),
+        ("", target, {"_target_": target, "a": 1}),
+        (".m", part, {"m": {"_target_": part, "name": "policy.model"}}),
     ):
         node["template_kwargs"] = given
         [problem] = role_problems(config)
-        assert problem.startswith(f"{place}.template_kwargs{where}._target_={target}: {told}")
+        assert problem.startswith(f"{place}.template_kwargs{where}._target_={named}: {told}")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def role_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _problem(name: str, key: str, *, is_called: bool) -> str | None:
     part = part_of(key)
-    if _TEMPLATE in key.split(".") and name != "grpo_lightning.composition.part":
+    if _TEMPLATE in key.split("."):
         return f"_target_={name}: allowed are plain values, which a chat template cannot call"
     allowed = _longest(PLACES, name)
     if allowed is None or not may_name(name) or not (part in _HOLDS or any(part in one for one in PLACES.values())):
