@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from grpo_lightning import start
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
@@ -24,3 +25,9 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     config.stash[PROVOKED] = sections(items)  # before slow tests are left out
     config.stash[COLLECTED] = {item.path.name for item in items}
+
+
+@pytest.fixture(autouse=True)
+def brought_by_nobody():
+    """No directory of settings is noted any more that a test before this one has brought along."""
+    start.forget_settings_from()
