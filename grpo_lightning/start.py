@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Sequence
@@ -17,14 +16,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
-_LONGEST_PATH = 4096
-_OF_PLACES = re.compile(r"(path|directory|dir|checkpoint|file)s?(\.\d+)*$")
 START: Path | None = None
 """The directory in which the command line was started; None in a program, which has its own path."""
 
-_PLACES, _READ = "GRPO_LIGHTNING_SETTINGS_FROM", "GRPO_LIGHTNING_READ_FROM"
+_PLACES = "GRPO_LIGHTNING_SETTINGS_FROM"
 _IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
 """How the files of functions begin that import on behalf of others."""
 
@@ -55,10 +51,10 @@ class _Finder(MetaPathFinder):
         if fullname not in self.named and not _asked_by_the_user(START, self.named | self.found):
             return None
         spec = _the_only_one(PathFinder.find_spec(fullname, [str(START)]))
-        is_folder = spec is not None and spec.submodule_search_locations and fullname not in self.named
-        if is_folder and (why := _why_a_strangers(fullname)):
+        if spec is not None and spec.submodule_search_locations and fullname not in self.named:
             raise ModuleNotFoundError(
-                f"{fullname} is a folder, {why}; if you know it, allowed is trusted=[{fullname}] on the command line",
+                f"{fullname} is a folder that no setting names, and may be a stranger's, such as a data set; if you "
+                f"know it, allowed is trusted=[{fullname}] on the command line",
                 name=fullname,
             )
         if spec is not None:
@@ -111,29 +107,6 @@ def settings_from() -> list[str]:
 def forget_settings_from() -> None:
     """Begin to compose settings anew."""
     os.environ.pop(_PLACES, None)
-
-
-def note_read(settings: Iterable[tuple[str, Any]]) -> None:
-    """Take note of the folders of the directory of the start that are read from: of data, models, checkpoints, runs.
-
-    Args:
-        settings: Pairs of a dotted key and its value.
-    """
-    tops = set[str]()
-    for key, value in settings if START is not None else ():
-        if isinstance(value, str) and (os.sep in value or _OF_PLACES.search(key)) and len(value) < _LONGEST_PATH:
-            path = place() / os.path.expanduser(value.replace("\0", ""))
-            for one in map(Path, (os.path.abspath(path), os.path.realpath(path))):  # by a link, too
-                if place() in one.parents and os.path.lexists(one):
-                    tops.add(one.relative_to(place()).parts[0])
-    os.environ[_READ] = json.dumps(sorted(tops))
-
-
-def _why_a_strangers(name: str) -> str | None:
-    """Why a folder of the directory of the start may be a stranger's, where the user's own files would import it."""
-    if found := settings_from():
-        return f"and may have come with the settings in {', '.join(found)}"
-    return "from which the settings have something read" if name in json.loads(os.environ.get(_READ) or "[]") else None
 
 
 def place() -> Path:

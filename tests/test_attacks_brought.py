@@ -237,7 +237,7 @@ def test_a_file_of_the_users_finds_no_folder_of_settings(tmp_path):
     assert not (tmp_path / "HIT").exists()
     why = (tmp_path / "WHY").read_text()
     assert why.startswith(
-        f"numexpr is a folder, and may have come with the settings in {tmp_path}/numexpr; if you know"
+        "numexpr is a folder that no setting names, and may be a stranger's, such as a data set; if you know it,"
     )
     assert why.endswith("allowed is trusted=[numexpr] on the command line")
     assert begun(tmp_path, *words, *TINY, "trusted=[my_rewards,numexpr]").returncode == 0
@@ -259,14 +259,13 @@ def test_parts_of_hydra_stand_where_they_are_read(part):
 
 @provocation(
     "a data set in a folder that is called as a package which the user's own file imports if it is there (`orjson`)",
-    "not found, nothing ran; `trusted=[orjson]` allows it, and other folders are found",
+    "not found, nothing ran; `trusted=[orjson]` allows it, and files are found",
 )
 @pytest.mark.slow
 def test_a_folder_of_data_is_not_imported_by_the_user_s_own_files(tmp_path):
-    for name in ("orjson", "own_words"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "orjson").mkdir()
     (tmp_path / "orjson" / "__init__.py").write_text(SCORE)
-    (tmp_path / "own_words" / "__init__.py").write_text("HERE = 1\n")
+    (tmp_path / "own_words.py").write_text("HERE = 1\n")
     (tmp_path / "orjson" / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9)))
     lines = "try:\n    import orjson\nexcept ImportError as error:\n    open('WHY', 'w').write(str(error))\n"
     lines = f"import own_words\n{lines}"
@@ -277,42 +276,10 @@ def test_a_folder_of_data_is_not_imported_by_the_user_s_own_files(tmp_path):
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "HIT").exists()
     assert (
-        (tmp_path / "WHY").read_text().startswith("orjson is a folder, from which the settings have something read; if")
+        (tmp_path / "WHY").read_text().startswith("orjson is a folder that no setting names, and may be a stranger's")
     )
     assert begun(tmp_path, *words, *TINY, "trusted=[my_rewards,orjson]").returncode == 0
     assert (tmp_path / "HIT").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "folders"),
-    [
-        ("data.path", "orjson/x", ["orjson"]),
-        ("data.path", "orjson", ["orjson"]),
-        ("data.split", "orjson", []),
-        ("data.split", "orjson/x", ["orjson"]),
-        ("reward.judge.files.0", "orjson", ["orjson"]),
-        ("policy.path", "./other/../orjson/x", ["orjson"]),
-        ("policy.path", "~/start/orjson/x", ["orjson"]),
-        ("policy.path", "HOME/by_a_link/orjson/x", ["orjson"]),
-        ("policy.path", "link", ["link", "orjson"]),
-        ("policy.path", "HOME/start/orjson/x", ["orjson"]),
-        ("policy.path", ".", []),
-        ("policy.path", "absent/x", []),
-        ("policy.path", "a\0/x", []),
-        ("policy.path", None, []),
-    ],
-)
-def test_folders_that_are_read_from(key, value, folders, tmp_path, monkeypatch):
-    home = tmp_path.resolve()
-    (home / "start" / "orjson").mkdir(parents=True)
-    (home / "start" / "orjson" / "x").write_text("")
-    (home / "start" / "link").symlink_to("orjson")
-    (home / "by_a_link").symlink_to("start")
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("GRPO_LIGHTNING_READ_FROM", "")
-    monkeypatch.setattr(start, "START", home / "start")
-    start.note_read([("seed", 0), (key, value and value.replace("HOME", str(home)))])
-    assert [name for name in ("link", "orjson", "other") if start._why_a_strangers(name)] == folders
 
 
 @provocation(

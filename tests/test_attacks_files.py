@@ -133,7 +133,7 @@ def test_bytecode_beside_the_users_files_is_not_run(on_path, timeout, tmp_path):
     (tmp_path / "mine_package" / "__init__.py").write_text("")
     for place, name in ((".", "mine"), (".", "mine_helper"), ("mine_package", "__init__"), ("mine_package", "late")):
         plant(tmp_path / place, name, tmp_path / "HIT")
-    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program")
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "trusted=[mine_package]")
     more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
     done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0", **more)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -145,7 +145,7 @@ def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_i
     own(tmp_path)
     named_by_metadata(tmp_path)
     mark = marked(tmp_path, *PYTHONS, *OPTIONAL)
-    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program")
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "trusted=[mine_package]")
     done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0")
     assert done.returncode == 0, done.stderr[-2000:]
     assert told(tmp_path) == {json.dumps([False, None, str(ROOT)])}
@@ -192,6 +192,7 @@ def test_files_are_not_run_by_launchers(launcher, tmp_path):
     own(tmp_path)
     mark = marked(tmp_path, *PYTHONS, *OPTIONAL)
     words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "reward.custom.timeout=30")
+    words += ("trusted=[mine_package]",)
     done = start(tmp_path, "-m", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", *TINY, *words, "seed=0,1")
     assert done.returncode == 0, done.stderr[-2000:]
     states = [json.loads(path.read_text())["status"] for path in (tmp_path / "sweep").glob("*/summary.json")]

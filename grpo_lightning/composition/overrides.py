@@ -206,7 +206,6 @@ def made(
 
     trusted = trust.packages(config)[1]
     start.make_importable(*trusted)
-    start.note_read(trust.values(config))
 
     def build(name: str, **more: Any) -> Any:
         for key, target in trust.targets(config[name], name):
