@@ -165,6 +165,13 @@ def test_without_values_and_curves_the_last_value_is_known(tmp_path, capsys):
     assert "0.500" in printed
 
 
+@pytest.mark.parametrize("length", [0, *range(60, 90), 200])
+def test_paths_are_not_broken(length, sweep, capsys):
+    place = sweep / ("n" * length)  # which ends before, at and behind the end of a line
+    write_run(place / "9", ["seed=9"], [], kind="none", status="failed", error="of memory " * 20)
+    assert f"  {place / '9'} (seed=9): failed, of memory" in shown(capsys, sweep).replace("\n(seed", " (seed")
+
+
 def test_what_did_not_finish_is_listed_with_its_reason(sweep, capsys):
     write_run(sweep / "9", ["seed=9"], [], kind="none", status="failed", error="reward 'x' crashed\nmore")
     for name in ("10", "11"):

@@ -136,7 +136,7 @@ def _text(comparison: Comparison, deviation: bool) -> str:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
     for line in _closing(comparison):
-        console.print(Text(line), overflow="fold")
+        console.print(Text(line), overflow="ignore", crop=False)  # paths stay whole, to be copied
     shown: Any = console.file
     return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
 
