@@ -70,7 +70,8 @@ def test_hydra_imports_nothing_for_them(lines, tmp_path):
     "hydra",
     [
         {"sweeper": {"_target_": OPTUNA, "sampler": NAMING}},
-        {"sweeper": {"_target_": "hydra_plugins.hydra_optuna_sweeper._impl.OptunaSweeperImpl", "_args_": [1]}},
+        {"sweeper": {"_target_": "hydra_plugins.hydra_optuna_sweeper._impl.OptunaSweeperImpl"}},
+        {"sweeper": {"_args_": [1]}},
         {"callbacks": {"x": {"_target_": "optuna.samplers.RandomSampler"}}},
         {"launcher": {"temp_folder": "${hydra.verbose}"}},  # which may be a mapping
         {"hydra_logging": {"formatters": {"x": {"format": "time ${now:%S}"}}}},
@@ -116,7 +117,7 @@ def test_no_lines_are_added_to_the_script_of_a_job(more, tmp_path):
 
 @provocation(
     "`hydra/launcher=submitit_slurm` on a cluster that hands jobs no variables, beside a `socket.py`",
-    "the script of a job says where Python does not look",
+    "the script of a job says where Python does not look, and what the command line says",
 )
 @pytest.mark.slow
 def test_the_script_of_a_job_keeps_python_out_of_the_directory(tmp_path):
@@ -125,11 +126,16 @@ def test_the_script_of_a_job_keeps_python_out_of_the_directory(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    begun(tmp_path, "-m", "hydra/launcher=submitit_slurm", "seed=0,1", "steps=1", PATH=path)
+    words = ("trusted=[trl]", "+note='a b ${seed}'")
+    begun(tmp_path, "-m", "hydra/launcher=submitit_slurm", "seed=0,1", "steps=1", *words, PATH=path)
     lines = (tmp_path / "script").read_text().splitlines()
     [said] = [line for line in lines if line.startswith("export PYTHONSAFEPATH=grpo_lightning PYTHONPATH=")]
     assert f"{ROOT}/grpo_lightning/distributed/alone:" in said
     assert lines.index(said) < next(n for n, line in enumerate(lines) if "submitit.core._submit" in line)
+    command = ["bash", "-c", f"{said}; exec env -0"]
+    told = subprocess.run(command, env={}, capture_output=True, text=True, check=True).stdout.split("\0")
+    [given] = [line for line in told if line.startswith("GRPO_LIGHTNING_GIVEN=")]
+    assert json.loads(given.partition("=")[2])[-2:] == list(words)
 
 
 def test_no_texts_are_put_together_to_lines_of_a_script():

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.tensorboard import SummaryWriter
 
+import grpo_lightning as grpo
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
@@ -20,7 +21,7 @@ from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.reach import reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
-from tests.support.running import small_run
+from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
 from tests.test_damaged import contents
 
@@ -302,6 +303,21 @@ OUTSIDE = [
         "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, filename: ../x}",
         "callbacks.a.filename=../x: allowed is a name without '..'",
     ),
+    *(
+        (f"+callbacks.a={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, {name}}}", message)
+        for name, message in (
+            ("filename: '{step].__class__.__init__.__doc__[15}x'", "callbacks.a.filename={step].__class__."),
+            ("filename: '{step:{0.x}}'", "callbacks.a.filename={step:{0.x}}: allowed is a name without '/', in which"),
+            ("filename: '{step!r}'", "callbacks.a.filename={step!r}: allowed is a name without '/', in which"),
+            ("filename: 'sub.ckpt/last'", "callbacks.a.filename=sub.ckpt/last: allowed is a name without '/', in"),
+            ("filename: '{val/pass@1}'", "callbacks.a.filename={val/pass@1}: allowed is a name without '/', in which"),
+            ("filename: 'a/{step}', auto_insert_metric_name: false", "callbacks.a.filename=a/{step}: allowed is a"),
+        )
+    ),
+    (
+        "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, filename: x}",
+        "callbacks.a.dirpath=null: allowed is a directory in run_dir=",
+    ),
     (
         "+trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: vic, filename: x}",
         "trainer.profiler.dirpath=vic: allowed is a directory in run_dir=",
@@ -332,13 +348,40 @@ def test_settings_write_into_the_run_directory_only(words, message):
     [
         "logger=csv logger.csv.save_dir=RUN/mine logger.csv.version=3",
         "logger=csv logger.csv.name=a/b",
-        "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, filename: x}",
+        *(
+            f"+callbacks.a={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, {name}}}"
+            for name in (
+                "filename: x",
+                "filename: '{step:03d}-{a.b}'",
+                "filename: 'x-{val/pass@1:.2f}', auto_insert_metric_name: false",
+            )
+        ),
         "callbacks.checkpoint.directory=elsewhere",
         "+a={_target_: lightning.pytorch.loggers.MLFlowLogger, save_dir: mlruns}",
     ],
 )
 def test_settings_may_name_places_in_the_run_directory(words):
     assert list(reach_problems(composed(*words_of(words)))) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["~callbacks.checkpoint"], set()),
+        (
+            [
+                "~callbacks.checkpoint",
+                "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: DIR/a}",
+            ],
+            {"a/epoch=0-step=1.ckpt"},
+        ),
+        ([], {"checkpoints/last.ckpt", "checkpoints/best.ckpt"}),
+    ],
+)
+def test_lightning_keeps_no_checkpoints_of_its_own(words, found, tmp_path):
+    given = [word.replace("DIR", str(tmp_path / "run")) for word in words]
+    grpo.compose(*SMALL, "steps=1", *given, run_dir=tmp_path / "run").fit()
+    assert {str(path.relative_to(tmp_path / "run")) for path in tmp_path.rglob("*.ckpt")} == found
 
 
 def test_a_run_from_another_one_s_checkpoint_removes_no_foreign_logs(tmp_path):

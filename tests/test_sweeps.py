@@ -184,6 +184,11 @@ def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_pat
         ({"sweeper": {"custom_search_space": "os.system"}}, "hydra.sweeper.custom_search_space=os.system: allowed"),
         ({"sweeper": {"sampler": {"_target_": "optuna.samplers.os.system"}}}, "allowed are Hydra's own"),
         ({"sweeper": {"sampler": {"_target_": "optuna.storages.RDBStorage"}}}, "allowed are Hydra's own"),
+        (
+            {"launcher": {"_target_": "hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher"}},
+            "the launchers joblib",
+        ),
+        ({"sweeper": {"_target_": "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper"}}, "the sweeper optuna"),
         ({"launcher": {"setup": ["rm -r x"]}}, "hydra.launcher.setup: allowed is null"),
         ({"sweeper": {"storage": "sqlite:///x.db"}}, "hydra.sweeper.storage: allowed is null"),
         ({"launcher": {"additional_parameters": {"x\ntouch y": 1}}}, "touch y: allowed are account"),

@@ -36,10 +36,19 @@ _MEMBERS = (
     *("hydra.experimental.callbacks.LogJobReturnCallback", "hydra.experimental.callbacks.PickleJobInfoCallback"),
 )
 _PLUGINS = {
-    re.compile(r"hydra_plugins\.[a-z][\w.]*\.[A-Z]\w*"): re.compile(r"hydra\.(launcher|sweeper)\._target_"),
+    re.compile(
+        r"hydra_plugins\.hydra_(joblib_launcher\.joblib_launcher\.Joblib|submitit_launcher\.submitit_launcher\.(Local|Slurm))"
+        r"Launcher"
+    ): re.compile(r"hydra\.launcher\._target_"),
+    re.compile(r"hydra_plugins\.hydra_optuna_sweeper\.optuna_sweeper\.OptunaSweeper"): re.compile(
+        r"hydra\.sweeper\._target_"
+    ),
     re.compile(r"optuna\.samplers\.[A-Z]\w*Sampler"): re.compile(r"hydra\.sweeper\..*\._target_"),
 }
-"""Class of a plug-in -> the key at which its settings are looked at; elsewhere they could import what they name."""
+"""Class of a plug-in -> the key at which its settings are looked at; elsewhere they could import what they name.
+
+Others start jobs as they like: Ray's processes have the working directory on their path, whatever lies there.
+"""
 _ENVIRONMENT = re.compile(
     r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|TZ"
     r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
@@ -78,8 +87,8 @@ def problems(hydra: Any) -> list[str]:
     for key, name in trust.targets(hydra, "hydra"):
         if not _may_run(key, name):
             found.append(
-                f"{key}={name}: allowed are Hydra's own, a launcher and a sweeper of hydra_plugins, in the sweeper a "
-                f"sampler of Optuna's, and what is defined in {files}"
+                f"{key}={name}: allowed are Hydra's own, the launchers joblib, submitit_local and submitit_slurm, the "
+                f"sweeper optuna, a sampler of Optuna's in it, and what is defined in {files}"
             )
     for key, value in leaves_of(hydra, "hydra"):
         part = key.split(".")[1]

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF, episodes
+from grpo_lightning.composition.callbacks import with_callbacks
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import installed
@@ -217,6 +218,7 @@ def made(
             node, objects[episodes.TOOLS] = episodes.with_replies(node, environment), environment.tools
         with _using(objects):
             try:
+                node, more = with_callbacks(node) if name == "trainer" else (node, more)
                 result = instantiate(node, _convert_="all", **({"_partial_": True} if more else {}))
                 result = result(**more) if more else result
             except InstantiationException as error:

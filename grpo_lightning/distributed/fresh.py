@@ -20,6 +20,7 @@ from grpo_lightning import start
 from grpo_lightning.distributed import alone
 
 _SAFE_PATH, _PATH, _LIBRARIES = "PYTHONSAFEPATH", "PYTHONPATH", "LD_LIBRARY_PATH"
+_TOLD = ("GRPO_LIGHTNING_GIVEN", "GRPO_LIGHTNING_SETTINGS_FROM")
 _BETWEEN = re.compile("[:;]")
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
@@ -119,8 +120,13 @@ def protect_jobs() -> None:
 
 
 def in_a_shell() -> str:
-    """The variables of `protect_jobs` as a command of a shell, for launchers whose jobs get none of this process's."""
-    return f"export {_SAFE_PATH}={_HERE} {_PATH}={shlex.quote(os.environ.get(_PATH, ''))}"
+    """The variables of `protect_jobs` as a command of a shell, for launchers whose jobs get none of this process's.
+
+    With them go what the command line says, without secrets, and where settings come from.
+    """
+    own = {name: os.environ[name].replace("${", "\\u0024{") for name in _TOLD if name in os.environ}  # for OmegaConf
+    values = {_SAFE_PATH: _HERE, _PATH: os.environ.get(_PATH, ""), **own}
+    return "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
 
 
 def forget() -> None:

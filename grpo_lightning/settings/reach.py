@@ -1,6 +1,7 @@
 """What settings let parts read and write: nothing of others, and no checkpoint that nobody has checked."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,6 +14,10 @@ _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir"
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
+_KEEPER = "ModelCheckpoint"
+_FIELD = r"\{[\w@.-]+(:[\d.]*[a-z%]?)?\}"
+_FILE_NAME, _FILE_NAME_ALONE = (re.compile(rf"([^{{}}/]|{field})*") for field in (_FIELD, _FIELD.replace("@", "@/")))
+"""What Lightning makes the name of a checkpoint of: with the names of metrics before their values, and without."""
 _PROFILERS = "lightning.pytorch.profilers."
 _LIBRARIES = ("lightning.", "grpo_lightning.logger.")
 _UNCHECKED = {
@@ -77,11 +82,25 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
     for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
         if not isinstance(node.get(part), str | int | None):  # an object's text may be any path
             yield printable(f"{key}.{part}={node[part]}: allowed is text")
+    if name == _KEEPER:
+        yield from _kept(key, node, inside)
     written = _written(node, name, run)
     if written is not None and (found := _link(written, run)):
         yield printable(
             f"{key}: {found} is a link that leads elsewhere, or hides such, through which is not written; allowed is a "
             f"directory in run_dir={run} whose own files lie in it and can be listed"
+        )
+
+
+def _kept(key: str, node: Mapping[str, Any], inside: str) -> Iterator[str]:
+    """What would have Lightning put together another place for its checkpoints than the settings say."""
+    if node.get("dirpath") is None:
+        yield printable(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/kept")
+    value, is_alone = node.get("filename"), node.get("auto_insert_metric_name") is False
+    if isinstance(value, str) and not (_FILE_NAME_ALONE if is_alone else _FILE_NAME).fullmatch(value):
+        yield printable(
+            f"{key}.filename={value}: allowed is a name without '/', in which {{METRIC}} and {{METRIC:.2f}} stand for "
+            "values; with a '/' in METRIC also auto_insert_metric_name=false"
         )
 
 
