@@ -258,13 +258,11 @@ PROFILER = "{_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: '${r
         (("logger=[]", f"+logger.x={CSV}"), "l", "logger.x"),
         (("logger=[]", f"+logger.x={BOARD}"), "version_3/s/hparams.yaml", "logger.x"),
         ((f"+trainer.profiler={PROFILER}",), "p/fit-x.txt", "trainer.profiler"),
-        ((f"+trainer.profiler={PROFILER.replace(', dirpath: ', ', _dirpath: ')}",), "fit-x.txt", "trainer.profiler"),
     ],
 )
 def test_lightning_writes_through_no_link(words, link, key, tmp_path):
     run = tmp_path / "run"
     words = [*words, f"run_dir={run}"]
-    words = [word.replace(", _dirpath: '${run_dir}/p'", "") for word in words]
     (run / link).parent.mkdir(parents=True)
     (run / link).with_name("inside").mkdir()
     (run / link).symlink_to("inside")  # one that stays inside leads nowhere else

@@ -21,7 +21,7 @@ def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield _problem("run_dir", run, f"{told} (hydra.run.dir names it)")
     if isinstance(run, str) and (linked := link_problem(Path(run))):
         yield linked
-    if isinstance(run, str) and (found := next(_foreign_checkpoints(config, Path(run)), None)):
+    if isinstance(run, str) and (found := next(_foreign_checkpoints(Path(run)), None)):
         yield printable(
             f"hydra.run.dir={run}: {found} in it is a checkpoint that Lightning would go on from by itself on SLURM; "
             "allowed is a directory without such, and checkpoint=FILE to go on from one"
@@ -157,13 +157,10 @@ def _is_to_come(path: Path) -> bool:
     return path.name.startswith("events.") and (begun is None or int(begun[1]) >= int(time.time()))
 
 
-def _foreign_checkpoints(config: Mapping[str, Any], directory: Path) -> Iterator[str]:
+def _foreign_checkpoints(directory: Path) -> Iterator[str]:
     """Checkpoints that Lightning would take on SLURM, where it looks for them."""
-    trainer = config.get("trainer")
-    root = trainer.get("default_root_dir") if isinstance(trainer, Mapping) else None
-    for place in {directory, Path(root) if isinstance(root, str) else directory}:
-        if place.is_dir() and os.access(place, os.R_OK | os.X_OK):
-            yield from sorted(path.name for path in place.iterdir() if "hpc_ckpt_" in path.name)
+    if directory.is_dir() and os.access(directory, os.R_OK | os.X_OK):
+        yield from sorted(path.name for path in directory.iterdir() if "hpc_ckpt_" in path.name)
 
 
 def _problem(key: str, value: Any, why: str) -> str:

@@ -19,6 +19,10 @@ _FIELD = r"\{[\w@.-]+(:[\d.]*[a-z%]?)?\}"
 _FILE_NAME, _FILE_NAME_ALONE = (re.compile(rf"([^{{}}/]|{field})*") for field in (_FIELD, _FIELD.replace("@", "@/")))
 """What Lightning makes the name of a checkpoint of: with the names of metrics before their values, and without."""
 _PROFILERS = "lightning.pytorch.profilers."
+_TELLING = ("AdvancedProfiler", "PassThroughProfiler", "SimpleProfiler")
+"""Profilers that write no file where they are given no name for one."""
+_ALONE = {"Trainer": "default_root_dir", "WandbLogger": "save_dir"}
+"""What writes into folders of many names -> the setting that says where."""
 _LIBRARIES = ("lightning.", "grpo_lightning.logger.")
 _UNCHECKED = {
     "OnExceptionCheckpoint": "allowed is callbacks.checkpoint, whose last.ckpt is the last complete step, also after "
@@ -66,11 +70,13 @@ def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator[str]:
     inside = f"allowed is a directory in run_dir={run}, without '://' and '::'"
-    if name == "Trainer" and node.get("default_root_dir") is None:
-        yield printable(f"{key}.default_root_dir=null: {inside}")
+    for target, place in _ALONE.items():  # what lies there has been looked at, which folders in it have not
+        if name == target and not _is_same(node.get(place), run):
+            value = "null" if node.get(place) is None else node[place]
+            yield printable(f"{key}.{place}={value}: allowed is run_dir={run} itself")
     shared = name.startswith("MLFlow")  # a store of many runs, none of which writes to another one's files
     for place in _DIRECTORIES:
-        value = node.get(place)
+        value = None if place == _ALONE.get(name) else node.get(place)
         if isinstance(value, str) and (is_url(value) or not (shared or is_in(Path(value), run))):
             yield printable(f"{key}.{place}={value}: {inside}")
         elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
@@ -84,6 +90,11 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             yield printable(f"{key}.{part}={node[part]}: allowed is text")
     if name == _KEEPER:
         yield from _kept(key, node, inside)
+    is_profiler = str(node["_target_"]).startswith(_PROFILERS)
+    if is_profiler and node.get("dirpath") is None and (node.get("filename") or name not in _TELLING):
+        yield printable(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/profile")
+    if name == "WandbLogger" and "/" in (project := str(node.get("project"))):
+        yield printable(f"{key}.project={project}: allowed is a name without '/'")
     written = _written(node, name, run)
     if written is not None and (found := _link(written, run)):
         yield printable(
@@ -128,5 +139,11 @@ def _link(place: Path, run: Path) -> Path | None:
 
 
 def is_in(place: Path, run: Path) -> bool:
-    """Whether a place is the run directory or lies in it, links followed."""
-    return place.resolve().is_relative_to(run.resolve())
+    """Whether a place is the run directory or lies in it, both with links followed and by its name alone."""
+    lies = Path(os.path.abspath(place)).is_relative_to(os.path.abspath(run))  # as Lightning sees `link/..`
+    return lies and place.resolve().is_relative_to(run.resolve())
+
+
+def _is_same(place: Any, run: Path) -> bool:
+    """Whether a setting names the run directory."""
+    return isinstance(place, str) and not is_url(place) and os.path.abspath(place) == os.path.abspath(run)

@@ -37,7 +37,7 @@ _QUANTIZED = (
         "eetq",
         "fbgemm_fp8",
     ),
-    *("fp8", "gptq", "hqq", "mxfp4", "mxfp8", "nvfp4"),
+    *("fp8", "gptq", "mxfp4", "mxfp8", "nvfp4"),
 )
 """Kinds of quantized weights whose settings are values; packages of others make of them what they name (torchao)."""
 _LABELS = "label2id"
