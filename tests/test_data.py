@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy
 import pyarrow
 import pyarrow.parquet
@@ -271,6 +272,25 @@ def test_a_saved_data_set_with_filter_map_and_columns(tmp_path):
     assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("one?", {})
     with pytest.raises(ValueError, match=r"data.split='dev': no such split in .*; allowed: \['test', 'train'\]"):
         Hub(str(tmp_path / "d"), "dev", columns=COLUMNS)
+
+
+@pytest.mark.parametrize("form", ["pandas", "numpy", "torch"])
+def test_rows_are_plain_whatever_form_they_were_saved_in(form, tmp_path):
+    saved()["train"].with_format(form).save_to_disk(tmp_path / "d")
+    assert Hub(str(tmp_path / "d"), "train", columns=COLUMNS)[0] == ("one?", {"answer": "so #### 1"})
+
+
+def test_a_folder_is_not_taken_for_a_data_set_of_the_hub_later(tmp_path, monkeypatch):
+    for place in ("one/squad", "two"):
+        (tmp_path / place).mkdir(parents=True)
+    write(tmp_path / "one" / "squad" / "train.jsonl", {"prompt": "theirs"})
+    monkeypatch.chdir(tmp_path / "one")
+    assert Hub("squad", "train")[0] == ("theirs", {})
+    monkeypatch.chdir(tmp_path / "two")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"data.path='squad', data.split='train': Couldn't"):
+        Hub("squad", "train")
 
 
 @pytest.mark.parametrize(("name", "split"), [("d.jsonl", "test"), ("folder/train.jsonl", "train")])

@@ -132,10 +132,12 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
             with contained(), no_pickles():
                 return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
+        cache = None
         if local.is_dir():
             _check_stays_inside(local)
+            cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "folders")  # not where one of the hub is looked for
         with contained(), no_pickles():
-            return datasets.load_dataset(path, name, split=split, revision=revision)
+            return datasets.load_dataset(path, name, split=split, revision=revision, cache_dir=cache)
     except UnpicklingError as error:
         raise ValueError(
             f"data.path={path!r}, data.split={split!r}: a pickle that could run code when it is read; allowed are "
@@ -207,11 +209,11 @@ def _is_media(feature: Any) -> bool:
 
 
 def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: str) -> datasets.Dataset:
-    if isinstance(saved, datasets.Dataset):
-        return saved
-    if split not in saved:
-        raise ValueError(f"no such split in {path}; allowed: {sorted(saved)}")
-    return saved[split]
+    if not isinstance(saved, datasets.Dataset):
+        if split not in saved:
+            raise ValueError(f"no such split in {path}; allowed: {sorted(saved)}")
+        saved = saved[split]
+    return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
 
 
 def prompts(
