@@ -1,5 +1,7 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
+import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -338,6 +340,22 @@ def test_weights_that_the_model_has_no_place_for_are_no_error(checkpoints, tmp_p
         changed(checkpoints["llama"], tmp_path / "more", lambda w: w.update({"score.weight": torch.ones(1, 32)}))
     )
     assert not any("score" in name for name, _ in policy.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("../../x", True), ("a/b", True), ("..", True), ("tool_use", False)])
+def test_names_of_chat_templates_can_be_those_of_files(name, is_refused, checkpoints, tmp_path):
+    place = shutil.copytree(checkpoints["llama"], tmp_path / "model")
+    (place / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "default", "template": CHATML}, {"name": name, "template": "x"}]
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    if is_refused:
+        with pytest.raises(
+            ValueError, match=f"^policy.path='.*model': chat_template: the name {re.escape(repr(name))}; a"
+        ):
+            opened(place)
+    else:
+        assert set(opened(place).tokenizer.chat_template) == {"default", name}
 
 
 def test_a_model_without_embeddings_for_all_tokens_is_refused(checkpoints, tmp_path):

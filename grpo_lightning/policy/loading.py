@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
+from grpo_lightning.output.terminal import printable
 from grpo_lightning.transformer.strangers import (
     check_adapter_files,
     check_attention,
@@ -66,6 +68,7 @@ def pretrained(
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     with named(path):
+        _check_templates(tokenizer)
         check_tokenizer(tokenizer)
     with only_data("policy.path", path, "a model", trusted=trust_remote_code):
         check_adapter_files(where, "policy.path")
@@ -85,6 +88,17 @@ def pretrained(
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer
+
+
+def _check_templates(tokenizer: Any) -> None:
+    """Refuse names of chat templates that an export could not write as files, once the training is over."""
+    several = tokenizer.chat_template if isinstance(tokenizer.chat_template, Mapping) else {}
+    for name in several:
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError(
+                f"chat_template: the name {printable(name[:80])!r}; allowed are letters, digits, '_', '-' and '.', as "
+                "an export writes it to NAME.jinja"
+            )
 
 
 @contextmanager
