@@ -1,8 +1,10 @@
 """W&B and MLflow without a network, beside TensorBoard and CSV: all get the same."""
 
+import contextlib
 import csv
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 import grpo_lightning
 from grpo_lightning.logger.known import keep, known
+from grpo_lightning.logger.mlflow import STORE, MLFlowLogger
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
@@ -121,6 +124,55 @@ def test_a_continued_run_is_the_same_run_there_and_no_secret_leaves(directory):
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) > 20
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@provocation(
+    "`logger=mlflow` in a stranger's folder, whose `mlflow.db` has files of runs written elsewhere, or to `hdfs://`, "
+    "for which `./libhdfs.so` would be loaded",
+    "the logger is refused in one sentence, training goes on; nothing is written there",
+)
+@pytest.mark.slow
+def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlruns").mkdir()
+    (tmp_path / "mlruns" / "link").symlink_to("..")
+    client = MlflowClient(STORE)
+    places = {
+        "hdfs": "hdfs://x:1/y",
+        "elsewhere": str(tmp_path / "elsewhere"),
+        "url": (tmp_path / "elsewhere").as_uri(),
+        "dots": f"{tmp_path}/mlruns/../elsewhere",
+        "link": f"{tmp_path}/mlruns/link/elsewhere",
+        "inside": str(tmp_path / "mlruns" / "inside"),
+    }
+    for name, place in places.items():
+        client.create_experiment(name, artifact_location=place)
+
+    def made(name, **options):
+        (tmp_path / f"run_{name}").mkdir(exist_ok=True)
+        return MLFlowLogger(str(tmp_path / f"run_{name}"), experiment_name=name, tracking_uri=STORE, **options)
+
+    for name in ("hdfs", "elsewhere", "url", "dots", "link"):
+        logger = made(name)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"^logger.mlflow.tracking_uri=sqlite:///mlflow.db: this database has f"
+            ):
+                logger.log_metrics({"x": 1.0}, 1)
+    assert not (tmp_path / "elsewhere").exists()
+    for logger in (made("inside"), made("new"), made("elsewhere", artifact_location=str(tmp_path / "elsewhere"))):
+        logger.experiment.log_dict(logger.run_id, {}, "table/1.json")
+        [run] = client.search_runs([logger.experiment_id], max_results=1)
+        assert Path(run.info.artifact_uri, "table", "1.json").exists()
+    client.create_experiment("later", artifact_location=str(tmp_path / "mlruns" / "later"))
+    logger = made("later")
+    logger.log_metrics({"x": 1.0}, 1)
+    with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+        database.execute("update runs set artifact_uri = ?", [str(tmp_path / "late")])
+    with pytest.raises(ValueError, match="^logger.mlflow.tracking_uri="):
+        logger.experiment.log_dict(logger.run_id, {}, "table/1.json")
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
