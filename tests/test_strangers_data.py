@@ -13,6 +13,7 @@ from fsspec.registry import known_implementations
 
 from grpo_lightning.data.archives import contained
 from grpo_lightning.data.hub import Hub
+from grpo_lightning.data.jsonl import JsonLines
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
@@ -298,3 +299,16 @@ def test_nobody_reads_pickles_of_a_data_set(path, tmp_path, monkeypatch):
         ValueError, match=rf"^data.path='{path}', data.split='train': a pickle that could run code when"
     ):
         Hub(path, "train")
+
+
+@provocation(
+    "`data=jsonl data.path=hdfs:/rows.parquet`, a file in a directory called `hdfs:`, for which pyarrow would load "
+    "`./libhdfs.so`",
+    "the file is read, and nothing else",
+)
+@pytest.mark.parametrize("place", ["hdfs:", "s3:", "fsspec+reference:"])
+def test_a_file_is_a_file_whatever_its_directory_is_called(place, tmp_path, monkeypatch):
+    (tmp_path / place).mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"]}), tmp_path / place / "a.parquet")
+    monkeypatch.chdir(tmp_path)
+    assert JsonLines(f"{place}/a.parquet")[0] == ("p", {})

@@ -147,7 +147,8 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         try:
-            table = pyarrow.parquet.read_table(path)
+            with path.open("rb") as file:  # by its name, such as hdfs:/x.parquet, it could be a place elsewhere
+                table = pyarrow.parquet.read_table(file)
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file: {error}") from error
         return [(f"{path}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
