@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lightning import start as place_of_start
 from grpo_lightning.distributed import fresh
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
@@ -353,6 +354,48 @@ def test_shared_libraries_do_not_come_from_here(monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH")
     subprocess.run(["true"])
     assert "LD_LIBRARY_PATH" not in os.environ
+
+
+@provocation(
+    "a `libgcc_s.so.1` in the working directory, which a linker finds there when Triton has kernels compiled",
+    "compilers are run elsewhere, where they are given no relative paths",
+)
+def test_compilers_do_not_look_here(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "gcc").write_text(f"#!/bin/sh\npwd > {tmp_path}/where\n")
+    (tmp_path / "gcc").chmod(0o755)
+    fresh.protect_processes()
+    library = ["/a.c", "-O3", "-shared", "-o", "/b.so", "-lcuda", "-L/c", "-I/d", "-I"]
+    for started, words, moved in ((None, library, False), (tmp_path, library, True), (tmp_path, ["a.c"], False)):
+        monkeypatch.setattr(place_of_start, "START", started)
+        subprocess.check_call([tmp_path / "gcc", *words])
+        assert (tmp_path / "where").read_text() == f"{sys.prefix if moved else tmp_path / 'here'}\n"
+    subprocess.check_call([tmp_path / "gcc", *library], cwd=tmp_path)
+    assert (tmp_path / "where").read_text() == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        (["gcc", "-c", "/a.c"], True),
+        ([b"/usr/bin/x86_64-linux-gnu-g++-13", b"/a.c"], True),
+        (["/opt/cuda/bin/nvcc", "--version"], True),
+        (["ld", "-t", "-o", "/dev/null", "-lc"], True),
+        (["gcc", "a.c"], False),
+        (["gcc", "/a.c", "-o", "b.so"], False),
+        (["gcc", "/a.c", "-ob.so"], False),
+        (["gcc", "/a.c", "-Iinclude"], False),
+        (["gcc", "/a.c", "-L."], False),
+        (["bin/gcc", "/a.c"], False),
+        (["git", "status"], False),
+        (["ninja"], False),
+        ("gcc /a.c", False),
+        ([], False),
+    ],
+)
+def test_a_compiler_without_relative_paths_can_be_run_anywhere(command, is_one):
+    assert fresh.is_compiler(command) is is_one
 
 
 @provocation(

@@ -26,6 +26,9 @@ _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
 _PYTHON = re.compile(r"python[\w.]*")
+_COMPILER = re.compile(r"([\w.]+-)*(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|hipcc|icpx|ld|nvcc)(-[\d.]+)?")
+_CWD = 8
+"""The place of ``cwd`` among the arguments of ``Popen``, behind the command."""
 
 _ROOT = str(Path(__file__).parents[2])
 _spawn = util.spawnv_passfds
@@ -40,7 +43,7 @@ def protect_processes() -> None:
     It sends the path anyway, but late. Libraries that start Python for a question, as torch and vLLM do, start it
     without the working directory on its path. An option, unlike a variable, is not handed on to what a process starts:
     a program that a reward starts finds the files beside it. Nor do shared libraries come from the working directory,
-    which an empty element of ``LD_LIBRARY_PATH`` means; opencv, which vLLM imports, adds one.
+    which an empty element of ``LD_LIBRARY_PATH`` means; opencv, which vLLM imports, adds one. Compilers run elsewhere.
     """
     util.spawnv_passfds = _spawn_safely
     subprocess.Popen.__init__ = _begin_safely  # type: ignore[assignment,method-assign]
@@ -55,8 +58,26 @@ def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None
     _drop_empty(os.environ)
     if isinstance(variables := options.get("env"), Mapping):
         options["env"] = _drop_empty(dict(variables))
-    is_own = start.START is None or _is_asked_by_the_user()  # a program's own way to start others is its own
-    _begin(process, args if is_own else without_here(args), *others, **options)
+    if start.START is None or _is_asked_by_the_user():  # a program's own way to start others is its own
+        _begin(process, args, *others, **options)
+        return
+    if is_compiler(args) and len(others) <= _CWD and options.get("cwd") is None:
+        options["cwd"] = sys.prefix
+    _begin(process, without_here(args), *others, **options)
+
+
+def is_compiler(command: Any) -> bool:
+    """Whether a command compiles or links what has no relative path: it can be run in any directory.
+
+    In the working directory a linker finds what its own scripts name, such as ``libgcc_s.so.1``; Triton starts one.
+    """
+    if not isinstance(command, list | tuple) or not command:
+        return False
+    program, *words = map(os.fsdecode, command)
+    if not _COMPILER.fullmatch(os.path.basename(program)) or (os.sep in program and not os.path.isabs(program)):
+        return False
+    places = [word[2:] if word.startswith(("-I", "-L", "-o")) else word for word in words]
+    return all(os.path.isabs(place) for place in places if place and not place.startswith("-"))
 
 
 def _drop_empty(variables: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
