@@ -84,11 +84,15 @@ _finder = _Finder()
 _source_finder = _SourceFinder()
 
 
-def pass_by_matplotlibrc() -> None:
-    """Let matplotlib, which libraries import, read no settings of the working directory.
+def pass_by_settings() -> None:
+    """Let matplotlib and MPI, which libraries import, read no settings of the working directory.
 
-    Up to version 3.10 it evaluates what stands in a file ``matplotlibrc`` there, which could run code.
+    Up to version 3.10 matplotlib evaluates what stands in a file ``matplotlibrc`` there, which could run code. UCX, by
+    which MPI sends, loads the libraries that ``ucx.conf`` names; Lightning, which asks MPI how many processes there
+    are, is told that there is none.
     """
+    if os.path.lexists("ucx.conf"):
+        sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]
     if os.path.lexists("matplotlibrc") and "matplotlib" not in sys.modules:
         with contextlib.chdir(sys.prefix), contextlib.suppress(ImportError):
             importlib.import_module("matplotlib")

@@ -114,6 +114,25 @@ def test_settings_of_matplotlib_in_the_directory_are_not_read(timeout, tmp_path)
     assert told(tmp_path) == {"1.5"}
 
 
+@provocation(
+    "a file `ucx.conf`, which names libraries that MPI would load, as Lightning asks it for processes where mpi4py is "
+    "installed",
+    "MPI is not asked",
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_settings_of_mpi_in_the_directory_are_not_read(is_there, tmp_path):
+    package = tmp_path / "installed" / "mpi4py"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    lines = "open('HIT', 'w').close()\nclass COMM_WORLD:\n    Get_size = staticmethod(lambda: 1)\n"
+    (package / "MPI.py").write_text(lines)
+    if is_there:
+        (tmp_path / "ucx.conf").write_text("UCX_MODULE_DIR=./mods\n")
+    done = start(tmp_path, *TINY, "reward=[format]", PYTHONPATH=f"{ROOT}:{tmp_path}/installed")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "HIT").exists() is not is_there
+
+
 def plant(place: Path, name: str, mark: Path) -> None:
     """Bytecode for a file, of which Python would not ask whether it fits."""
     file = place / f"{name}.py"

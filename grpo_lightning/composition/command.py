@@ -41,7 +41,7 @@ def main() -> None:
     from grpo_lightning.composition.job import job
 
     given.say_words(get_args().overrides)  # the name of a folder is no override, whatever it is called
-    start.pass_by_matplotlibrc()
+    start.pass_by_settings()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path
     signal.signal(signal.SIGINT, signal.default_int_handler)

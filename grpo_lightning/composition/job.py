@@ -42,7 +42,7 @@ class JobFailed(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
     start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
-    start.pass_by_matplotlibrc()
+    start.pass_by_settings()
     fresh.forget()
     fresh.protect_processes()
     given: Any = HydraConfig.get()

@@ -127,8 +127,8 @@ def safe(command: Sequence[Any]) -> list[Any]:
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""
         if os.path.lexists("matplotlibrc"):
-            enter += "pass_by_matplotlibrc(); "
-        begin = f"from {start.__name__} import enter, pass_by_matplotlibrc; {enter}" if enter else ""
+            enter += "pass_by_settings(); "
+        begin = f"from {start.__name__} import enter, pass_by_settings; {enter}" if enter else ""
         found[at : at + 2] = ["-P", "-c", f"import sys; sys.path[:] = {known!r}; {load}{begin}{found[at + 1]}"]
     return found
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     options = parser.parse_intermixed_args(arguments)
-    start.pass_by_matplotlibrc()
+    start.pass_by_settings()
     if sys.flags.safe_path:  # python -P -m: so are processes that libraries start
         os.environ["PYTHONSAFEPATH"] = "1"
     logging.basicConfig(format="[%(levelname)s] %(message)s")

@@ -14,7 +14,7 @@ def plot(comparison: Comparison, file: Path) -> None:
     Raises:
         ReportError: matplotlib is not installed, or the picture cannot be written.
     """
-    start.pass_by_matplotlibrc()
+    start.pass_by_settings()
     try:
         import matplotlib
     except ModuleNotFoundError:
