@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import grpo_lightning
-from grpo_lightning.logger.known import keep, known
-from grpo_lightning.logger.mlflow import STORE, MLFlowLogger
+from grpo_lightning.logger.known import STORE, keep, known
+from grpo_lightning.logger.mlflow import MLFlowLogger
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed

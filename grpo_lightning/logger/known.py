@@ -5,6 +5,8 @@ from pathlib import Path
 
 from grpo_lightning.output.files import replace
 
+STORE = "sqlite:///mlflow.db"
+"""Where MLflow logs runs that say nothing else, as in conf/logger/mlflow.yaml; relative to the working directory."""
 _NAME = re.compile(r"[\w-]{1,128}")
 
 

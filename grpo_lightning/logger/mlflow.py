@@ -9,11 +9,8 @@ from urllib.parse import unquote, urlsplit
 from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from grpo_lightning.logger.known import keep, known
+from grpo_lightning.logger.known import STORE, keep, known
 from grpo_lightning.output.terminal import printable
-
-STORE = "sqlite:///mlflow.db"
-"""Where runs are logged that say nothing else; relative to the working directory."""
 
 
 class MLFlowLogger(loggers.MLFlowLogger):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.reach import is_in
@@ -30,10 +31,6 @@ _ANSWERS = "cache"
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
-_STORE = "sqlite:///mlflow.db"
-"""Where MLflow may log without being told so by the user, as conf/logger/mlflow.yaml has it. Servers get a key of the
-environment, some stores are opened by code that their address names, and a file that came with the settings may say
-itself where tables and checkpoints are written or sent, by a trigger of its database."""
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _OWN = ("grpo_lightning.callbacks.", "grpo_lightning.logger.")
 _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
@@ -188,7 +185,9 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
         store = node.get(_TRACKING)
-        is_known = store and (store in (_STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
+        # Servers get a key of the environment, some stores are opened by code that their address names, and a file that
+        # came with the settings may say itself where tables and checkpoints are written, by a trigger of its database.
+        is_known = store and (store in (STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
         if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
 
