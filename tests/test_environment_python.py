@@ -217,12 +217,14 @@ def test_a_chat_template_shows_the_tool():
 def test_hostile_cells_end_as_replies_and_the_notebook_goes_on():
     header = "import ctypes, os, sys, threading, time\ndef escaped(what): print('ESCAPED', what)\n"
     environment = Python(**SHORT | {"memory_mb": 128})
+    patient = Python(**SHORT | {"memory_mb": 128, "seconds": 20.0, "cpu_seconds": 20})
     for name, program in list(GREEDY.items())[::2]:
         turns = [fenced("seven = 7"), fenced(header + program), fenced("seven")]
         reply = environment(turns=turns[:2])
         assert len(reply) < 3000, name
         assert "ESCAPED" not in reply, name
-        after = environment(turns=turns)
+        # A cell that has ended by itself runs again before the next; some take nearly all of the second.
+        after = (environment if "(ended" in reply else patient)(turns=turns)
         assert after == "7" or name == "closes everything", (name, after)
 
 
