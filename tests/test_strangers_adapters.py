@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM
 
 from grpo_lightning.policy import hf
 from grpo_lightning.settings.targets import adapter_problems
+from grpo_lightning.transformer.strangers import _ADAPTERS
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 from tests.test_strangers import PLAIN, edit, reward_model
@@ -82,8 +84,34 @@ def test_an_adapter_of_adapters_is_not_loaded(here):
         "base_model_name_or_path": str(directory / "base"),
     }
     (directory / "adapter_config.json").write_text(json.dumps(kind))
-    with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.adapters: names adapters in other"):
+    with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.peft_type=XLORA: others may name"):
         hf.load(str(directory), **PLAIN)
+
+
+@provocation(
+    "adapters of kinds that name other models, tokenizers or files: Shadow, prompt tuning and the like",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("kind", ["SHADOW", "CPT", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "BOFT", "lora", []])
+def test_only_adapters_that_name_nothing_are_loaded(kind, here):
+    directory = with_adapter(write_checkpoint(here / "model", "llama", chat=True), peft_type=kind)
+    with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.peft_type=.*: others may name") as e:
+        hf.load(str(directory), **PLAIN)
+    assert str(e.value).endswith("OFT, TRAINABLE_TOKENS")
+
+
+@pytest.mark.parametrize("kind", _ADAPTERS)
+def test_adapters_that_name_nothing_are_loaded(kind, here):
+    directory = write_checkpoint(here / "model", "llama", chat=True)
+    parts = {"LN_TUNING": ["norm"], "TRAINABLE_TOKENS": ["embed_tokens"], "FOURIERFT": ["mlp.up_proj"]}
+    others = {"IA3": {"feedforward_modules": []}, "TRAINABLE_TOKENS": {"token_indices": [3]}}
+    others |= {"FOURIERFT": {"n_frequency": 4}, "MISS": {"r": 4}}
+    made = PEFT_TYPE_TO_CONFIG_MAPPING[kind](
+        task_type="CAUSAL_LM", target_modules=parts.get(kind, ["q_proj"]), **others.get(kind, {})
+    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(directory), made).save_pretrained(here / "adapter")
+    shutil.copytree(here / "adapter", directory, dirs_exist_ok=True)
+    assert hf.load(str(directory), **PLAIN).model._hf_peft_config_loaded
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '"megatron_core"'])

@@ -20,6 +20,11 @@ from grpo_lightning.transformer.config_files import values_only
 
 _OF_PROGRAMS = "BertJapaneseTokenizer"
 """The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
+_ADAPTERS = (
+    *("LORA", "DELORA", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT"),
+    "TRAINABLE_TOKENS",
+)
+"""Kinds of adapters that name no other model, tokenizer or file (as X-LoRA, Shadow, prompt tuning do)."""
 _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -206,7 +211,7 @@ def check_adapter_files(path: str, key: str) -> None:
         key: Of the setting that names it, for the message.
 
     Raises:
-        ValueError: Its adapter has such arguments, is one of several others, or its settings are no mapping.
+        ValueError: Its adapter has such arguments, is of a kind that names others, or its settings are no mapping.
     """
     found = find_adapter_config_file(path)
     if found is None:
@@ -215,10 +220,10 @@ def check_adapter_files(path: str, key: str) -> None:
     content = json.loads(Path(found).read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}: allowed is a mapping")
-    if content.get("adapters") is not None or str(content.get("peft_type")).upper() == "XLORA":
+    if (kind := content.get("peft_type")) not in _ADAPTERS:
         raise ValueError(
-            f"{where}.adapters: names adapters in other places, whose settings could make peft import a module; "
-            "allowed are adapters of one directory, such as LoRA's"
+            f"{where}.peft_type={printable(str(kind)[:80])}: others may name models or files in other places, which "
+            f"nobody has looked at; allowed are {', '.join(_ADAPTERS)}"
         )
     written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
     check_adapter((name for name, value in content.items() if value is not None and value != written.get(name)), where)
