@@ -118,11 +118,51 @@ class Failing:
 def test_no_other_metadata_is_read_where_the_first_one_cannot_be(written, tmp_path):
     mark = tmp_path / "code ran"
     changed(written, lambda described: setattr(described, "planner_data", Failing()))
-    (written / "__0.metadata").write_bytes(pickle.dumps(Code(mark)))
-    for reader in (check, weights, FullyShardedStrategy(timeout=1).load_checkpoint):
-        with pytest.raises(ValueError, match=r"parts' has a __0.metadata, which .* could run code"):
-            reader(written)
+    for name in ("__0.metadata", "__0.MetaData", "__0.meta\u200cdata"):  # the same file to some file systems
+        (written / name).write_bytes(pickle.dumps(Code(mark)))
+        for reader in (check, weights, FullyShardedStrategy(timeout=1).load_checkpoint):
+            with pytest.raises(ValueError, match=r"parts' has a __0.(?i:metadata|meta.*data), which .* could run code"):
+                reader(written)
+        (written / name).unlink()
     assert not mark.exists()
+
+
+@provocation(
+    "a directory of parts that cannot be listed (mode 0311, as unpacked), with code in `__0.metadata`",
+    "refused; nothing ran",
+)
+def test_parts_that_cannot_be_listed_are_not_read(written, monkeypatch):
+    def unlisted(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr(Path, "iterdir", unlisted)
+    for reader in (check, weights, FullyShardedStrategy(timeout=1).load_checkpoint):
+        with pytest.raises(ValueError, match="is a directory whose files cannot be listed: Permission denied"):
+            reader(written)
+
+
+@pytest.mark.parametrize("name", ["__0.metadata", ".metadata"])
+def test_torch_reads_no_code_of_metadata_that_nobody_has_checked(name, written, tmp_path, monkeypatch):
+    mark = tmp_path / "code ran"
+    changed(written, lambda described: setattr(described, "planner_data", Failing()))
+    (written / name).write_bytes(pickle.dumps(Code(mark)))
+    monkeypatch.setattr(parts, "problem", lambda directory: None)
+    with pytest.raises(BaseException, match=r"global metadata read failed|Load state dict"):
+        weights(written)
+    load = FullyShardedStrategy(timeout=1).load_checkpoint
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.ModelParallelStrategy.load_checkpoint", lambda *args, **options: dcp_read(written)
+    )
+    with pytest.raises(BaseException, match=r"global metadata read failed|Load state dict"):
+        load(written)
+    assert not mark.exists()
+    with pytest.raises(BaseException, match=r"."):
+        dcp_read(written)  # by torch alone
+    assert mark.exists()
+
+
+def dcp_read(directory: Path) -> None:
+    dcp.load({"plain": [0, 0]}, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
 
 
 def test_a_part_that_is_exchanged_after_the_check_runs_no_code(written, tmp_path, monkeypatch):

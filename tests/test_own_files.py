@@ -172,6 +172,34 @@ def test_a_folder_s_links_stay_in_it(tmp_path):
 
 
 @provocation(
+    "a stranger's run directory with a link `Train.LOG`, where the file system tells no upper from lower case",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Train.LOG", "HEALTH.json", "\uff54rain.log", "tr\u200cain.log", "\u017fummary.json"),
+        *(
+            "TensorBoard",
+            "CSV/metrics.csv",
+            "TENSORBOARD/events.new",
+            "Checkpoints/.staged",
+            "WANDB/run/Files/x",
+            "Mine",
+        ),
+    ],
+)
+def test_links_are_found_by_whatever_name_a_file_system_takes(name, tmp_path):
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine")
+    told = link_problem(tmp_path / "run", "mine")
+    assert f" in it is a link to {tmp_path}/mine" in str(told)
+    link.unlink()
+    assert link_problem(tmp_path / "run", "mine") is None
+
+
+@provocation(
     "a run directory, or a folder in it, whose files can be used and not be listed (mode 0300), so that links among "
     "them are not seen",
     "refused in one sentence",

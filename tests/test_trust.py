@@ -360,6 +360,21 @@ def test_only_the_user_names_places_outside_of_the_run_directory(words, key, mon
     assert given.ungiven(config) == []
 
 
+@provocation(
+    "a settings file with `callbacks.export.directory: ~/${hydra:run.dir}/model`, beside a stranger's folder `~`",
+    REFUSED_IN_A_FILE,
+)
+def test_a_folder_called_as_the_home_directory_is_not_the_run_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "~/runs/x").mkdir(parents=True)
+    node = {"_target_": "grpo_lightning.callbacks.export.Export", "directory": "~/runs/x/model"}
+    assert len(given.ungiven({"run_dir": "runs/x", "callbacks": {"export": node}}, [])) == 1
+    node = {"_target_": "grpo_lightning.reward.judge.chat.ChatJudge", "cache": "~/runs/x/judge.jsonl"}
+    assert len(given.ungiven({"run_dir": "runs/x", "reward": {"judge": node}}, [])) == 1
+    assert given.ungiven({"run_dir": "runs/x", "reward": {"judge": node | {"cache": "runs/x/judge.jsonl"}}}, []) == []
+
+
 @pytest.mark.parametrize(
     ("value", "keys"),
     [

@@ -137,6 +137,11 @@ def test_changed_data_are_said_where_no_setting_changed(tmp_path, caplog):
         assert [said in one for one in warnings(caplog, "changes")] == [True] * (now is not rows)
 
 
+def test_a_changed_setting_is_one_line_whatever_it_holds():
+    said = told({"a\nimport os": "x\r\ny\u2028z", "seed": 1}, {"seed": 1})
+    assert said.splitlines()[1:] == [r"  a\nimport os was x\r\ny\nz and is null now"]
+
+
 def test_settings_that_follow_others_are_not_listed():
     then = composed()
     assert told(then, composed()) is None

@@ -65,7 +65,7 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
         first, *inner = key.split(".")
         if key in _COPIES or (parts & set(inner[:-1])) or (inner and inner[-1] in parts and isinstance(after, Mapping)):
             continue
-        line = f"  {key} was {_shown(before)} and is {_shown(after)} now"
+        line = f"  {_line(key)} was {_shown(before)} and is {_shown(after)} now"
         if first == "optimizer":
             line += ", which is ignored: a continued run keeps its optimizer"
         lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
@@ -75,4 +75,9 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else printable(str(value))
+    return "null" if value is None else _line(str(value))
+
+
+def _line(text: str) -> str:
+    r"""A text of somebody's as one line: its ends of lines as ``\n``."""
+    return "\\n".join(printable(text).splitlines())

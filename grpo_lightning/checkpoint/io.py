@@ -13,7 +13,6 @@ from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
-from grpo_lightning.distributed.reading import weights_only
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -109,7 +108,7 @@ def weights(path: Path) -> dict[str, Any]:
         return from_file
     if found := parts.problem(path):
         raise ValueError(f"checkpoint={str(path)!r} {found}")
-    with weights_only(), TemporaryDirectory() as directory:
+    with parts.values_only(), TemporaryDirectory() as directory:
         whole = Path(directory) / "whole.pt"
         dcp_to_torch_save(path, whole)
         content: dict[str, Any] = torch.load(whole, weights_only=True)

@@ -6,7 +6,8 @@ runs whatever code a file names. So both are read here first, by unpicklers that
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from grpo_lightning.distributed.reading import no_pickles, weights_only
+from grpo_lightning.output.terminal import printable
+
 METADATA = ".metadata"
-_OF_ONE_PROCESS = f"__*{METADATA}"
-"""What torch reads instead, unchecked, where reading ``.metadata`` raises; this program writes none."""
 
 
 class _Fixed:
@@ -83,11 +85,35 @@ class _Reader(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, {}):
-            return _CLASSES[module][name]
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded, since it could run code")
+        if not _is_known(module, name):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded, since it could run code")
+        return _CLASSES[module][name] if name in _CLASSES.get(module, {}) else getattr(torch, name)
+
+
+def _is_known(module: str, name: str) -> bool:
+    """Whether a true ``.metadata`` may name this."""
+    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+    return is_dtype or name in _CLASSES.get(module, {})
+
+
+@contextmanager
+def values_only() -> Iterator[None]:
+    """Inside, torch reads of a directory what `problem` looks at: values and tensors, as ``.metadata`` describes them.
+
+    Where that cannot be read, torch by itself goes on with any file that is called as one of each process may be.
+    """
+    read = filesystem.FileSystemReader.read_metadata
+
+    def read_known(self: filesystem.FileSystemReader) -> metadata.Metadata:  # torch passes a rank if there is a place
+        with no_pickles(_is_known):
+            return read(self)
+
+    filesystem.FileSystemReader.read_metadata = read_known  # type: ignore[method-assign]
+    try:
+        with weights_only():
+            yield
+    finally:
+        filesystem.FileSystemReader.read_metadata = read  # type: ignore[method-assign]
 
 
 def problem(directory: Path) -> str | None:
@@ -96,8 +122,12 @@ def problem(directory: Path) -> str | None:
     Args:
         directory: The checkpoint. Nothing in it is run.
     """
-    if other := next(iter(sorted(directory.glob(_OF_ONE_PROCESS))), None):
-        return f"has a {other.name}, which this program has not written and which could run code"
+    try:
+        other = next(filter(_is_of_one_process, sorted(directory.iterdir())), None)
+    except OSError as error:
+        return f"is a directory whose files cannot be listed: {error.strerror}"
+    if other:
+        return f"has a {printable(other.name)}, which this program has not written and which could run code"
     try:
         described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
         places, kinds = described.storage_data, described.state_dict_metadata
@@ -111,6 +141,15 @@ def problem(directory: Path) -> str | None:
         if found := _problem_of_part(directory, index, place, kinds):
             return found
     return None
+
+
+def _is_of_one_process(path: Path) -> bool:
+    """Whether torch could read this, unchecked, where reading ``.metadata`` raises; this program writes none such.
+
+    Many file systems tell no upper from lower case, and some leave out letters that are not seen.
+    """
+    name = "".join(filter(str.isascii, path.name)).casefold()
+    return path.name != METADATA and name.endswith(METADATA)
 
 
 def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any, Any]) -> str | None:

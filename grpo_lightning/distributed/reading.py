@@ -2,15 +2,19 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
 _FORCED, _OPPOSITE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_refuses: ContextVar[bool] = ContextVar("_refuses", default=False)
-"""Whether this thread reads no pickles; others may have results of worker processes to read."""
+_is_readable: ContextVar[Callable[[str, str], bool] | None] = ContextVar("_is_readable", default=None)
+"""What this thread reads of pickles, all if None; other threads may have results of worker processes to read."""
+
+
+def _nothing(module: str, name: str) -> bool:
+    return False
 
 
 @contextmanager
@@ -29,20 +33,23 @@ def weights_only() -> Iterator[None]:
 
 
 @contextmanager
-def no_pickles() -> Iterator[None]:
+def no_pickles(is_readable: Callable[[str, str], bool] = _nothing) -> Iterator[None]:
     """Inside, nothing is unpickled that names a function or a class; `weights_only` has a reader of its own.
 
     Parts of a model may be of any package, which may have ways of its own to read what a configuration names.
+
+    Args:
+        is_readable: Whether a name may be unpickled all the same; its arguments are the module and the name in it.
     """
-    before = _refuses.set(True)
+    before = _is_readable.set(is_readable)
     try:
         yield
     finally:
-        _refuses.reset(before)
+        _is_readable.reset(before)
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "pickle.find_class" and _refuses.get():
+    if event == "pickle.find_class" and (is_readable := _is_readable.get()) and not is_readable(*arguments[-2:]):
         raise UnpicklingError(f"a pickle that names {'.'.join(map(str, arguments[-2:]))}")
 
 

@@ -19,7 +19,6 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from grpo_lightning.distributed import parts
-from grpo_lightning.distributed.reading import weights_only as only_weights
 from grpo_lightning.output.terminal import printable
 
 
@@ -110,7 +109,7 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         # Also what Lightning has chosen by itself, which nobody has checked before.
         if path.is_dir() and (found := parts.problem(path)):
             raise ValueError(printable(f"checkpoint={str(path)!r} {found}"))
-        with only_weights():
+        with parts.values_only():
             return super().load_checkpoint(path, weights_only=weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -180,8 +180,10 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         for name in names:
             value = node.get(name)
-            if isinstance(run, str) and isinstance(value, str) and not is_in(Path(value).expanduser(), Path(run)):
-                yield f"{key}.{name}", value
+            if isinstance(run, str) and isinstance(value, str):
+                places = Path(value), Path(value).expanduser()  # some parts replace a "~", to others it is a directory
+                if not all(is_in(place, Path(run)) for place in places):
+                    yield f"{key}.{name}", value
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
         store = node.get(_TRACKING)

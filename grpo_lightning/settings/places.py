@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import time
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,7 +83,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         more: Further names of what the run writes into it.
     """
     for part in (directory.absolute(), *directory.absolute().parents):
-        if start.place() in Path(os.path.realpath(part.parent)).parents and leads_out(part, part.parent):
+        if _is_below_start(part.parent) and leads_out(part, part.parent):
             return printable(
                 f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
                 f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
@@ -106,6 +107,11 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 "whose own files lie in it, so remove the link"
             )
     return None
+
+
+def _is_below_start(directory: Path) -> bool:
+    """Whether a directory lies in a folder of the directory of the start, by whatever name."""
+    return any(one.is_dir() and one.samefile(start.place()) for one in Path(os.path.realpath(directory)).parents)
 
 
 def _leads_to_others(directory: Path) -> bool:
@@ -144,11 +150,18 @@ def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
     if not directory.is_dir() or not os.access(directory, os.R_OK | os.X_OK):
         return
     for path in sorted(directory.iterdir()):
-        if path.name in _FOLDERS or path.name in more or _FILES.fullmatch(path.name):
+        name = taken_for(path.name)
+        if name in _FOLDERS or name in map(taken_for, more) or _FILES.fullmatch(name):
             yield path
-        if path.name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-            kept, held = _NOT_WRITTEN.get(path.name), path.rglob("*") if path.name in _DEEP else path.iterdir()
+        if name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
+            kept, held = _NOT_WRITTEN.get(name), path.rglob("*") if name in _DEEP else path.iterdir()
             yield from (one for one in sorted(held) if not kept or not fnmatchcase(one.name, kept) or _is_to_come(one))
+
+
+def taken_for(name: str) -> str:
+    """The name that the least exact of file systems takes a name for: many tell no upper from lower case."""
+    seen = (letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
+    return "".join(seen).casefold().rstrip(" .")
 
 
 def _is_to_come(path: Path) -> bool:
