@@ -4,6 +4,7 @@
 loaded when they are first used: worker processes of rewards import this package and need no torch.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -48,3 +49,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if sys.flags.safe_path and sys.argv[:1] == ["-m"]:  # python -P -m grpo_lightning.report
+    from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here
+
+    leave_here()

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -177,14 +178,15 @@ def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_i
     "`hydra_plugins/x.py`, at `python train.py` with rewards in workers",
     "they are not run",
 )
-def test_folders_in_a_checkout_are_not_run(tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "editable"])
+def test_folders_in_a_checkout_are_not_run(kind, tmp_path):
     place = tmp_path / "checkout"
     for part in ("conf", "grpo_lightning"):
         shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", place)
     mark = tmp_path / "HIT"
-    for name in ("datasets", "triton", "pynvml", "json", "typing", "hydra_plugins/mine", "nt", "org"):
-        (place / name).mkdir(parents=True)
+    for name in ("datasets", "triton", "pynvml", "json", "typing", "hydra_plugins/mine", "nt", "org", *OPTIONAL):
+        (place / name).mkdir(parents=True, exist_ok=True)
         (place / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
     (place / "mine.py").write_text("def score(completions):\n    return [float(len(text)) for text in completions]\n")
     rows = [{"prompt": f"{row}?", "tests": [{"input": "1", "output": "1"}]} for row in range(20)]
@@ -198,12 +200,46 @@ def test_folders_in_a_checkout_are_not_run(tmp_path):
         "reward=[code,custom]",
     ]  # whose sandbox is another process
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for options in ((), ("-P",)):
-        command = [sys.executable, *options, "train.py", *words, f"hydra.run.dir=run{len(options)}"]
+    python = sys.executable if kind == "plain" else with_path(tmp_path / "environment", place)
+    script = ("-P", "-c", "from grpo_lightning.composition import main; main()")  # of `grpo-lightning`
+    starts = [("train.py",), ("-P", "train.py"), *[script] * (kind == "editable")]
+    for number, options in enumerate(starts):
+        command = [python, *options, *words, f"hydra.run.dir=run{number}"]
         done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         assert not mark.exists(), mark.read_text()
-        assert json.loads((place / f"run{len(options)}" / "summary.json").read_text())["status"] == "finished"
+        assert json.loads((place / f"run{number}" / "summary.json").read_text())["status"] == "finished"
+        (place / f"run{number}" / "triton").mkdir()
+    if kind == "editable":
+        for command in (["replay", "run0"], ["report", "run0", "run1"]):
+            command = [python, "-P", "-m", f"grpo_lightning.{command[0]}", *command[1:]]
+            subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+            assert not mark.exists(), mark.read_text()
+
+
+def with_path(directory: Path, checkout: Path) -> str:
+    """A Python for which ``pip install -e`` has put a checkout on the path, behind the packages of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    (packages / "_editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{checkout}\n")
+    return str(directory / "bin" / "python")
+
+
+def test_python_that_libraries_start_does_not_look_into_an_editable_checkout(tmp_path):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "grpo_lightning", checkout / "grpo_lightning")
+    (checkout / "train.py").touch()
+    (checkout / "conf").mkdir()
+    marked(checkout, "cupy")
+    python = with_path(tmp_path / "environment", checkout)
+    probe = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import cupy'])"
+    begin = "from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here as l; l()"
+    library = f"{begin}; from grpo_lightning import start as s; s.START = s.Path.cwd(); from grpo_lightning.distributed"
+    for code in (probe, f"{library} import fresh; fresh.protect_processes(); {probe}"):
+        mark = checkout / "HIT"
+        subprocess.run([python, "-P", "-c", code], cwd=tmp_path, capture_output=True, check=True)
+        assert mark.exists() == (code == probe)
+        mark.unlink(missing_ok=True)
 
 
 @provocation("the same files in a sweep with `hydra/launcher=joblib` or `submitit_local`", "they are not run")

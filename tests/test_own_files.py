@@ -253,25 +253,46 @@ def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
 
 
 @provocation(
-    "a run directory or a job's of a sweep, anywhere, that is a link to a folder of other files (`~/.bashrc.d`)",
+    "a run directory that is a link in the directory of the start, to a folder of other files (`~/.bashrc.d`)",
     "refused in one sentence before anything is written; one to an empty folder or to a run's is allowed",
 )
-def test_a_run_directory_is_no_link_to_other_files(tmp_path):
-    others, run = tmp_path / "others", tmp_path / "sweep" / "0"
+def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
+    others, run = tmp_path / "others", tmp_path / "here" / "0"
     run.parent.mkdir()
+    monkeypatch.chdir(run.parent)
     others.mkdir()
     run.symlink_to(others)
     assert link_problem(run) is None
     (others / "aliases").write_text("")
-    told = f"it is a link to {others}, where files lie and none of a run; allowed is {others} itself, if you know it"
-    assert link_problem(run) == f"hydra.run.dir={run}: {told}"
+    told = f"it is a link to {others}; allowed is {others} itself, if you know it, or a link in the directory of the"
+    for name in (run, Path("0")):
+        assert str(link_problem(name)).startswith(f"hydra.run.dir={name}: {told}")
     assert link_problem(others) is None
     assert link_problem(run / "deeper") is None
     (others / ".hydra").mkdir()
     assert link_problem(run) is None
 
 
-def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
+@provocation(
+    "a run directory or a job's of a sweep elsewhere that is a link to a folder beyond its own, also to an empty one",
+    "refused in one sentence before anything is written",
+)
+def test_a_run_directory_elsewhere_is_no_link(tmp_path, monkeypatch):
+    home, theirs = tmp_path / "home", tmp_path / "theirs"
+    for place in (home / ".bashrc.d", home / "project", theirs / "other"):
+        place.mkdir(parents=True)
+    monkeypatch.chdir(home / "project")
+    (theirs / "run").symlink_to("../home/.bashrc.d")
+    (theirs / "beside").symlink_to("other")
+    for filled in (False, True):
+        if filled:
+            (home / ".bashrc.d" / "train.log").write_text("")
+        told = f"hydra.run.dir={theirs}/run: it is a link to ../home/.bashrc.d; allowed is {home}/.bashrc.d itself, if"
+        assert str(link_problem(theirs / "run")).startswith(told)
+    assert link_problem(theirs / "beside") is None
+
+
+def test_links_that_lead_nowhere_else_are_allowed(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "checkpoints" / "last_1_0.ckpt").mkdir(parents=True)
     (run / "checkpoints" / "last.ckpt").symlink_to("last_1_0.ckpt")
@@ -281,6 +302,7 @@ def test_links_that_lead_nowhere_else_are_allowed(tmp_path):
     (run / "summary_fit.json").symlink_to("summary.json")
     (run / "data").symlink_to(tmp_path)
     (tmp_path / "name").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
     assert link_problem(run) is None
     assert link_problem(tmp_path / "name") is None
     assert link_problem(tmp_path / "nothing") is None

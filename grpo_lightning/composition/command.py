@@ -8,7 +8,6 @@ from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
-from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here
 from grpo_lightning.output.terminal import last_through_closed_pipes, printable
 from grpo_lightning.settings import given
 
@@ -22,7 +21,6 @@ def main() -> None:
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
     start.START = Path.cwd().resolve()
-    leave_here()  # who comes from train.py has done so
     if any(word.startswith("--e") for word in sys.argv[1:]):
         sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
 

@@ -63,7 +63,10 @@ def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None
         return
     if is_compiler(args) and len(others) <= _CWD and options.get("cwd") is None:
         options["cwd"] = sys.prefix
-    _begin(process, without_here(args), *others, **options)
+    if (command := without_here(args)) is not args and _ROOT not in sys.path:  # where `pip install -e` may put it anew
+        variables = options.get("env") or os.environ
+        options["env"] = {**variables, _PATH: os.pathsep.join(filter(None, [alone.PLACE, variables.get(_PATH)]))}
+    _begin(process, command, *others, **options)
 
 
 def is_compiler(command: Any) -> bool:

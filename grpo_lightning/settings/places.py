@@ -74,9 +74,9 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 def link_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a run directory in which something that a run writes is a link that leads out of it.
 
-    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link to
-    an empty one or a run's, and what it lies in a link, but for links in folders of the directory of the start, which
-    may have been unpacked there.
+    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link in
+    the directory of the start, to an empty one or a run's, and what it lies in a link, but for links in folders of the
+    directory of the start, which may have been unpacked there.
 
     Args:
         directory: The run's.
@@ -88,10 +88,10 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
                 f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
             )
-    if _leads_to_others(directory):
+    if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
         return printable(
-            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}, where files lie and none of a run; "
-            f"allowed is {directory.resolve()} itself, if you know it"
+            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {directory.resolve()} "
+            "itself, if you know it, or a link in the directory of the start to an empty directory or a run's"
         )
     for path in _written(directory, more):
         name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
@@ -114,12 +114,15 @@ def _is_below_start(directory: Path) -> bool:
     return any(one.is_dir() and one.samefile(start.place()) for one in Path(os.path.realpath(directory)).parents)
 
 
-def _leads_to_others(directory: Path) -> bool:
-    """Whether a run directory is a link to where other files lie, such as a folder whose files a shell reads."""
-    if not directory.is_symlink() or not leads_out(directory, directory.parent) or not os.access(directory, os.R_OK):
+def _is_of_the_user(link: Path) -> bool:
+    """Whether a link to a run directory lies in the directory of the start, and leads to no folder of other files.
+
+    Such a folder may be one whose files a shell reads.
+    """
+    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK):
         return False
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return bool(names) and not any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
+    names = [taken_for(path.name) for path in link.iterdir()] if link.is_dir() else []
+    return not names or any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
 
 
 def leads_out(path: Path, directory: Path) -> bool:

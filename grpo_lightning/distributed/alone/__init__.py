@@ -3,6 +3,7 @@
 In a checkout other things may lie beside it that have the names of packages, such as a data set in ``datasets/``.
 """
 
-from pathlib import Path
+import os
 
-PLACE = str(Path(__file__).parent)
+PLACE = os.path.dirname(__file__)
+"""Imports this package from where it is, and takes this directory off the path again."""
