@@ -165,6 +165,14 @@ def dcp_read(directory: Path) -> None:
     dcp.load({"plain": [0, 0]}, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
 
 
+@provocation("a directory of parts whose `.metadata` torch cannot read, though it is harmless", "refused by its name")
+def test_metadata_that_torch_cannot_read_is_named(written):
+    changed(written, lambda described: setattr(described, "planner_data", Failing()))
+    for reader in (check, weights, FullyShardedStrategy(timeout=1).load_checkpoint):
+        with pytest.raises(ValueError, match=r"^checkpoint='.*parts' has a .metadata that cannot be read: 99"):
+            reader(written)
+
+
 def test_a_part_that_is_exchanged_after_the_check_runs_no_code(written, tmp_path, monkeypatch):
     mark = tmp_path / "code ran"
     poisoned(written, mark)

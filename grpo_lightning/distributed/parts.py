@@ -134,12 +134,17 @@ def problem(directory: Path) -> str | None:
     except FileNotFoundError:
         return f"lacks {METADATA}: it was not written to its end"
     except Exception as error:  # a pickle may raise anything
-        return f"has a {METADATA} that cannot be read: {str(error)[:200]}"
+        return f"has a {METADATA} that cannot be read: {printable(str(error)[:200])}"
     if type(places) is not dict or type(kinds) is not dict:
         return f"has a {METADATA} that cannot be read: it says nothing of the parts"
     for index, place in places.items():
         if found := _problem_of_part(directory, index, place, kinds):
             return found
+    try:
+        with values_only():
+            filesystem.FileSystemReader(directory).read_metadata()
+    except Exception as error:  # the classes themselves may refuse what their stand-ins take
+        return f"has a {METADATA} that cannot be read: {printable(str(error)[:200])}"
     return None
 
 
