@@ -392,6 +392,26 @@ def test_what_libraries_ask_of_python_is_not_asked_here(tmp_path):
     assert mark.read_text() == "json "
 
 
+def test_python_that_libraries_start_gets_the_variables_that_it_is_given(tmp_path, monkeypatch):
+    fresh.protect_processes()
+    monkeypatch.setattr(place_of_start, "START", tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).resolve() != ROOT])
+    monkeypatch.setenv("MINE", "1")
+    monkeypatch.setenv("PYTHONPATH", "/there")
+    code = "import json, os; print(json.dumps([os.environ.get('MINE'), os.environ.get('PYTHONPATH')]))"
+    alone = str(ROOT / "grpo_lightning" / "distributed" / "alone")
+    for env, mine, path in (
+        (None, "1", f"{alone}:/there"),
+        ({}, None, alone),
+        ({"MINE": "2", "PYTHONPATH": "/x"}, "2", f"{alone}:/x"),
+    ):
+        told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert json.loads(told) == [mine, path]
+    (tmp_path / "code.py").write_text(code)
+    told = subprocess.run([sys.executable, tmp_path / "code.py"], env={}, capture_output=True, text=True).stdout
+    assert json.loads(told) == [None, None]
+
+
 @provocation(
     "`x86_64/libdl.so.2` in the working directory, once opencv has set `LD_LIBRARY_PATH=…:`, whose empty element means "
     "that directory",

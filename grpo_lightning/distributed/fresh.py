@@ -64,7 +64,7 @@ def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None
     if is_compiler(args) and len(others) <= _CWD and options.get("cwd") is None:
         options["cwd"] = sys.prefix
     if (command := without_here(args)) is not args and _ROOT not in sys.path:  # where `pip install -e` may put it anew
-        variables = options.get("env") or os.environ
+        variables = os.environ if options.get("env") is None else options["env"]
         options["env"] = {**variables, _PATH: os.pathsep.join(filter(None, [alone.PLACE, variables.get(_PATH)]))}
     _begin(process, command, *others, **options)
 

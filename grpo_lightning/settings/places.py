@@ -111,7 +111,8 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
 def _is_below_start(directory: Path) -> bool:
     """Whether a directory lies in a folder of the directory of the start, by whatever name."""
-    return any(one.is_dir() and one.samefile(start.place()) for one in Path(os.path.realpath(directory)).parents)
+    above = Path(os.path.realpath(directory)).parents
+    return any(os.path.isdir(one) and os.path.samefile(one, start.place()) for one in above)
 
 
 def _is_of_the_user(link: Path) -> bool:
