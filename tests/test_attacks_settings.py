@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -416,6 +417,25 @@ def test_wandb_asks_no_git(tmp_path, monkeypatch):
     logger.finalize("success")
     assert list(place.glob("run/wandb/offline-run-*"))
     assert not list(place.glob("run/.wandb/*"))
+    assert not (tmp_path / "HIT").exists()
+
+
+@pytest.mark.slow
+def test_wandb_does_not_start_git(tmp_path):
+    (tmp_path / "git").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/HIT\n")
+    (tmp_path / "git").chmod(0o755)
+    code = (
+        "import os; from grpo_lightning.logger.wandb import WandbLogger\n"
+        "logger = WandbLogger('.', project='x', offline=True, settings={'silent': True, 'console': 'off'})\n"
+        "logger.log_metrics({'a': 1.0}, 1); logger.finalize('success'); print(os.environ.get('WANDB_DISABLE_GIT'))\n"
+    )
+    (tmp_path / "program.py").write_text(code)
+    more = {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | more, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1:] == ["None"], done.stderr
+    assert list(tmp_path.glob("wandb/offline-run-*"))
     assert not (tmp_path / "HIT").exists()
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import keep, known
 
+_NO_GIT = "WANDB_DISABLE_GIT"
 _OF_THE_DIRECTORY = ("wandb/settings", ".wandb/settings")
 
 
@@ -41,9 +42,10 @@ class WandbLogger(loggers.WandbLogger):
     def experiment(self) -> Any:
         """The run of the wandb library."""
         is_new = self._experiment is None
-        if is_new:
-            _pass_by_settings(is_offline=self._offline)
-        run = super().experiment
+        with _without_git() if is_new else contextlib.nullcontext():
+            if is_new:
+                _pass_by_settings(is_offline=self._offline)
+            run = super().experiment
         if is_new and self._experiment is not None:  # in the first process
             keep(self._file, str(self._id))
         return run
@@ -55,6 +57,19 @@ class WandbLogger(loggers.WandbLogger):
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(status != "success"))
             self._experiment = None
+
+
+@contextlib.contextmanager
+def _without_git() -> Iterator[None]:
+    """Inside, W&B does not ask git either where the program lies, which it does before it looks at its settings."""
+    before = os.environ.get(_NO_GIT)
+    os.environ[_NO_GIT] = "true"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_GIT]
+        if before is not None:
+            os.environ[_NO_GIT] = before
 
 
 def _pass_by_settings(*, is_offline: bool) -> None:
