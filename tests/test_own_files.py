@@ -179,6 +179,7 @@ def test_a_folder_s_links_stay_in_it(tmp_path):
     "name",
     [
         *("Train.LOG", "HEALTH.json", "\uff54rain.log", "tr\u200cain.log", "\u017fummary.json"),
+        *("train.log\ufe0f", "t\u034frain.log", "health.js\u2065on", "wan\U000e0100db", "judge.json\u180bl"),
         *(
             "TensorBoard",
             "CSV/metrics.csv",

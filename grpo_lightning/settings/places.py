@@ -163,9 +163,12 @@ def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
 
 
 def taken_for(name: str) -> str:
-    """The name that the least exact of file systems takes a name for: many tell no upper from lower case."""
-    seen = (letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
-    return "".join(seen).casefold().rstrip(" .")
+    """The plain letters that the least exact of file systems sees in a name.
+
+    Many tell no upper from lower case, and some pass by letters that are not seen, of which there are many kinds.
+    """
+    plain = unicodedata.normalize("NFKC", name.casefold()).casefold()
+    return "".join(filter(str.isascii, plain)).rstrip(" .")
 
 
 def _is_to_come(path: Path) -> bool:
