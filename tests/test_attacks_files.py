@@ -283,10 +283,11 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_find_a_checkout_from_which_they_are_started(launcher, tmp_path):
-    """As in ``python train.py -m``, where only the directory of train.py says where the package is."""
+    """As in ``python tests/../train.py -m``, where only the path of train.py says where the package is."""
     words = ["-m", f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}", *TINY, "reward=[format]", "seed=0,1"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, env=environment, capture_output=True)
+    program = "tests/../train.py" if launcher == "joblib" else "train.py"
+    done = subprocess.run([sys.executable, program, *words], cwd=ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
