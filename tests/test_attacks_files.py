@@ -408,9 +408,11 @@ def test_python_that_libraries_start_gets_the_variables_that_it_is_given(tmp_pat
     ):
         told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
         assert json.loads(told) == [mine, path]
-    (tmp_path / "code.py").write_text(code)
-    told = subprocess.run([sys.executable, tmp_path / "code.py"], env={}, capture_output=True, text=True).stdout
-    assert json.loads(told) == [None, None]
+    for place, path in (("site-packages", alone), ("mine", None)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "code.py").write_text(code)
+        command = [sys.executable, tmp_path / place / "code.py"]
+        assert json.loads(subprocess.run(command, env={}, capture_output=True).stdout) == [None, path]
 
 
 @provocation(

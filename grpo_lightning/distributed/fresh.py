@@ -63,7 +63,8 @@ def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None
         return
     if is_compiler(args) and len(others) <= _CWD and options.get("cwd") is None:
         options["cwd"] = sys.prefix
-    if (command := without_here(args)) is not args and _ROOT not in sys.path:  # where `pip install -e` may put it anew
+    command = without_here(args)
+    if _ROOT not in sys.path and (command is not args or _is_of_a_library(args)):  # `pip install -e` may put it there
         variables = os.environ if options.get("env") is None else options["env"]
         options["env"] = {**variables, _PATH: os.pathsep.join(filter(None, [alone.PLACE, variables.get(_PATH)]))}
     _begin(process, command, *others, **options)
@@ -101,6 +102,14 @@ def _is_asked_by_the_user() -> bool:
             return top in known
         frame = frame.f_back
     return False
+
+
+def _is_of_a_library(command: Any) -> bool:
+    """Whether a command starts Python on a file that was installed, as torch's workers are started that compile."""
+    if not isinstance(command, list | tuple) or len(command) < 2:
+        return False
+    program, file = map(os.fsdecode, command[:2])
+    return bool(_PYTHON.fullmatch(os.path.basename(program))) and "site-packages" in Path(file).parts
 
 
 def without_here(command: Any) -> Any:
