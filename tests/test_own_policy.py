@@ -119,6 +119,11 @@ def test_what_the_user_says_wins():
             marks=provocation("a stranger's checkpoint with the policy `_target_: os.system`", "refused"),
         ),
         pytest.param(
+            {"_target_": "x\nimport os; evil()\r\n#"},
+            r"its policy was built by x\\nimport os; evil\(\)\\r\\n#; allowed without policy=NAME",
+            id="lines",
+        ),
+        pytest.param(
             LOADED | {"adapter": {"_target_": "os.getcwd"}}, r"its policy was built by .*os.getcwd", id="inner"
         ),
         pytest.param(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_lightning.checkpoint.resume import differences
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
         first, *inner = key.split(".")
         if key in _COPIES or (parts & set(inner[:-1])) or (inner and inner[-1] in parts and isinstance(after, Mapping)):
             continue
-        line = f"  {_line(key)} was {_shown(before)} and is {_shown(after)} now"
+        line = f"  {one_line(key)} was {_shown(before)} and is {_shown(after)} now"
         if first == "optimizer":
             line += ", which is ignored: a continued run keeps its optimizer"
         lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
@@ -75,9 +75,4 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else _line(str(value))
-
-
-def _line(text: str) -> str:
-    r"""A text of somebody's as one line: its ends of lines as ``\n``."""
-    return "\\n".join(printable(text).splitlines())
+    return "null" if value is None else one_line(str(value))

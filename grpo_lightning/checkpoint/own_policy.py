@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
@@ -52,7 +52,7 @@ def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Calla
     try:
         return own_settings(recorded, overrides, current)
     except ValueError as error:
-        raise ValueError(f"checkpoint={printable(str(named))}: {error}") from error
+        raise ValueError(f"checkpoint={one_line(str(named))}: {error}") from error
 
 
 def own_settings(
@@ -93,7 +93,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     leaves = dict(_leaves(own, part))
     trust = f"{part}.trust_remote_code"
     if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
-        path = printable(str(own.get("path")))
+        path = one_line(str(own.get("path")))
         raise ValueError(
             f"it was trained with {trust}=true and {part}.path={path}, whose code would run, which only you can "
             "decide; allowed is to give both again"
@@ -106,7 +106,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         )
     top = f"{part}._target_"
     if {key for key in builders if key != top} or (top not in given and builders.get(top) not in targets):
-        listed = printable(", ".join(map(str, builders.values())) or "nothing")
+        listed = one_line(", ".join(map(str, builders.values())) or "nothing")
         raise ValueError(
             f"its {part} was built by {listed}; allowed without "
             f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
@@ -115,9 +115,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         if key in given:
             continue
         if isinstance(value, str) and (value == _REDACTED or "${" in value):
-            raise ValueError(
-                f"its {printable(key)} is {printable(value)}; allowed is {printable(key)}=… with the value"
-            )
+            raise ValueError(f"its {one_line(key)} is {one_line(value)}; allowed is {one_line(key)}=… with the value")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -171,14 +169,14 @@ def check_weights(path: Path | None, module: Any) -> None:
     now: Mapping[str, Any] = module.settings.get("policy", {})
     shared = set(then) & set(now) if then.get("_target_") != now.get("_target_") else {*then, *now}
     changed = [
-        f"{key} was {printable(str(before))} and is {printable(str(after))}"
+        f"{key} was {one_line(str(before))} and is {one_line(str(after))}"
         for key, before, after in differences(then, now, prefix="policy.")
         if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if then and changed else "it is of another model"
     raise ValueError(
-        f"checkpoint={printable(str(path))}: {reason} ({len(wrong)} weights differ, such as {wrong[0]}); allowed are "
-        "the settings with which it was trained"
+        f"checkpoint={one_line(str(path))}: {reason} ({len(wrong)} weights differ, such as {one_line(wrong[0])}); "
+        "allowed are the settings with which it was trained"
     )
 
 

@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
 
 
+def one_line(text: str) -> str:
+    r"""`printable`, with ends of lines as ``\n``: a value that a stranger may have written, in a sentence."""
+    return "\\n".join(printable(text).splitlines())
+
+
 def brief(value: float, digits: int) -> str:
     """A number with so many decimals, as in .979, or where that says nothing with as many leading digits and one."""
     if value and not 0.5 * 10**-digits <= abs(value) < 10:
