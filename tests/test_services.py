@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import sqlite3
@@ -144,6 +145,7 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, mo
         "elsewhere": str(tmp_path / "elsewhere"),
         "url": (tmp_path / "elsewhere").as_uri(),
         "dots": f"{tmp_path}/mlruns/../elsewhere",
+        "quoted": f"{tmp_path}/mlruns/%2e%2e/elsewhere",
         "link": f"{tmp_path}/mlruns/link/elsewhere",
         "inside": str(tmp_path / "mlruns" / "inside"),
     }
@@ -154,7 +156,7 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, mo
         (tmp_path / f"run_{name}").mkdir(exist_ok=True)
         return MLFlowLogger(str(tmp_path / f"run_{name}"), experiment_name=name, tracking_uri=STORE, **options)
 
-    for name in ("hdfs", "elsewhere", "url", "dots", "link"):
+    for name in ("hdfs", "elsewhere", "url", "dots", "quoted", "link"):
         logger = made(name)
         for _ in range(2):
             with pytest.raises(
@@ -173,6 +175,57 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, mo
         database.execute("update runs set artifact_uri = ?", [str(tmp_path / "late")])
     with pytest.raises(ValueError, match="^logger.mlflow.tracking_uri="):
         logger.experiment.log_dict(logger.run_id, {}, "table/1.json")
+
+
+@provocation(
+    "such a database in which `runs` is a view that says something else every time, or a trigger changes it, or beside "
+    "which `mlflow.db-journal` has SQLite remove a file",
+    "the logger is refused in one sentence; nothing is removed or written there",
+)
+@pytest.mark.slow
+def test_mlflow_takes_a_database_that_mlflow_has_made(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    client = MlflowClient(STORE)
+    client.log_metric(client.create_run(client.create_experiment("x")).info.run_id, "x", 1.0)
+    (tmp_path / "run").mkdir()
+    table = "CREATE TRIGGER t AFTER INSERT ON metrics BEGIN UPDATE \"Runs\" SET artifact_uri = '/tmp/x'; END"
+    for created, dropped in (
+        (table, "DROP TRIGGER t"),
+        ("CREATE VIEW v AS SELECT random()", "DROP VIEW v"),
+        ("CREATE TRIGGER s AFTER INSERT ON tags BEGIN DELETE FROM tags; END", ""),
+    ):
+        with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+            database.execute(created)
+        logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
+        if dropped:
+            with pytest.raises(
+                ValueError, match=r"^logger.mlflow.tracking_uri=.*: this database has the (view|trigger) "
+            ):
+                logger.log_metrics({"x": 1.0}, 1)
+            with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+                database.execute(dropped)
+        else:
+            logger.log_metrics({"x": 1.0}, 1)
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"\0" * 8)
+    name = str(mine).encode()
+    end = len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
+    journal = end[-8:] + bytes(20) + bytes(484) + b"\0\0\0\1" + name + end
+    Path("mlflow.db-journal").write_bytes(journal)
+    with pytest.raises(ValueError, match=r"^logger.mlflow.tracking_uri=.*mlflow.db-journal names another file"):
+        MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 1)
+    assert mine.exists()
+    Path("mlflow.db-journal").write_bytes(journal[:-1])
+    MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 2)
+    Path("mlflow.db").rename(tmp_path / "kept.db")
+    for name, link in itertools.product(("", "-journal", "-wal", "-shm"), ("symlink_to", "hardlink_to")):
+        getattr(Path(f"mlflow.db{name}"), link)(mine)
+        with pytest.raises(ValueError, match=rf"^logger.mlflow.tracking_uri=.*: mlflow.db{name} is a link, or another"):
+            MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
+        Path(f"mlflow.db{name}").unlink()
+    assert mine.read_bytes() == b"\0" * 8
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

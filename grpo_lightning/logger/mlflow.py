@@ -1,7 +1,9 @@
 """MLflow, which goes on with a run where the run's directory says so."""
 
+import re
+import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -11,6 +13,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import STORE, keep, known
 from grpo_lightning.output.terminal import printable
+
+_DATABASE = STORE.removeprefix("sqlite:///")
+_NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
+"""How a journal ends that names one more file, which SQLite then removes; one of a single database names none."""
+_SAY_WHERE = re.compile(r"runs|experiments", re.IGNORECASE)
+"""The tables that say where files of runs are."""
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
@@ -28,6 +36,8 @@ class MLFlowLogger(loggers.MLFlowLogger):
         self._file = Path(directory) / ".mlflow_id"
         self._given_place: str | None = options.get("artifact_location")
         self._continues = known(self._file) is not None
+        if options.get("tracking_uri") == STORE:
+            _check_files()
         super().__init__(run_id=known(self._file), **options)
 
     @property
@@ -51,9 +61,10 @@ class MLFlowLogger(loggers.MLFlowLogger):
         """
         if self._tracking_uri != STORE:
             return  # the user has named it
+        _check_tables()
         place, own = str(client.get_run(self._run_id).info.artifact_uri), Path.cwd() / "mlruns"
         address = urlsplit(place)
-        path = Path(unquote(address.path) if address.scheme == "file" else place)
+        path = Path(unquote(address.path if address.scheme == "file" else place))
         is_local = address.scheme in ("", "file") and address.netloc == "" and path.resolve() != own.resolve()
         is_given = self._given_place is not None and place.startswith(self._given_place)
         if not is_given and not (is_local and path.resolve().is_relative_to(own.parent.resolve() / own.name)):
@@ -74,6 +85,36 @@ class MLFlowLogger(loggers.MLFlowLogger):
         """Write the settings, once: MLflow refuses others later."""
         if not self._continues:
             super().log_hyperparams(params)
+
+
+def _check_files() -> None:
+    """Refuse files of a database in this directory through which SQLite would write to others, or remove one."""
+    journal = Path(f"{_DATABASE}-journal")
+    for file in (Path(_DATABASE), journal, *(Path(f"{_DATABASE}-{part}") for part in ("wal", "shm"))):
+        if file.is_symlink() or (file.exists() and file.stat().st_nlink > 1):
+            raise ValueError(
+                f"logger.mlflow.tracking_uri={STORE}: {file} is a link, or another name of some file; allowed are "
+                "files of their own, or sqlite:///PATH of a database elsewhere"
+            )
+    if journal.exists() and journal.read_bytes().endswith(_NAMES_ANOTHER):
+        raise ValueError(
+            f"logger.mlflow.tracking_uri={STORE}: {journal} names another file, which SQLite would remove; allowed is "
+            "one of this database alone, so move both away"
+        )
+
+
+def _check_tables() -> None:
+    """Refuse a database of this directory that has an answer of its own to every question where files are."""
+    with closing(sqlite3.connect(_DATABASE)) as database:
+        made = "SELECT type, name, sql FROM sqlite_master WHERE type IN ('view', 'trigger')"
+        found = [row for row in database.execute(made) if row[0] == "view" or _SAY_WHERE.search(str(row[2]))]
+    for kind, name, _ in found:
+        raise ValueError(
+            printable(
+                f"logger.mlflow.tracking_uri={STORE}: this database has the {kind} {name}, which may say anew at every "
+                "time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
+            )
+        )
 
 
 @contextmanager
