@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Prompts
 from grpo_lightning.checkpoint import adapter
+from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.module.gradient_step import GradientStep
@@ -247,6 +248,7 @@ class StepModule(LightningModule):
                 "trainer.precision=bf16-mixed for speed: small updates vanish in 16-bit weights"
             )
         optimizer = self.optimizer(trained)
+        check_when_loaded(optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.schedule(step, total_steps=self.steps)
         )

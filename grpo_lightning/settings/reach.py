@@ -23,6 +23,7 @@ _TELLING = ("AdvancedProfiler", "PassThroughProfiler", "SimpleProfiler")
 """Profilers that write no file where they are given no name for one."""
 _ALONE = {"Trainer": "default_root_dir", "WandbLogger": "save_dir"}
 """What writes into folders of many names -> the setting that says where."""
+_PLAIN = "without '://', '::' and a ':' before the first '/'"
 _LIBRARIES = ("lightning.", "grpo_lightning.logger.")
 _UNCHECKED = {
     "OnExceptionCheckpoint": "allowed is callbacks.checkpoint, whose last.ckpt is the last complete step, also after "
@@ -54,12 +55,15 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
     for key, value in [("run_dir", run), *_own_directories(config)]:
         if is_url(value):
-            yield printable(f"{key}={value}: allowed is a directory of this machine, without '://' and '::'")
+            yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
 
 
 def is_url(value: Any) -> bool:
-    """Whether fsspec, by which Lightning and datasets open files, would take a text for more than a path."""
-    return isinstance(value, str) and ("://" in value or "::" in value)
+    """Whether fsspec, by which Lightning and datasets open files, would take a text for more than a path.
+
+    ``file:X`` and ``local:X`` are X to it.
+    """
+    return isinstance(value, str) and ("://" in value or "::" in value or ":" in value.partition("/")[0])
 
 
 def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -69,7 +73,7 @@ def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator[str]:
-    inside = f"allowed is a directory in run_dir={run}, without '://' and '::'"
+    inside = f"allowed is a directory in run_dir={run}, {_PLAIN}"
     for target, place in _ALONE.items():  # what lies there has been looked at, which folders in it have not
         if name == target and not _is_same(node.get(place), run):
             value = "null" if node.get(place) is None else node[place]
@@ -77,14 +81,18 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
     shared = name.startswith("MLFlow")  # a store of many runs, none of which writes to another one's files
     for place in _DIRECTORIES:
         value = None if place == _ALONE.get(name) else node.get(place)
-        if isinstance(value, str) and (is_url(value) or not (shared or is_in(Path(value), run))):
+        # What stands behind an empty text, the name of a logger, is the whole place.
+        if isinstance(value, str) and (not value or is_url(value) or not (shared or is_in(Path(value), run))):
             yield printable(f"{key}.{place}={value}: {inside}")
         elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
             yield printable(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
-        if isinstance(value, str) and (PurePath(value).is_absolute() or {"..", "$"} & {*PurePath(value).parts, *value}):
-            yield printable(f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/'")
+        leads = isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value}
+        if leads or (isinstance(value, str) and value.startswith(("/", "~"))):
+            yield printable(
+                f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'"
+            )
     for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
         if not isinstance(node.get(part), str | int | None):  # an object's text may be any path
             yield printable(f"{key}.{part}={node[part]}: allowed is text")
@@ -146,4 +154,5 @@ def is_in(place: Path, run: Path) -> bool:
 
 def _is_same(place: Any, run: Path) -> bool:
     """Whether a setting names the run directory."""
-    return isinstance(place, str) and not is_url(place) and os.path.abspath(place) == os.path.abspath(run)
+    is_path = isinstance(place, str) and not is_url(place)
+    return is_path and os.path.abspath(place) == os.path.abspath(run) and Path(place).resolve() == run.resolve()

@@ -1,0 +1,72 @@
+"""The state of an optimizer that a checkpoint holds: taken over only where it fits the weights.
+
+Fused steps and those of 8-bit optimizers go through memory by the size of a weight, and look at no size of its state: a
+smaller one in a stranger's checkpoint would have them read and write what lies behind it.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FUSED = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers of torch's that have a fused step; AdamW is an Adam."""
+_BLOCK = 256
+"""Weights that share one ``absmax`` in bitsandbytes."""
+_SIZES = {"qmap": 256, "gnorm_vec": 100}
+
+
+def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer refuse, from now on, state that does not fit its weights.
+
+    Args:
+        optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own.
+
+    Raises:
+        ValueError: Later, by ``load_state_dict``; names what does not fit.
+    """
+    if isinstance(optimizer, _FUSED):
+        optimizer.register_load_state_dict_pre_hook(_check)
+    elif type(optimizer).__module__.startswith("bitsandbytes."):  # which asks no hooks
+        load = optimizer.load_state_dict
+
+        @functools.wraps(load)
+        def checked(state: Any, *args: Any, **others: Any) -> None:
+            _check(optimizer, state)
+            load(state, *args, **others)
+
+        optimizer.load_state_dict = checked  # type: ignore[assignment,method-assign]
+
+
+def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    named = [number for group in state["param_groups"] for number in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, weight in zip(named, weights, strict=False):  # torch refuses other numbers of them
+        content = state["state"].get(number, {})
+        for parts in (content, *(part for part in content.values() if isinstance(part, Mapping))):
+            for name, value in parts.items():
+                if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts):
+                    raise ValueError(
+                        f"the checkpoint's state of the optimizer does not fit the weights: {str(name)[:40]} of the "
+                        f"{number}th, {tuple(weight.shape)}, is {value.dtype} of {tuple(value.shape)}; allowed is a "
+                        "checkpoint of this policy"
+                    )
+
+
+def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any]) -> bool:
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or not value.is_contiguous():
+        return False
+    kind = name.rstrip("12")
+    if kind == "state":
+        first = parts.get("state1")
+        is_known = value.dtype in (torch.uint8, torch.float32) and isinstance(first, Tensor)
+        return is_known and value.shape == weight.shape and value.dtype == first.dtype  # type: ignore[union-attr]
+    if kind == "absmax":
+        return value.dtype == torch.float32 and value.numel() * _BLOCK >= weight.numel()
+    if kind == "step" or kind in ("max", "new_max", "unorm_vec"):
+        return value.numel() == 1
+    if kind in _SIZES:
+        return value.dtype == torch.float32 and value.numel() == _SIZES[kind]
+    return value.shape == weight.shape

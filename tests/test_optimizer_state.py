@@ -1,0 +1,91 @@
+"""A checkpoint's state of the optimizer is taken over only where it fits the weights."""
+
+import copy
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
+from tests.support.provocations import provocation
+from tests.support.running import small_run
+
+ADAMW = torch.optim.AdamW, {"fused": True}
+
+
+def stepped(kind, options, *shapes):
+    """An optimizer of some weights that has made two steps."""
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = kind(weights, lr=0.1, **options)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    check_when_loaded(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ADAMW,
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adafactor, {}),
+        (bnb.optim.AdamW8bit, {}),
+    ],
+)
+def test_its_own_state_is_taken_over(kind, options):
+    first, second = (stepped(kind, options, (64, 128), (3,)) for _ in range(2))
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for mine, theirs in zip(first.param_groups[0]["params"], second.param_groups[0]["params"], strict=True):
+        for name, value in first.state[mine].items():
+            other = second.state[theirs][name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+@provocation(
+    "a checkpoint whose state of the optimizer is smaller than the weights, of another layout or type, which a fused "
+    "step would read and write beyond its end",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize(
+    ("kind", "options", "name", "value"),
+    [
+        (*ADAMW, "exp_avg", torch.zeros(16)),
+        (*ADAMW, "exp_avg_sq", torch.zeros(1).expand(64, 128)),
+        (*ADAMW, "exp_avg", torch.zeros(128, 64).T),
+        (*ADAMW, "exp_avg", torch.tensor(0.0)),
+        (*ADAMW, "step", torch.zeros(0)),
+        (*ADAMW, "exp_avg", torch.zeros(64, 128).to_sparse()),
+        (*ADAMW, "exp_avg", torch.zeros(64, 128, device="meta")),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}, "momentum_buffer", torch.zeros(1)),
+        (bnb.optim.AdamW8bit, {}, "state1", torch.zeros(16, dtype=torch.uint8)),
+        (bnb.optim.AdamW8bit, {}, "state2", torch.zeros(64, 128)),
+        (bnb.optim.AdamW8bit, {}, "state1", torch.zeros(64, 128, dtype=torch.int16)),
+        (bnb.optim.AdamW8bit, {}, "absmax1", torch.zeros(31)),
+        (bnb.optim.AdamW8bit, {}, "qmap2", torch.zeros(255)),
+        (bnb.optim.AdamW8bit, {}, "absmax2", torch.zeros(32, dtype=torch.float16)),
+    ],
+)
+def test_state_of_another_size_is_refused(kind, options, name, value):
+    optimizer = stepped(kind, options, (64, 128))
+    state = copy.deepcopy(optimizer.state_dict())
+    parts = state["state"][0]
+    parts = parts if name in parts else next(part for part in parts.values() if isinstance(part, dict))
+    assert name in parts
+    parts[name] = value
+    with pytest.raises(ValueError, match=rf"the optimizer does not fit the weights: {name}|: state2 of the 0th"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_run_does_not_go_on_with_such_state(tmp_path):
+    small_run(tmp_path)
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    content = torch.load(file, weights_only=True)
+    content["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(2)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match="does not fit the weights: exp_avg of the 0th"):
+        small_run(tmp_path, "steps=2", "checkpoint=last")
