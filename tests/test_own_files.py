@@ -340,6 +340,20 @@ OUTSIDE = [
         "logger=csv logger.csv.save_dir='memory://x'",
         "logger.csv.save_dir=memory://x: allowed is a directory in run_dir=",
     ),
+    ("logger=csv logger.csv.save_dir=file:RUN/x", "logger.csv.save_dir=file:RUN/x: allowed is a directory in run_dir="),
+    (
+        "run_dir=. logger=csv logger.csv.save_dir=local:x",
+        "logger.csv.save_dir=local:x: allowed is a directory in run_d",
+    ),
+    (
+        "run_dir=. logger=csv logger.csv.save_dir='' logger.csv.name=x",
+        "logger.csv.save_dir=: allowed is a directory in run_dir=.",
+    ),
+    ("logger=csv logger.csv.name='~/vic'", "logger.csv.name=~/vic: allowed is a name without '..'"),
+    (
+        "run_dir=. +trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: 'file:x'}",
+        "trainer.profiler.dirpath=file:x: allowed is a directory in run_dir=.",
+    ),
     ("logger=csv logger.csv.version=../vic", "logger.csv.version=../vic: allowed is a name without '..'"),
     ("logger=csv logger.csv.name=/vic", "logger.csv.name=/vic: allowed is a name without '..'"),
     (
@@ -393,7 +407,8 @@ OUTSIDE = [
 
 def words_of(text: str) -> list[str]:
     text = text.replace("RUN", RUN)
-    return [text] if "{" in text else text.split()
+    first, _, rest = text.partition(" +") if "{" in text else ("", "", "")
+    return [first, f"+{rest}"] if rest else [text] if "{" in text else text.split()
 
 
 @pytest.mark.parametrize(
@@ -438,6 +453,16 @@ def test_a_place_lies_in_the_run_directory_by_its_name_too(tmp_path):
     assert Path(place).resolve() == tmp_path / "run" / "x"
     [told] = reach_problems(composed(words, f"run_dir={tmp_path}/run"))
     assert told.startswith(f"callbacks.x.dirpath={place}: allowed is a directory in run_dir=")
+
+
+@provocation("`trainer.default_root_dir=link/../../RUN`, which is another place by its name", "refused by its key")
+def test_a_place_is_the_run_directory_with_links_followed_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "theirs" / "link").symlink_to("a/b")
+    for place, count in ((f"{tmp_path}/theirs/link/../../run", 1), (f"{tmp_path}/theirs/a/../../run", 0)):
+        config = composed(f"trainer.default_root_dir={place}", f"run_dir={tmp_path}/run")
+        assert len(list(reach_problems(config))) == count
 
 
 @pytest.mark.parametrize(
