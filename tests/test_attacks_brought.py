@@ -367,6 +367,11 @@ def test_files_may_say_what_a_sweep_is(here):
         ("callbacks: {stop: {_target_: '${x}', monitor: a}}", "callbacks.stop._target_=${x}"),
         ("callbacks: {m: {_target_: lightning.pytorch.callbacks.ModelCheckpoint}}", "callbacks.m._target_=lightning"),
         ("callbacks: {a: {_target_: brought_file.score, x: 1}, b: {_args_: [x]}}", "callbacks.b._args_.0=x"),
+        (
+            "logger: {a: {_target_: brought_file.score, x: [{_target_: lightning.pytorch.loggers.CSVLogger}]}}",
+            "logger.a.x.0._target_=lightning",
+        ),
+        ("callbacks: {a: {_target_: brought_file.score, x: {_target_: '${b}'}}}", "callbacks.a.x._target_=${b}"),
         ("trainer: {default_root_dir: x}", "trainer.default_root_dir=x"),
         ("trainer: {profiler: simple}", "trainer.profiler=simple"),
         (
@@ -424,7 +429,8 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
         "steps: 3\nloss: {kl_coef: 0.0}\ntrainer: {precision: 32-true, devices: 1, gradient_clip_val: null}\n"
         "callbacks:\n  samples: null\n  progress: {every: 2}\n"
         "  stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, mode: max, patience: 3}\n"
-        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}']}\n"
+        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}'], of: {_target_: brought_file.score, "
+        "_partial_: true}}\n"
         "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
     )
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")

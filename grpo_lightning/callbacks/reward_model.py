@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Scored
+from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
 
@@ -188,6 +189,7 @@ class RewardModelTraining(Callback):
         if trained:
             model.network.load_state_dict(trained["weights"])
             self._optimizer = self._new_optimizer(model)
+            check_when_loaded(self._optimizer)
             self._optimizer.load_state_dict(trained["optimizer"])
             for group in self._optimizer.param_groups:
                 group["lr"] = self.lr

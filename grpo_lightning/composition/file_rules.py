@@ -90,6 +90,9 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
     """What might name a place, or a part that writes, as pairs of key and value; of the user's own code the key."""
     if isinstance(node, Mapping) and _is_of_user(node.get("_target_")):
         of_user.append(key)
+        for inner, value in leaves_of({one: part for one, part in node.items() if one != "_target_"}, key):
+            if inner.endswith("._target_") and not _is_of_user(value):  # it would be handed on, built
+                yield inner, value
         return
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
