@@ -429,8 +429,8 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
         "steps: 3\nloss: {kl_coef: 0.0}\ntrainer: {precision: 32-true, devices: 1, gradient_clip_val: null}\n"
         "callbacks:\n  samples: null\n  progress: {every: 2}\n"
         "  stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, mode: max, patience: 3}\n"
-        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}'], of: {_target_: brought_file.score, "
-        "_partial_: true}}\n"
+        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}', "
+        "{_target_: brought_file.score, _partial_: true}]}\n"
         "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
     )
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
