@@ -41,6 +41,19 @@ def directory(tmp_path_factory):
     patch.undo()
 
 
+@pytest.fixture
+def own_store(tmp_path, monkeypatch):
+    """An empty working directory whose ``mlflow.db`` MLflow opens; it keeps what it opened by that name elsewhere."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.tracking._tracking_service.utils import _tracking_store_registry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SqlAlchemyStore, "_engine_map", {})
+    _tracking_store_registry._get_store_with_resolved_uri.cache_clear()
+    yield tmp_path
+    _tracking_store_registry._get_store_with_resolved_uri.cache_clear()
+
+
 def records(file: Path):
     """The bytes of each record of W&B's file, which is a log as LevelDB writes it: blocks of 32 KiB with fragments."""
     data, place, whole = file.read_bytes(), 7, b""
@@ -133,10 +146,9 @@ def test_a_continued_run_is_the_same_run_there_and_no_secret_leaves(directory):
     "the logger is refused in one sentence, training goes on; nothing is written there",
 )
 @pytest.mark.slow
-def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, monkeypatch):
+def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, tmp_path):
     from mlflow import MlflowClient
 
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "mlruns").mkdir()
     (tmp_path / "mlruns" / "link").symlink_to("..")
     client = MlflowClient(STORE)
@@ -183,10 +195,9 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(tmp_path, mo
     "the logger is refused in one sentence; nothing is removed or written there",
 )
 @pytest.mark.slow
-def test_mlflow_takes_a_database_that_mlflow_has_made(tmp_path, monkeypatch):
+def test_mlflow_takes_a_database_that_mlflow_has_made(own_store, tmp_path):
     from mlflow import MlflowClient
 
-    monkeypatch.chdir(tmp_path)
     client = MlflowClient(STORE)
     client.log_metric(client.create_run(client.create_experiment("x")).info.run_id, "x", 1.0)
     (tmp_path / "run").mkdir()
