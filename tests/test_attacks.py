@@ -282,6 +282,26 @@ def test_the_log_is_written_through_no_link(tmp_path):
 
 
 @provocation(
+    "the same link in a sweep by joblib with `hydra.verbose=true`, or by `submitit_local`, whose processes log more "
+    "after a job",
+    "its jobs are refused, the file is as before",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("joblib", "hydra.verbose=true"), ("submitit_local",)], ids=lambda words: words[0])
+def test_what_is_logged_after_a_refused_job_is_written_through_no_link(words, tmp_path):
+    mine = tmp_path / "mine.log"
+    mine.write_text("mine")
+    (tmp_path / "sweep" / "run").mkdir(parents=True)
+    (tmp_path / "sweep" / "run" / "train.log").symlink_to(mine)
+    (tmp_path / "matplotlibrc").write_text("")
+    places = (f"hydra.sweep.dir={tmp_path}/sweep", "hydra.sweep.subdir=run")
+    done = begun(tmp_path, "-m", f"hydra/launcher={words[0]}", *words[1:], *places, "seed=0,1")
+    assert done.returncode == 1
+    assert "train.log in it is a link to" in done.stderr
+    assert mine.read_text() == "mine"
+
+
+@provocation(
     "a sweep's directory whose multirun.yaml, or what else a plug-in writes, is a link", "refused in one sentence"
 )
 @pytest.mark.parametrize("name", ["multirun.yaml", "optimization_results.yaml", "own.log"])

@@ -42,21 +42,22 @@ class JobFailed(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
     start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
-    start.pass_by_settings()
-    fresh.forget()
-    fresh.protect_processes()
     given: Any = HydraConfig.get()
-    loader.note_sources(given)
     directory = Path(given.runtime.output_dir)
     is_sweep = given.mode == RunMode.MULTIRUN
-    words: Any = OmegaConf.to_container(given.overrides, resolve=False)
-    overrides = words["task"]
     if problem := _begin_log(directory, str(given.job.name)):
+        _leave_log()
         told = hide(printable(problem))
         if is_sweep:
             raise JobFailed(told)
         print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
         sys.exit(1)
+    start.pass_by_settings()
+    fresh.forget()
+    fresh.protect_processes()
+    loader.note_sources(given)
+    words: Any = OmegaConf.to_container(given.overrides, resolve=False)
+    overrides = words["task"]
     try:
         before = sweep.recorded(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():
@@ -186,6 +187,13 @@ def _begin_log(directory: Path, name: str) -> str | None:
     except OSError as error:
         return f"hydra.run.dir={directory}: allowed is a directory that can be written to ({error.strerror})"
     return None
+
+
+def _leave_log() -> None:
+    """Have no later line of this process, such as a launcher's, open the log file that Hydra would write it to."""
+    of_all = logging.getLogger()
+    for handler in [each for each in of_all.handlers if isinstance(each, logging.FileHandler)]:
+        of_all.removeHandler(handler)
 
 
 def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:
