@@ -354,6 +354,10 @@ OUTSIDE = [
         "run_dir=. +trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: 'file:x'}",
         "trainer.profiler.dirpath=file:x: allowed is a directory in run_dir=.",
     ),
+    *(
+        (f"logger=csv logger.csv.{part}={value} logger.csv.save_dir=RUN/mine", f"logger.csv.{part}={said}: allowed is")
+        for part, value, said in (("name", "false", "False"), ("name", "0", "0"), ("version", "true", "True"))
+    ),
     ("logger=csv logger.csv.version=../vic", "logger.csv.version=../vic: allowed is a name without '..'"),
     ("logger=csv logger.csv.name=/vic", "logger.csv.name=/vic: allowed is a name without '..'"),
     (
