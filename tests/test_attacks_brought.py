@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -13,9 +14,10 @@ import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.hydra_settings import problems
-from grpo_lightning.composition.loader import installed
+from grpo_lightning.composition.loader import installed, note_sources
 from grpo_lightning.settings import ConfigError, trust
 from tests.support.provocations import provocation
+from tests.support.too_long import STEPS, led_away
 from tests.test_attacks import begun
 
 TINY = ("steps=1", "data.prompts_per_step=4", "rollout.group_size=4", "data.validation_size=4", "logger=[]")
@@ -388,6 +390,23 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     assert f"experiment/theirs.yaml: {key}" in str(caught.value)
     assert "stands in a file" in str(caught.value)
+
+
+@provocation(
+    "a folder of settings that is a link to this project's own conf/ for the operating system, and to itself for Hydra",
+    "counts as brought along",
+)
+def test_a_folder_of_settings_is_what_hydra_takes_it_for(here):
+    theirs = here / "their" / str(CONF).lstrip("/")
+    (theirs / "experiment").mkdir(parents=True)
+    (theirs / "experiment" / "theirs.yaml").write_text("# @package _global_\nrun_dir: x\n")
+    link = here / "theirs"
+    link.symlink_to(f"their/{led_away(here / 'their', Path('/'))}{'/..' * STEPS}{CONF}")
+    assert link.samefile(CONF)
+    with pytest.raises(ConfigCompositionException, match=r"theirs\.yaml: run_dir=x stands in a file that the command"):
+        grpo.compose(f"hydra.searchpath=[file://{link}]", "experiment=theirs", run_dir=here / "run")
+    note_sources(OmegaConf.create({"runtime": {"config_sources": [{"schema": "file", "path": str(link)}]}}))
+    assert start.settings_from() == [str(link)]
 
 
 @provocation(

@@ -17,11 +17,12 @@ from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.places import followed, link_problem
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
+from tests.support.too_long import STEPS, led_away
 from tests.test_callbacks import scalars
 from tests.test_damaged import contents
 
@@ -169,6 +170,81 @@ def test_a_folder_s_links_stay_in_it(tmp_path):
     (tmp_path / "run" / "z").hardlink_to(tmp_path / "mine")
     (tmp_path / "run" / "train.log").symlink_to("z")
     assert ": train.log in it is a link to z" in str(link_problem(tmp_path / "run"))
+
+
+@provocation(
+    "a run directory in which train.log, or another of a run's own files, is a link through a folder so deep that "
+    "Python does not see a link at its end, which the operating system follows",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", ["train.log", ".hydra", "tensorboard", "csv/metrics.csv"])
+def test_links_are_found_however_deep_they_lie(name, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(f"{led_away(link.parent, Path('/'))}{'/..' * STEPS}{tmp_path}/mine")
+    assert link.read_text() == "mine"
+    assert Path(os.path.realpath(link)).is_relative_to(link.parent)  # what is not to be believed
+    assert f": {name} in it is a link to begin/" in str(link_problem(tmp_path / "run"))
+
+
+def test_a_link_leads_where_python_takes_it_to_as_well(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    own, steps = tmp_path / "run" / "own", STEPS + len(tmp_path.parts) + 2
+    (own / "/".join("e" * steps)).mkdir(parents=True)
+    there = own / str(tmp_path / "mine").lstrip("/")
+    there.parent.mkdir(parents=True)
+    there.write_text("own")
+    link = tmp_path / "run" / "train.log"
+    link.symlink_to(f"{led_away(link.parent, own / '/'.join('e' * steps))}{'/..' * steps}{tmp_path}/mine")
+    assert link.read_text() == "own"
+    assert Path(os.path.realpath(link)).read_text() == "mine"
+    assert ": train.log in it is a link to begin/" in str(link_problem(tmp_path / "run"))
+
+
+def test_folders_that_lie_too_deep_are_refused(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    led_away(tmp_path / "wandb", tmp_path)
+    assert re.search(r"^hydra.run.dir=\S+: /\S+ cannot be looked at: File name too long", link_problem(tmp_path))
+
+
+def test_a_place_is_found_however_deep_it_lies(tmp_path, monkeypatch):
+    run, home = tmp_path / "theirs" / "run", tmp_path / "home"
+    for folder in (run, home / "csv"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    away = led_away(run, home)
+    for link in (run / "mine", tmp_path / "theirs" / "other"):
+        link.symlink_to(away if link.parent == run else f"run/{away}")
+        assert link.samefile(home)
+        assert not is_in(link, link.parent)
+    assert f"{tmp_path}/theirs/other is a link to run/begin" in str(link_problem(tmp_path / "theirs" / "other"))
+    assert f"{tmp_path}/theirs/run/mine is a link to begin" in str(link_problem(tmp_path / "theirs" / "run" / "mine"))
+
+
+@pytest.mark.parametrize(
+    ("links", "place", "led_to"),
+    [
+        ({}, "a/b/../c", "a/c"),
+        ({"x": "//HERE//a/"}, "x/./c", "a/c"),
+        ({"x": "a"}, "x/../c", "c"),
+        ({"x": "a/d", "a/d": "../e/f"}, "x/../g", "e/g"),
+        ({"x": "y", "y": "x"}, "x/c", None),
+        ({"x": "a/../b/./c"}, "x//d/", "b/c/d"),
+        ({"x": "/", "a/d": "HERE/b"}, "xHERE/a/d/c", "b/c"),
+        ({"x": "file/z"}, "x", "file/z"),
+        ({f"x{number}": f"x{number + 1}" for number in range(40)}, "x0", "x40"),
+        ({f"x{number}": f"x{number + 1}" for number in range(41)}, "x0", None),
+    ],
+)
+def test_links_are_followed_as_the_operating_system_does(links, place, led_to, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "e/f"):
+        Path(folder).mkdir(parents=True)
+    Path("file").write_text("")
+    for link, target in links.items():
+        Path(link).symlink_to(target.replace("HERE", str(tmp_path)))
+    assert followed(Path(place.replace("HERE", str(tmp_path)))) == (led_to and tmp_path / led_to)
 
 
 @provocation(

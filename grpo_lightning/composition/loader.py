@@ -162,7 +162,10 @@ def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
 
 
 def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, Path]:
-    """The directory in which Hydra has found a file, None for settings that are no file, and what it has read."""
+    """The directory in which Hydra has found a file, None for settings that are no file, and what it has read.
+
+    Links are followed as Hydra does it itself, which is not always what the operating system does.
+    """
     kind, _, place = loaded.path.partition("://")
     if kind not in ("file", "pkg"):
         return None, Path()

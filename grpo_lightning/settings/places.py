@@ -1,5 +1,6 @@
 """Whether the directories of a run can be written to, as far as can be said without writing."""
 
+import errno
 import os
 import re
 import shlex
@@ -67,6 +68,10 @@ _NOT_WRITTEN = {
     "wandb": "debug-core.log",  # a link of W&B's own to its cache
 }
 """Folder -> what in it is replaced or only read, and never written through a link, but for event files to come."""
+_NO_LINK = (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
+"""What is said of a name that is no link, or that nobody can follow."""
+_MAX_LINKS = 40
+"""As many Linux follows."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 """The name of an event file, up to the second in which it was begun."""
 
@@ -93,7 +98,12 @@ def link_problem(directory: Path, *more: str) -> str | None:
             f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {directory.resolve()} "
             "itself, if you know it, or a link in the directory of the start to an empty directory or a run's"
         )
-    for path in _written(directory, more):
+    try:
+        written = list(_written(directory, more))
+    except OSError as error:
+        which = str(error.filename)[:200]
+        return printable(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
+    for path in written:
         name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
         if is_hidden(path):
             return printable(
@@ -111,8 +121,8 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
 def _is_below_start(directory: Path) -> bool:
     """Whether a directory lies in a folder of the directory of the start, by whatever name."""
-    above = Path(os.path.realpath(directory)).parents
-    return any(os.path.isdir(one) and os.path.samefile(one, start.place()) for one in above)
+    found = followed(directory)
+    return found is None or any(os.path.isdir(one) and os.path.samefile(one, start.place()) for one in found.parents)
 
 
 def _is_of_the_user(link: Path) -> bool:
@@ -126,11 +136,40 @@ def _is_of_the_user(link: Path) -> bool:
     return not names or any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
 
 
+def followed(path: Path) -> Path | None:
+    """Where a path leads, with all links followed; None if the operating system and Python do not agree on it.
+
+    `os.path.realpath` takes a link for a plain name where the whole path up to it is too long to be asked for. The
+    operating system walks from directory to directory and follows it.
+    """
+    names, here, links = str(path.absolute()).split("/")[::-1], Path("/"), 0
+    while names:
+        name = names.pop()
+        if name in ("", ".", ".."):
+            here = here.parent if name == ".." else here
+            continue
+        try:
+            target = os.readlink(here / name)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                return None
+            here /= name
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            return None
+        here = Path("/") if target.startswith("/") else here
+        names += target.split("/")[::-1]
+    return here if os.path.realpath(path) == str(here) else None
+
+
 def leads_out(path: Path, directory: Path) -> bool:
     """Whether a path is a link to something outside of a directory, or a file that has names in others than its own."""
     if path.is_symlink():
-        home, target = os.path.realpath(directory), os.path.realpath(path)
-        return os.path.commonpath([home, target]) != home or leads_out(Path(target), directory)
+        home, target = followed(directory), followed(path)
+        if home is None or target is None or not target.is_relative_to(home):
+            return True
+        return leads_out(target, directory)
     if not path.is_file() or path.lstat().st_nlink == 1:
         return False
     names = [one for one in path.parent.iterdir() if not one.is_symlink() and one.samefile(path)]
@@ -144,7 +183,8 @@ def is_hidden(place: Path) -> bool:
 
 def is_looked_through(place: Path, directory: Path) -> bool:
     """Whether `link_problem` finds all links in a folder of a run directory through which a logger could write."""
-    return place.name in {*_FOLDERS} - {"checkpoints", "export"} and place.parent.resolve() == directory.resolve()
+    is_known = place.name in {*_FOLDERS} - {"checkpoints", "export"}
+    return is_known and followed(place.parent) == followed(directory) is not None
 
 
 def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out
+from grpo_lightning.settings.places import followed, is_hidden, is_looked_through, leads_out
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -149,10 +149,12 @@ def _link(place: Path, run: Path) -> Path | None:
 def is_in(place: Path, run: Path) -> bool:
     """Whether a place is the run directory or lies in it, both with links followed and by its name alone."""
     lies = Path(os.path.abspath(place)).is_relative_to(os.path.abspath(run))  # as Lightning sees `link/..`
-    return lies and place.resolve().is_relative_to(run.resolve())
+    found, home = followed(place), followed(run)
+    return lies and found is not None and home is not None and found.is_relative_to(home)
 
 
 def _is_same(place: Any, run: Path) -> bool:
     """Whether a setting names the run directory."""
-    is_path = isinstance(place, str) and not is_url(place)
-    return is_path and os.path.abspath(place) == os.path.abspath(run) and Path(place).resolve() == run.resolve()
+    if not isinstance(place, str) or is_url(place) or os.path.abspath(place) != os.path.abspath(run):
+        return False
+    return followed(Path(place)) == followed(run) is not None
