@@ -218,6 +218,11 @@ def test_a_place_is_found_however_deep_it_lies(tmp_path, monkeypatch):
         link.symlink_to(away if link.parent == run else f"run/{away}")
         assert link.samefile(home)
         assert not is_in(link, link.parent)
+    (home / "run").mkdir()
+    (home / "run" / "train.log").symlink_to("own")
+    monkeypatch.chdir(home)
+    assert ": train.log in it is a link to own" in str(link_problem(tmp_path / "theirs" / "other" / "run"))
+    monkeypatch.chdir(tmp_path)
     assert f"{tmp_path}/theirs/other is a link to run/begin" in str(link_problem(tmp_path / "theirs" / "other"))
     assert f"{tmp_path}/theirs/run/mine is a link to begin" in str(link_problem(tmp_path / "theirs" / "run" / "mine"))
 

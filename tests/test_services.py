@@ -219,6 +219,16 @@ def test_mlflow_takes_a_database_that_mlflow_has_made(own_store, tmp_path):
                 database.execute(dropped)
         else:
             logger.log_metrics({"x": 1.0}, 1)
+    logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
+    client, run = logger.experiment, logger.run_id
+    with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+        [(place,)] = database.execute("SELECT artifact_uri FROM runs WHERE run_uuid = ?", [run])
+        database.execute("UPDATE runs SET artifact_uri = ?", [str(tmp_path / "late")])
+    client.log_dict(run, {}, "table/1.json")  # where it was when it was looked at
+    assert Path(place, "table", "1.json").exists()
+    assert not (tmp_path / "late").exists()
+    with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+        database.execute("UPDATE runs SET artifact_uri = ?", [place])
     mine = tmp_path / "mine"
     mine.write_bytes(b"\0" * 8)
     name = str(mine).encode()

@@ -62,8 +62,13 @@ class MLFlowLogger(loggers.MLFlowLogger):
         if self._tracking_uri != STORE:
             return  # the user has named it
         _check_tables()
-        place, own = str(client.get_run(self._run_id).info.artifact_uri), Path.cwd() / "mlruns"
-        address = urlsplit(place)
+        self._check_one(str(client.get_run(self._run_id).info.artifact_uri))
+        # What stands in the database may change with every line; this is kept, and used for all files of the run.
+        self._check_one(str(client._tracking_client._get_artifact_repo(self._run_id).artifact_uri))
+
+    def _check_one(self, place: str) -> None:
+        """Refuse a place other than one below ``mlruns`` in this directory, or the one that was given."""
+        own, address = Path.cwd() / "mlruns", urlsplit(place)
         path = Path(unquote(address.path if address.scheme == "file" else place))
         is_local = address.scheme in ("", "file") and address.netloc == "" and path.resolve() != own.resolve()
         is_given = self._given_place is not None and place.startswith(self._given_place)

@@ -137,7 +137,7 @@ def _is_of_the_user(link: Path) -> bool:
 
 
 def followed(path: Path) -> Path | None:
-    """Where a path leads, with all links followed; None if the operating system and Python do not agree on it.
+    """Where a path leads, with all links followed; None if that cannot be told.
 
     `os.path.realpath` takes a link for a plain name where the whole path up to it is too long to be asked for. The
     operating system walks from directory to directory and follows it.
@@ -160,7 +160,7 @@ def followed(path: Path) -> Path | None:
             return None
         here = Path("/") if target.startswith("/") else here
         names += target.split("/")[::-1]
-    return here if os.path.realpath(path) == str(here) else None
+    return here
 
 
 def leads_out(path: Path, directory: Path) -> bool:
