@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,60 @@ def test_files_in_the_directory_itself_need_no_word(name, here):
     assert "custom" in grpo.compose(*words, run_dir=here / "run").config["reward"]
 
 
+OBJECTS = """
+import ctypes, functools, operator
+
+lib = ctypes.CDLL(None)
+absolute = lib.abs
+called = operator.methodcaller("run")
+partial = functools.partial(operator.attrgetter("run"))
+
+
+def score(completions, weight=1.0):
+    return [weight for _ in completions]
+
+
+half = functools.partial(score, weight=0.5)
+
+
+class Scorer:
+    inner = operator.methodcaller("run")
+
+    def __call__(self, completions):
+        return score(completions)
+
+
+scorer = Scorer()
+"""
+
+
+@provocation(
+    "settings that the command brings along and that call an object of another package in a file of the user's "
+    "(`mine.git` after `from plumbum.cmd import git`), or what lies in one (`mine.lib.system` of `ctypes`)",
+    "refused by its key; functions, classes and objects of the user's own classes need no word",
+)
+@pytest.mark.parametrize(
+    ("name", "is_own", "is_own_for_strangers"),
+    [
+        ("lib.system", False, False),
+        ("Scorer.inner", False, False),
+        ("scorer.inner", False, False),
+        *((name, True, False) for name in ("absolute", "called", "partial")),
+        *((name, True, True) for name in ("score", "half", "Scorer", "scorer")),
+    ],
+)
+def test_objects_of_other_packages_are_not_for_settings_that_are_brought_along(
+    name, is_own, is_own_for_strangers, here
+):
+    (here / "brought_objects.py").write_text(OBJECTS)
+    for places, expected in (([], is_own), ([str(here / "conf")], is_own_for_strangers)):
+        start.note_settings_from(places)
+        with nullcontext() if expected else pytest.raises(trust.Elsewhere, match="allowed are parts of this package"):
+            assert callable(trust.resolved(f"brought_objects.{name}"))
+    if is_own:
+        assert callable(trust.resolved(f"brought_objects.{name}", ("brought_objects",)))
+
+
 def test_a_command_without_such_settings_needs_no_word(here):
     reward = ("reward=custom", "reward.custom.function._target_=brought_folder.part.score")
     assert "custom" in grpo.compose(*reward, *TINY, run_dir=here / "run").config["reward"]
@@ -374,6 +429,8 @@ def test_files_may_say_what_a_sweep_is(here):
             "logger.a.x.0._target_=lightning",
         ),
         ("callbacks: {a: {_target_: brought_file.score, x: {_target_: '${b}'}}}", "callbacks.a.x._target_=${b}"),
+        ("logger: {a: {_target_: brought_file.score, x: ['${preflight.x}']}}", "logger.a.x.0=${preflight.x}"),
+        ("logger: {a: {_target_: brought_file.score, x: '${oc.select:b}'}}", "logger.a.x=${oc.select:b}"),
         ("trainer: {default_root_dir: x}", "trainer.default_root_dir=x"),
         ("trainer: {profiler: simple}", "trainer.profiler=simple"),
         (
@@ -448,7 +505,7 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
         "steps: 3\nloss: {kl_coef: 0.0}\ntrainer: {precision: 32-true, devices: 1, gradient_clip_val: null}\n"
         "callbacks:\n  samples: null\n  progress: {every: 2}\n"
         "  stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, mode: max, patience: 3}\n"
-        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}', "
+        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}', '${steps}', 'a ${mode}', "
         "{_target_: brought_file.score, _partial_: true}]}\n"
         "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
     )

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from grpo_lightning import compose
+from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.reward import RewardError, Scoring, Weighted
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.reward.engine import pool
@@ -193,6 +194,7 @@ def test_a_program_that_fails_is_no_failure_of_the_reward(timeout):
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_sandbox_that_cannot_start_is_one(timeout):
     client.close()
+    pool.close()  # whose workers may have one that runs
     rewards = {"code": Weighted(without_landlock, 1.0, timeout=timeout, max_failed=0.4)}
     with pytest.raises(RewardError, match=r"Unavailable: the sandbox cannot start: it needs Landlock"):
         Scoring(rewards, ["p"] * 2, {"tests": [DOUBLES] * 2}).finish([fenced(RIGHT)] * 2, None)
@@ -211,6 +213,17 @@ def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     ):
         check_built(config)
     check_built(composed("reward=[accuracy]"))
+
+
+@provocation("the same in a replay of recorded rollouts", "refused before a program runs")
+def test_nor_does_a_replay(monkeypatch, tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- reward=[code]\n")
+    config, build = recalled(tmp_path, (), ("reward",))
+    assert callable(build("reward.code.function", config["reward"]["code"]["function"]))
+    monkeypatch.setattr(client, "_ATTEMPTS", "print('read a file')#OUTSIDE")
+    with pytest.raises(ConfigError, match=r"reward\.code\.function: the sandbox does not hold on this machine; .*read"):
+        build("reward.code.function", config["reward"]["code"]["function"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from grpo_lightning.output.terminal import one_line
+
 
 def names(policy: nn.Module) -> set[str]:
     """The names of the trained weights, in the state dict of a module that has the policy as its part ``policy``."""
@@ -47,7 +49,7 @@ def check(policy: nn.Module, base: str | None, checkpoint: Mapping[str, Any]) ->
     if missing:
         raise ValueError(f"the checkpoint lacks weights that policy.adapter has, {len(missing)} such as {missing[0]}")
     if checkpoint.get("base", base) != base:
+        theirs = one_line(str(checkpoint["base"]))
         raise ValueError(
-            f"the checkpoint's adapter was trained above other weights ({checkpoint['base']}) than policy.path has "
-            f"({base})"
+            f"the checkpoint's adapter was trained above other weights ({theirs}) than policy.path has ({base})"
         )

@@ -37,7 +37,7 @@ def tell(
         log.warning(
             "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
             "other rows; from here on steps have other prompts than an unbroken run",
-            *(before["training"], before["held_out"], data["training"], data["held_out"]),
+            *(one_line(str(one[part])) for one in (before, data) for part in ("training", "held_out")),
         )
 
 

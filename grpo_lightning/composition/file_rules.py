@@ -27,6 +27,8 @@ _TEXTS = (
     *("precision", "project", "run_name", "strategy", "tags"),
 )
 """What may be a text in a file that the command brings along, below callbacks, logger and trainer: none is a place."""
+_REFERENCES = ("${run_dir}", "${seed}", "${steps}")
+"""What may stand for something else there, being plain values wherever they are said."""
 _WATCHING = (
     *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LearningRateMonitor", "Timer"),
     "grpo_lightning.callbacks.reference.ReferenceRefresh",
@@ -81,8 +83,8 @@ def changed_problems(composed: Mapping[str, Any], of_user: Mapping[str, str]) ->
 def _told(file: str, key: str, value: Any) -> str:
     return (
         f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
-        f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions and "
-        f"{', '.join(_WATCHING)}; anything else on the command line"
+        f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions (no "
+        f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(_WATCHING)}; anything else on the command line"
     )
 
 
@@ -91,7 +93,8 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
     if isinstance(node, Mapping) and _is_of_user(node.get("_target_")):
         of_user.append(key)
         for inner, value in leaves_of({one: part for one, part in node.items() if one != "_target_"}, key):
-            if inner.endswith("._target_") and not _is_of_user(value):  # it would be handed on, built
+            is_target = inner.endswith("._target_")
+            if not _is_of_user(value) if is_target else _may_be_a_part(value):  # it would be handed on, built
                 yield inner, value
         return
     if isinstance(node, Mapping | list):
@@ -103,6 +106,11 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
     is_text = name in _TEXTS and "$" not in str(node)
     if isinstance(node, str) and not is_part and not is_text:
         yield key, node
+
+
+def _may_be_a_part(value: Any) -> bool:
+    """Whether a value stands for something else as a whole, which may be a mapping with a ``_target_``."""
+    return isinstance(value, str) and value.startswith("${") and value.endswith("}") and value not in _REFERENCES
 
 
 def _is_of_user(target: Any) -> bool:

@@ -17,6 +17,7 @@ from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings.built import sandbox_problems
 from grpo_lightning.settings.suggestions import explain, known_keys
 
 _NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted)\b")
@@ -68,6 +69,8 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
         for place, target in trust.targets(node, key):
             _check_given(str(target), place, trusted, overrides)
             trust.resolved(target, trusted, key=place)
+        if problems := list(sandbox_problems({key: node})):
+            raise ConfigError(problems)
         try:
             return instantiate(OmegaConf.create({"built": node}), _convert_="all")["built"]
         except InstantiationException as error:

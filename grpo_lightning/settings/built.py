@@ -32,11 +32,11 @@ def check_built(config: Mapping[str, Any]) -> None:
     for key, node in each_target(config):
         problems += target_problems(node, key, trusted, read=partial(imported, trusted=trusted, key=key))
     problems += [*device_problems(config["trainer"]), *offload_problems(config), *key_problems(config)]
-    if problems := [*problems, *_sandbox_problems(config)]:
+    if problems := [*problems, *sandbox_problems(config)]:
         raise ConfigError(problems)
 
 
-def _sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
     for key, node in each_target(config):
         if node["_target_"] in _SANDBOXED:

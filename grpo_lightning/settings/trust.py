@@ -6,6 +6,7 @@ those below the directory in which the program was started, and packages that ``
 settings from elsewhere. What a path leads to counts, not how it begins: ``torch.os.system`` is no member of torch.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -207,7 +208,13 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
         # What a decorator of a package makes of a function says that it is of that package, but is not to be had there.
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:
             return False
-    return all(is_of_user(holder, trusted) for holder in _holders(found))
+    holders = _holders(found)
+    if start.settings_from() and not holders <= set(
+        trusted
+    ):  # those settings call what the user has not meant for them
+        kind = found.func if isinstance(found, functools.partial) else type(found)
+        return is_of_user(str(getattr(kind, "__module__", None) or "").partition(".")[0], trusted)
+    return bool(holders) and all(is_of_user(holder, trusted) for holder in holders)
 
 
 def _holders(found: Any) -> set[str]:
