@@ -214,7 +214,12 @@ def test_files_in_the_directory_itself_need_no_word(name, here):
 
 
 OBJECTS = """
-import ctypes, functools, operator
+import ctypes, functools, operator, subprocess
+
+import torch
+from lightning.pytorch import callbacks, loggers
+
+from grpo_lightning.module import GRPOLightningModule
 
 lib = ctypes.CDLL(None)
 absolute = lib.abs
@@ -237,13 +242,47 @@ class Scorer:
 
 
 scorer = Scorer()
+
+
+class Logger(loggers.CSVLogger):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+made = functools.partial(Logger, version="")
+
+
+class Kept(callbacks.ModelCheckpoint):
+    pass
+
+
+class Program(subprocess.Popen):
+    pass
+
+
+class Stop(callbacks.EarlyStopping):
+    pass
+
+
+class Own(callbacks.Callback):
+    def __init__(self, place):
+        self.place = place
+
+
+class Network(torch.nn.Module):
+    pass
+
+
+class Module(GRPOLightningModule):
+    pass
 """
 
 
 @provocation(
     "settings that the command brings along and that call an object of another package in a file of the user's "
-    "(`mine.git` after `from plumbum.cmd import git`), or what lies in one (`mine.lib.system` of `ctypes`)",
-    "refused by its key; functions, classes and objects of the user's own classes need no word",
+    "(`mine.git` after `from plumbum.cmd import git`), what lies in one (`mine.lib.system` of `ctypes`), or a class of "
+    "the user's that is a kind of CSVLogger, ModelCheckpoint or Popen",
+    "refused by its key; functions, other classes and objects of the user's own classes need no word",
 )
 @pytest.mark.parametrize(
     ("name", "is_own", "is_own_for_strangers"),
@@ -251,8 +290,9 @@ scorer = Scorer()
         ("lib.system", False, False),
         ("Scorer.inner", False, False),
         ("scorer.inner", False, False),
-        *((name, True, False) for name in ("absolute", "called", "partial")),
+        *((name, True, False) for name in ("absolute", "called", "partial", "Logger", "made", "Kept", "Program")),
         *((name, True, True) for name in ("score", "half", "Scorer", "scorer")),
+        *((name, True, True) for name in ("Stop", "Own", "Network", "Module")),
     ],
 )
 def test_objects_of_other_packages_are_not_for_settings_that_are_brought_along(

@@ -35,6 +35,13 @@ class Replaced:
         return OrderedDict, ([list(pair) for pair in self.content.items()],), {"items": torch.Size}
 
 
+@pytest.fixture(autouse=True)
+def as_this_program_writes():
+    """Also what a test pickles itself."""
+    with parts.plainly_written():
+        yield
+
+
 @pytest.fixture
 def written(tmp_path):
     """As torch writes it, with a list beside the weights."""

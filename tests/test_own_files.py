@@ -16,8 +16,9 @@ from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
+from grpo_lightning.output.links import followed
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import followed, link_problem
+from grpo_lightning.settings.places import link_problem
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
@@ -202,6 +203,24 @@ def test_a_link_leads_where_python_takes_it_to_as_well(tmp_path):
     assert ": train.log in it is a link to begin/" in str(link_problem(tmp_path / "run"))
 
 
+@provocation(
+    "a run directory in which csv/ or tensorboard/ is a link by way of a folder that the run only makes later, such as "
+    "`.hydra/../more`, where links are",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", ["csv", "tensorboard"])
+@pytest.mark.parametrize("target", [".hydra/../more", "more/../more/../.hydra/../more", "health.json/../more"])
+def test_links_lead_by_way_of_what_is_there(name, target, tmp_path):
+    (tmp_path / "run" / "more").mkdir(parents=True)
+    (tmp_path / "run" / "health.json").write_text("{}")
+    (tmp_path / "run" / "more" / "hparams.yaml").symlink_to(tmp_path / "mine")
+    (tmp_path / "run" / name).symlink_to(target)
+    assert f": {name} in it is a link to {target}" in str(link_problem(tmp_path / "run"))
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to("more")
+    assert f": {name}/hparams.yaml in it is a link to" in str(link_problem(tmp_path / "run"))
+
+
 def test_folders_that_lie_too_deep_are_refused(tmp_path):
     (tmp_path / "wandb").mkdir()
     led_away(tmp_path / "wandb", tmp_path)
@@ -230,11 +249,15 @@ def test_a_place_is_found_however_deep_it_lies(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("links", "place", "led_to"),
     [
-        ({}, "a/b/../c", "a/c"),
+        ({}, "a/../c", "c"),
+        ({}, "a/none/../c", None),
         ({"x": "//HERE//a/"}, "x/./c", "a/c"),
         ({"x": "a"}, "x/../c", "c"),
         ({"x": "a/d", "a/d": "../e/f"}, "x/../g", "e/g"),
         ({"x": "y", "y": "x"}, "x/c", None),
+        ({"x": "z/../a"}, "x", None),
+        ({"x": "file/../a"}, "x", None),
+        ({"x": "y/z"}, "x/c", "y/z/c"),
         ({"x": "a/../b/./c"}, "x//d/", "b/c/d"),
         ({"x": "/", "a/d": "HERE/b"}, "xHERE/a/d/c", "b/c"),
         ({"x": "file/z"}, "x", "file/z"),
@@ -458,6 +481,7 @@ OUTSIDE = [
         for name, message in (
             ("filename: '{step].__class__.__init__.__doc__[15}x'", "callbacks.a.filename={step].__class__."),
             ("filename: '{step:{0.x}}'", "callbacks.a.filename={step:{0.x}}: allowed is a name without '/', in which"),
+            ("filename: '..{step:c}x'", "callbacks.a.filename=..{step:c}x: allowed is a name without '/', in which"),
             ("filename: '{step!r}'", "callbacks.a.filename={step!r}: allowed is a name without '/', in which"),
             ("filename: 'sub.ckpt/last'", "callbacks.a.filename=sub.ckpt/last: allowed is a name without '/', in"),
             ("filename: '{val/pass@1}'", "callbacks.a.filename={val/pass@1}: allowed is a name without '/', in which"),
@@ -510,7 +534,7 @@ def test_settings_write_into_the_run_directory_only(words, message):
     [
         "logger=csv logger.csv.save_dir=RUN/mine logger.csv.version=3",
         "logger=csv logger.csv.name=a/b",
-        "trainer.default_root_dir=RUN/x/..",
+        "trainer.default_root_dir=RUN/./",
         "+trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler}",
         *(
             f"+callbacks.a={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: RUN/mine, {name}}}"

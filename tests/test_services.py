@@ -20,6 +20,7 @@ from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
+from tests.support.too_long import led_away
 from tests.test_callbacks import scalars
 
 SECRET = "k-known-to-nobody-7"
@@ -151,6 +152,8 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
 
     (tmp_path / "mlruns").mkdir()
     (tmp_path / "mlruns" / "link").symlink_to("..")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "mlruns" / "deep").symlink_to(f"{led_away(tmp_path / 'mlruns', tmp_path / 'x')}/..")
     client = MlflowClient(STORE)
     places = {
         "hdfs": "hdfs://x:1/y",
@@ -159,6 +162,7 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
         "dots": f"{tmp_path}/mlruns/../elsewhere",
         "quoted": f"{tmp_path}/mlruns/%2e%2e/elsewhere",
         "link": f"{tmp_path}/mlruns/link/elsewhere",
+        "deep": f"{tmp_path}/mlruns/deep/elsewhere",
         "inside": str(tmp_path / "mlruns" / "inside"),
     }
     for name, place in places.items():
@@ -168,7 +172,7 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
         (tmp_path / f"run_{name}").mkdir(exist_ok=True)
         return MLFlowLogger(str(tmp_path / f"run_{name}"), experiment_name=name, tracking_uri=STORE, **options)
 
-    for name in ("hdfs", "elsewhere", "url", "dots", "quoted", "link"):
+    for name in ("hdfs", "elsewhere", "url", "dots", "quoted", "link", "deep"):
         logger = made(name)
         for _ in range(2):
             with pytest.raises(
@@ -180,6 +184,13 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
         logger.experiment.log_dict(logger.run_id, {}, "table/1.json")
         [run] = client.search_runs([logger.experiment_id], max_results=1)
         assert Path(run.info.artifact_uri, "table", "1.json").exists()
+    run = client.create_run(client.get_experiment_by_name("inside").experiment_id).info
+    (Path(run.artifact_uri) / "table").mkdir(parents=True)
+    (Path(run.artifact_uri) / "table" / "1.json").symlink_to(tmp_path / "mine")
+    (tmp_path / "run_held").mkdir()
+    (tmp_path / "run_held" / ".mlflow_id").write_text(run.run_id)
+    with pytest.raises(ValueError, match="^logger.mlflow.tracking_uri="):
+        made("held").log_metrics({"x": 1.0}, 1)
     client.create_experiment("later", artifact_location=str(tmp_path / "mlruns" / "later"))
     logger = made("later")
     logger.log_metrics({"x": 1.0}, 1)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import every_target
 
@@ -29,11 +30,6 @@ _TEXTS = (
 """What may be a text in a file that the command brings along, below callbacks, logger and trainer: none is a place."""
 _REFERENCES = ("${run_dir}", "${seed}", "${steps}")
 """What may stand for something else there, being plain values wherever they are said."""
-_WATCHING = (
-    *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LearningRateMonitor", "Timer"),
-    "grpo_lightning.callbacks.reference.ReferenceRefresh",
-)
-"""What such a file may add there of Lightning's callbacks and this package's, which writes nothing of its own."""
 
 
 def hydra_problems(file: str, said: Any) -> list[str]:
@@ -84,7 +80,7 @@ def _told(file: str, key: str, value: Any) -> str:
     return (
         f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
         f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions (no "
-        f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(_WATCHING)}; anything else on the command line"
+        f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(WATCHING)}; anything else on the command line"
     )
 
 
@@ -102,7 +98,7 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
             yield from _places(value, f"{key}.{name}", of_user)
         return
     name = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]
-    is_part = name == "_target_" and str(node).removeprefix("lightning.pytorch.callbacks.") in _WATCHING
+    is_part = name == "_target_" and str(node).removeprefix("lightning.pytorch.callbacks.") in WATCHING
     is_text = name in _TEXTS and "$" not in str(node)
     if isinstance(node, str) and not is_part and not is_text:
         yield key, node

@@ -9,8 +9,10 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -114,6 +116,21 @@ def values_only() -> Iterator[None]:
             yield
     finally:
         filesystem.FileSystemReader.read_metadata = read  # type: ignore[method-assign]
+
+
+@contextmanager
+def plainly_written() -> Iterator[None]:
+    """Inside, torch writes a ``.metadata`` that names nothing else, whichever Python it is.
+
+    Up to Python 3.11.3 members of an ``Enum`` are pickled as ``getattr(CLASS, NAME)``, and what may call ``getattr``
+    could run code.
+    """
+    with patch.object(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", _by_value):
+        yield
+
+
+def _by_value(member: Enum, protocol: Any) -> tuple[type, tuple[Any]]:
+    return type(member), (member.value,)
 
 
 def problem(directory: Path) -> str | None:

@@ -129,7 +129,8 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         target = Path(self.broadcast(str(next(name for name in names if not name.exists()))))
         path = target.with_name(path.name)
         try:
-            super().save_checkpoint(checkpoint, target, storage_options)
+            with parts.plainly_written():
+                super().save_checkpoint(checkpoint, target, storage_options)
         except BaseException:
             if self.is_global_zero:
                 shutil.rmtree(target, ignore_errors=True)

@@ -12,6 +12,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import STORE, keep, known
+from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
 
 _DATABASE = STORE.removeprefix("sqlite:///")
@@ -36,6 +37,7 @@ class MLFlowLogger(loggers.MLFlowLogger):
         self._file = Path(directory) / ".mlflow_id"
         self._given_place: str | None = options.get("artifact_location")
         self._continues = known(self._file) is not None
+        self._checked: str | None = None
         if options.get("tracking_uri") == STORE:
             _check_files()
         super().__init__(run_id=known(self._file), **options)
@@ -62,17 +64,20 @@ class MLFlowLogger(loggers.MLFlowLogger):
         if self._tracking_uri != STORE:
             return  # the user has named it
         _check_tables()
-        self._check_one(str(client.get_run(self._run_id).info.artifact_uri))
+        self._check_one(str(client.get_run(self._run_id).info.artifact_uri), is_new=self._checked is None)
         # What stands in the database may change with every line; this is kept, and used for all files of the run.
-        self._check_one(str(client._tracking_client._get_artifact_repo(self._run_id).artifact_uri))
+        kept = str(client._tracking_client._get_artifact_repo(self._run_id).artifact_uri)
+        self._check_one(kept, is_new=kept != self._checked)
+        self._checked = kept
 
-    def _check_one(self, place: str) -> None:
-        """Refuse a place other than one below ``mlruns`` in this directory, or the one that was given."""
-        own, address = Path.cwd() / "mlruns", urlsplit(place)
-        path = Path(unquote(address.path if address.scheme == "file" else place))
-        is_local = address.scheme in ("", "file") and address.netloc == "" and path.resolve() != own.resolve()
+    def _check_one(self, place: str, *, is_new: bool) -> None:
+        """Refuse a place other than one without links below ``mlruns`` in this directory, or the one that was given."""
+        own, address = Path.cwd().resolve() / "mlruns", urlsplit(place)
+        path = followed(Path(unquote(address.path if address.scheme == "file" else place)))
         is_given = self._given_place is not None and place.startswith(self._given_place)
-        if not is_given and not (is_local and path.resolve().is_relative_to(own.parent.resolve() / own.name)):
+        is_local = address.scheme in ("", "file") and address.netloc == ""
+        is_below = path is not None and path != own and path.is_relative_to(own)
+        if not is_given and not (is_local and is_below and path and not (is_new and _has_links(path))):
             raise ValueError(
                 printable(
                     f"logger.mlflow.tracking_uri={STORE}: this database has files of the run written to {place}; "
@@ -90,6 +95,14 @@ class MLFlowLogger(loggers.MLFlowLogger):
         """Write the settings, once: MLflow refuses others later."""
         if not self._continues:
             super().log_hyperparams(params)
+
+
+def _has_links(directory: Path) -> bool:
+    """Whether something in a directory is a link, of which MLflow makes none, or cannot be looked at."""
+    try:
+        return any(path.is_symlink() for path in directory.rglob("*"))
+    except OSError:
+        return True
 
 
 def _check_files() -> None:

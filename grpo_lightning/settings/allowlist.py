@@ -126,3 +126,8 @@ PLAIN = (
 """What loads and writes nothing, whatever its arguments are."""
 CALLED = (*PLAIN, "grpo_lightning.reference")
 """What may be ``_partial_``: called later, with more arguments than those of the settings."""
+WATCHING = (
+    *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LearningRateMonitor", "Timer"),
+    "grpo_lightning.callbacks.reference.ReferenceRefresh",
+)
+"""Lightning's callbacks and this package's that write nothing of their own, which brought settings may add."""

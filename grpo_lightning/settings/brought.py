@@ -5,10 +5,23 @@ they may name files of Python that lie in that directory itself, and none in its
 ``trusted=[…]`` lists.
 """
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from grpo_lightning import start
+from grpo_lightning.settings.allowlist import WATCHING
+
+_WRITING = (
+    *(
+        f"lightning.pytorch.{part}."
+        for part in ("callbacks", "loggers", "plugins", "profilers", "strategies", "trainer")
+    ),
+    *(f"lightning.fabric.{part}." for part in ("loggers", "plugins", "strategies")),
+    *(f"grpo_lightning.{part}." for part in ("callbacks", "checkpoint", "distributed", "logger")),
+)
+_HARMLESS = ("builtins.", "typing.", "abc.", "enum.", "torch.nn.", "torch.optim.", "lightning.", "grpo_lightning.")
+"""Where classes are that run and write nothing on the word of their arguments, but for those above."""
 
 
 def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
@@ -18,6 +31,28 @@ def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
     spec = start.spec_of(top)
     is_file = spec is not None and spec.origin is not None and not spec.submodule_search_locations
     return not (is_file and Path(str(spec and spec.origin)).parent.resolve() == start.place())
+
+
+def made_as(kind: type, is_of_user: Callable[[str], bool]) -> str | None:
+    """The class of a library's that takes the arguments of one of the user's, so that naming this is naming that.
+
+    What writes files does so wherever its arguments say; classes of other packages may do anything.
+
+    Args:
+        kind: A class of the user's.
+        is_of_user: Whether a package or module is the user's.
+    """
+    for base in kind.__mro__[1:]:
+        path, is_made = f"{base.__module__}.{base.__qualname__}", "__init__" in vars(base)
+        is_known = base.__name__ in WATCHING or path in WATCHING or inspect.isabstract(base)
+        if is_made and not is_known and path.startswith(_WRITING):
+            return path
+    for method in ("__new__", "__init__"):
+        owner = next(base for base in kind.__mro__ if method in vars(base))
+        path = f"{owner.__module__}.{owner.__qualname__}"
+        if owner is not kind and not path.startswith(_HARMLESS) and not is_of_user(path.partition(".")[0]):
+            return path
+    return None
 
 
 def refusal(key: str, name: str) -> str:

@@ -1,6 +1,5 @@
 """Whether the directories of a run can be written to, as far as can be said without writing."""
 
-import errno
 import os
 import re
 import shlex
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning import start
+from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
 
 
@@ -68,10 +68,6 @@ _NOT_WRITTEN = {
     "wandb": "debug-core.log",  # a link of W&B's own to its cache
 }
 """Folder -> what in it is replaced or only read, and never written through a link, but for event files to come."""
-_NO_LINK = (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
-"""What is said of a name that is no link, or that nobody can follow."""
-_MAX_LINKS = 40
-"""As many Linux follows."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 """The name of an event file, up to the second in which it was begun."""
 
@@ -134,33 +130,6 @@ def _is_of_the_user(link: Path) -> bool:
         return False
     names = [taken_for(path.name) for path in link.iterdir()] if link.is_dir() else []
     return not names or any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
-
-
-def followed(path: Path) -> Path | None:
-    """Where a path leads, with all links followed; None if that cannot be told.
-
-    `os.path.realpath` takes a link for a plain name where the whole path up to it is too long to be asked for. The
-    operating system walks from directory to directory and follows it.
-    """
-    names, here, links = str(path.absolute()).split("/")[::-1], Path("/"), 0
-    while names:
-        name = names.pop()
-        if name in ("", ".", ".."):
-            here = here.parent if name == ".." else here
-            continue
-        try:
-            target = os.readlink(here / name)
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                return None
-            here /= name
-            continue
-        links += 1
-        if links > _MAX_LINKS:
-            return None
-        here = Path("/") if target.startswith("/") else here
-        names += target.split("/")[::-1]
-    return here
 
 
 def leads_out(path: Path, directory: Path) -> bool:

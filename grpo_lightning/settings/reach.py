@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.places import followed, is_hidden, is_looked_through, leads_out
+from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -15,7 +16,7 @@ _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
 _KEEPER = "ModelCheckpoint"
-_FIELD = r"\{[\w@.-]+(:[\d.]*[a-z%]?)?\}"
+_FIELD = r"\{[\w@.-]+(:[\d.]*[bdefgnox%]?)?\}"
 _FILE_NAME, _FILE_NAME_ALONE = (re.compile(rf"([^{{}}/]|{field})*") for field in (_FIELD, _FIELD.replace("@", "@/")))
 """What Lightning makes the name of a checkpoint of: with the names of metrics before their values, and without."""
 _PROFILERS = "lightning.pytorch.profilers."

@@ -178,6 +178,10 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     home = str(getattr(found, "__module__", None) or "")
     if not _is_defined_well(name, found, home, parts[0], trusted):
         raise Elsewhere(f"{key}={name}: is defined in {home or 'builtins'}; allowed are {ALLOWED}")
+    kind: Any = found.func if isinstance(found, functools.partial) else found
+    is_of_its_own = is_listed or parts[0] in trusted or not inspect.isclass(kind) or not start.settings_from()
+    if base := None if is_of_its_own else brought.made_as(kind, lambda top: is_of_user(top, trusted)):
+        raise Elsewhere(f"{key}={name}: is a kind of {base}; allowed are {ALLOWED}")
     return found
 
 
@@ -212,7 +216,7 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
     if start.settings_from() and not holders <= set(
         trusted
     ):  # those settings call what the user has not meant for them
-        kind = found.func if isinstance(found, functools.partial) else type(found)
+        kind: Any = found.func if isinstance(found, functools.partial) else type(found)
         return is_of_user(str(getattr(kind, "__module__", None) or "").partition(".")[0], trusted)
     return bool(holders) and all(is_of_user(holder, trusted) for holder in holders)
 
