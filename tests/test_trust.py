@@ -345,6 +345,10 @@ def test_only_the_users_words_give_trust(config, words, found):
             ),
             (["logger=mlflow", "logger.mlflow.tracking_uri=null"], "logger.mlflow.tracking_uri=None"),
             (["logger=mlflow", "~logger.mlflow.tracking_uri"], "logger.mlflow.tracking_uri=None"),
+            (
+                ["+mine={_target_: mine.Callback, directory: x}", "+callbacks.mine=${mine}"],
+                "callbacks.mine.directory=x",
+            ),
         )
     ],
 )

@@ -137,8 +137,9 @@ def write(path: Path, rows: Sequence[Row]) -> list[str]:
     """Put rows in the place of a file, at once; returns its columns, the step first."""
     columns = _columns(rows)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.unlink(missing_ok=True)
     try:
-        with staged.open("w", newline="", encoding="utf-8") as file:
+        with staged.open("x", newline="", encoding="utf-8") as file:  # anew: never through a link
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)

@@ -28,7 +28,7 @@ from grpo_lightning.settings.suggestions import unknown_key
 from grpo_lightning.settings.targets import adapter_problems, target_problems
 from grpo_lightning.settings.trainer import trainer_problems
 from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
-from grpo_lightning.settings.walk import each_target, leaves
+from grpo_lightning.settings.walk import PARTS, each_target, leaves
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
@@ -147,8 +147,7 @@ TOP = (
         "task_name",
         "tags",
     ),
-    *("data", "reference", "reward", "advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule"),
-    *("module", "trainer", "callbacks", "logger", "policy", "taught", "correction", "environment"),
+    *PARTS,
 )
 """The parts and the settings that belong to none."""
 

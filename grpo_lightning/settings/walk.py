@@ -3,10 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+PARTS = (
+    *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "optimizer", "policy"),
+    *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
+)
+"""Of a run, which others have copies of; another key at the top is nobody's."""
+
 
 def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every mapping with a ``_target_``, wherever it stands, with its dotted key."""
-    yield from _targets(config, config)
+    yield from _targets(config, {key: part for key, part in config.items() if key in PARTS})
 
 
 def every_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
