@@ -66,10 +66,16 @@ def test_a_named_checkpoint_is_a_local_file(tmp_path):
 
 @pytest.mark.parametrize(
     "metrics, expected",
-    [({"val/pass@1": 0.5}, 0.5), ({}, -sys.float_info.max), ({"val/pass@1": float("nan")}, -sys.float_info.max)],
+    [
+        ({"val/pass@1": 0.5}, 0.5),
+        ({}, -sys.float_info.max),
+        ({"val/pass@1": float("nan")}, -sys.float_info.max),
+        ({"a\nb": 1.0}, -sys.float_info.max),
+    ],
 )
-def test_a_sweep_always_gets_a_finite_number(metrics, expected):
+def test_a_sweep_always_gets_a_finite_number(metrics, expected, caplog):
     assert sweep_value(metrics, config()) == expected
+    assert all("\n" not in record.getMessage() for record in caplog.records)
 
 
 def test_changed_settings_are_named():
