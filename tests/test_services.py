@@ -20,7 +20,7 @@ from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
-from tests.support.too_long import led_away
+from tests.support.too_long import STEPS, led_away
 from tests.test_callbacks import scalars
 
 SECRET = "k-known-to-nobody-7"
@@ -152,8 +152,8 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
 
     (tmp_path / "mlruns").mkdir()
     (tmp_path / "mlruns" / "link").symlink_to("..")
-    (tmp_path / "x").mkdir()
-    (tmp_path / "mlruns" / "deep").symlink_to(f"{led_away(tmp_path / 'mlruns', tmp_path / 'x')}/..")
+    (real := tmp_path / "x" / "/".join("e" * STEPS)).mkdir(parents=True)
+    (tmp_path / "mlruns" / "deep").symlink_to(f"{led_away(tmp_path / 'mlruns', real)}{'/..' * STEPS}")
     client = MlflowClient(STORE)
     places = {
         "hdfs": "hdfs://x:1/y",
