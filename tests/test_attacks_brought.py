@@ -219,7 +219,9 @@ import ctypes, functools, operator, subprocess
 import torch
 from lightning.pytorch import callbacks, loggers
 
+from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.reward.judge import ChatJudge
 
 lib = ctypes.CDLL(None)
 absolute = lib.abs
@@ -256,6 +258,14 @@ class Kept(callbacks.ModelCheckpoint):
     pass
 
 
+class Judge(ChatJudge):
+    pass
+
+
+class Loss(PolicyLoss):
+    pass
+
+
 class Program(subprocess.Popen):
     pass
 
@@ -281,7 +291,7 @@ class Module(GRPOLightningModule):
 @provocation(
     "settings that the command brings along and that call an object of another package in a file of the user's "
     "(`mine.git` after `from plumbum.cmd import git`), what lies in one (`mine.lib.system` of `ctypes`), or a class of "
-    "the user's that is a kind of CSVLogger, ModelCheckpoint or Popen",
+    "the user's that is a kind of CSVLogger, ChatJudge or Popen",
     "refused by its key; functions, other classes and objects of the user's own classes need no word",
 )
 @pytest.mark.parametrize(
@@ -290,9 +300,12 @@ class Module(GRPOLightningModule):
         ("lib.system", False, False),
         ("Scorer.inner", False, False),
         ("scorer.inner", False, False),
-        *((name, True, False) for name in ("absolute", "called", "partial", "Logger", "made", "Kept", "Program")),
+        *(
+            (name, True, False)
+            for name in ("absolute", "called", "partial", "Logger", "made", "Kept", "Program", "Judge")
+        ),
         *((name, True, True) for name in ("score", "half", "Scorer", "scorer")),
-        *((name, True, True) for name in ("Stop", "Own", "Network", "Module")),
+        *((name, True, True) for name in ("Stop", "Own", "Network", "Module", "Loss")),
     ],
 )
 def test_objects_of_other_packages_are_not_for_settings_that_are_brought_along(

@@ -14,7 +14,7 @@ import pytest
 
 import grpo_lightning
 from grpo_lightning.logger.known import STORE, keep, known
-from grpo_lightning.logger.mlflow import MLFlowLogger
+from grpo_lightning.logger.mlflow import MLFlowLogger, _has_links
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
@@ -191,6 +191,18 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
     (tmp_path / "run_held" / ".mlflow_id").write_text(run.run_id)
     with pytest.raises(ValueError, match="^logger.mlflow.tracking_uri="):
         made("held").log_metrics({"x": 1.0}, 1)
+    (Path(run.artifact_uri) / "table" / "1.json").unlink()
+    with pytest.MonkeyPatch.context() as patch:  # a folder whose files cannot be listed
+        real = os.scandir
+
+        def hidden(place):
+            if Path(place).name == "table":
+                raise PermissionError
+            return real(place)
+
+        patch.setattr(os, "scandir", hidden)
+        assert _has_links(Path(run.artifact_uri))
+    assert not _has_links(Path(run.artifact_uri))
     client.create_experiment("later", artifact_location=str(tmp_path / "mlruns" / "later"))
     logger = made("later")
     logger.log_metrics({"x": 1.0}, 1)

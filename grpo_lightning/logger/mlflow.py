@@ -1,5 +1,6 @@
 """MLflow, which goes on with a run where the run's directory says so."""
 
+import os
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -99,10 +100,19 @@ class MLFlowLogger(loggers.MLFlowLogger):
 
 def _has_links(directory: Path) -> bool:
     """Whether something in a directory is a link, of which MLflow makes none, or cannot be looked at."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     try:
-        return any(path.is_symlink() for path in directory.rglob("*"))
+        for place, folders, files in os.walk(directory, onerror=refuse):
+            if any(Path(place, name).is_symlink() for name in (*folders, *files)):
+                return True
+    except FileNotFoundError:
+        return directory.exists()
     except OSError:
         return True
+    return False
 
 
 def _check_files() -> None:

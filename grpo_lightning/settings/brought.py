@@ -10,18 +10,16 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from grpo_lightning import start
-from grpo_lightning.settings.allowlist import WATCHING
+from grpo_lightning.settings.allowlist import PLAIN, WATCHING
 
-_WRITING = (
-    *(
-        f"lightning.pytorch.{part}."
-        for part in ("callbacks", "loggers", "plugins", "profilers", "strategies", "trainer")
-    ),
-    *(f"lightning.fabric.{part}." for part in ("loggers", "plugins", "strategies")),
-    *(f"grpo_lightning.{part}." for part in ("callbacks", "checkpoint", "distributed", "logger")),
+_RULED = ("grpo_lightning.", "lightning.")
+"""Where the arguments of classes have rules, which know the classes by their own names."""
+_HARMLESS = (
+    *("builtins.", "typing.", "abc.", "enum.", "torch.nn.", "torch.optim.", "grpo_lightning.module."),
+    *("lightning.pytorch.core.", "lightning.pytorch.utilities.", "lightning.fabric.utilities."),
+    *(f"{name}." for name in PLAIN if name.startswith("grpo_lightning.")),
 )
-_HARMLESS = ("builtins.", "typing.", "abc.", "enum.", "torch.nn.", "torch.optim.", "lightning.", "grpo_lightning.")
-"""Where classes are that run and write nothing on the word of their arguments, but for those above."""
+"""Where classes are that load, send, run and write nothing on the word of their arguments."""
 
 
 def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
@@ -36,7 +34,7 @@ def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
 def made_as(kind: type, is_of_user: Callable[[str], bool]) -> str | None:
     """The class of a library's that takes the arguments of one of the user's, so that naming this is naming that.
 
-    What writes files does so wherever its arguments say; classes of other packages may do anything.
+    What writes or sends does so wherever its arguments say; classes of other packages may do anything.
 
     Args:
         kind: A class of the user's.
@@ -45,12 +43,12 @@ def made_as(kind: type, is_of_user: Callable[[str], bool]) -> str | None:
     for base in kind.__mro__[1:]:
         path, is_made = f"{base.__module__}.{base.__qualname__}", "__init__" in vars(base)
         is_known = base.__name__ in WATCHING or path in WATCHING or inspect.isabstract(base)
-        if is_made and not is_known and path.startswith(_WRITING):
+        if is_made and not is_known and path.startswith(_RULED) and not path.startswith(_HARMLESS):
             return path
     for method in ("__new__", "__init__"):
         owner = next(base for base in kind.__mro__ if method in vars(base))
         path = f"{owner.__module__}.{owner.__qualname__}"
-        if owner is not kind and not path.startswith(_HARMLESS) and not is_of_user(path.partition(".")[0]):
+        if owner is not kind and not path.startswith((*_RULED, *_HARMLESS)) and not is_of_user(path.partition(".")[0]):
             return path
     return None
 
