@@ -215,7 +215,9 @@ def test_files_in_the_directory_itself_need_no_word(name, here):
 
 OBJECTS = """
 import ctypes, functools, operator, subprocess
+from unittest import mock
 
+import pytorch_lightning.loggers
 import torch
 from lightning.pytorch import callbacks, loggers
 
@@ -262,6 +264,20 @@ class Judge(ChatJudge):
     pass
 
 
+class Other(pytorch_lightning.loggers.CSVLogger):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+class Called(mock.Mock):
+    pass
+
+
+called_later = Called()
+cached = functools.cache(Logger)
+kept = functools.cache(score)
+
+
 class Loss(PolicyLoss):
     pass
 
@@ -302,9 +318,21 @@ class Module(GRPOLightningModule):
         ("scorer.inner", False, False),
         *(
             (name, True, False)
-            for name in ("absolute", "called", "partial", "Logger", "made", "Kept", "Program", "Judge")
+            for name in (
+                "absolute",
+                "called",
+                "partial",
+                "Logger",
+                "made",
+                "Kept",
+                "Program",
+                "Judge",
+                "Other",
+                "called_later",
+                "cached",
+            )
         ),
-        *((name, True, True) for name in ("score", "half", "Scorer", "scorer")),
+        *((name, True, True) for name in ("score", "half", "kept", "Scorer", "scorer")),
         *((name, True, True) for name in ("Stop", "Own", "Network", "Module", "Loss")),
     ],
 )

@@ -277,6 +277,11 @@ def test_curves_are_drawn_with_a_band(sweep, tmp_path, capsys):
     assert value.mean == pytest.approx(0.4)  # (0.4 + 0.5 + 0.3) / 3
     assert value.high == pytest.approx(stats.t.interval(0.95, 2, 0.4, stats.sem([0.4, 0.5, 0.3]))[1])
     shown(capsys, sweep, "--metric", METRIC, "reward/total", "--plot", tmp_path / "new" / "curve.png")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link.svg").symlink_to(tmp_path / "mine")
+    shown(capsys, sweep, "--metric", METRIC, "--plot", tmp_path / "link.svg")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "<svg" in (tmp_path / "link.svg").read_text()
     assert (tmp_path / "new" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 

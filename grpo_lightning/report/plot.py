@@ -1,8 +1,11 @@
 """Curves of a comparison: means over seeds, with a band for their interval."""
 
+import io
 from pathlib import Path
 
 from grpo_lightning import start
+from grpo_lightning.output.files import replace
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import ReportError
 from grpo_lightning.report.statistics import Estimate, estimate
@@ -28,7 +31,7 @@ def plot(comparison: Comparison, file: Path) -> None:
         for line in lines:
             points = mean_curve(line)
             steps = [step for step, _ in points]
-            [drawn] = axes.plot(steps, [one.mean for _, one in points], label=comparison.label(line.settings))
+            [drawn] = axes.plot(steps, [one.mean for _, one in points], label=one_line(comparison.label(line.settings)))
             banded = [(step, one.low, one.high) for step, one in points if one.low is not None]
             if banded:
                 axes.fill_between(*zip(*banded, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
@@ -41,7 +44,9 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure.tight_layout()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file)
+        drawing = io.BytesIO()
+        figure.savefig(drawing, format=file.suffix.removeprefix(".") or None)
+        replace(file, drawing.getvalue())  # not through a link that may lie there
     except (OSError, ValueError) as error:
         raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
     finally:

@@ -5,15 +5,13 @@ they may name files of Python that lie in that directory itself, and none in its
 ``trusted=[…]`` lists.
 """
 
-import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.settings.allowlist import PLAIN, WATCHING
 
-_RULED = ("grpo_lightning.", "lightning.")
-"""Where the arguments of classes have rules, which know the classes by their own names."""
+_CALLBACKS = "lightning.pytorch.callbacks."
 _HARMLESS = (
     *("builtins.", "typing.", "abc.", "enum.", "torch.nn.", "torch.optim.", "grpo_lightning.module."),
     *("lightning.pytorch.core.", "lightning.pytorch.utilities.", "lightning.fabric.utilities."),
@@ -34,21 +32,18 @@ def may_be_brought(top: str, trusted: Collection[str] = ()) -> bool:
 def made_as(kind: type, is_of_user: Callable[[str], bool]) -> str | None:
     """The class of a library's that takes the arguments of one of the user's, so that naming this is naming that.
 
-    What writes or sends does so wherever its arguments say; classes of other packages may do anything.
+    What writes or sends does so wherever its arguments say, which have rules by the names of classes; those of other
+    packages may do anything.
 
     Args:
         kind: A class of the user's.
         is_of_user: Whether a package or module is the user's.
     """
     for base in kind.__mro__[1:]:
-        path, is_made = f"{base.__module__}.{base.__qualname__}", "__init__" in vars(base)
-        is_known = base.__name__ in WATCHING or path in WATCHING or inspect.isabstract(base)
-        if is_made and not is_known and path.startswith(_RULED) and not path.startswith(_HARMLESS):
-            return path
-    for method in ("__new__", "__init__"):
-        owner = next(base for base in kind.__mro__ if method in vars(base))
-        path = f"{owner.__module__}.{owner.__qualname__}"
-        if owner is not kind and not path.startswith((*_RULED, *_HARMLESS)) and not is_of_user(path.partition(".")[0]):
+        path = f"{base.__module__}.{base.__qualname__}"
+        is_known = path in WATCHING or (path.startswith(_CALLBACKS) and base.__name__ in WATCHING)
+        is_known = is_known or path.startswith(_HARMLESS) or is_of_user(path.partition(".")[0])
+        if not is_known and {"__init__", "__new__"} & vars(base).keys():
             return path
     return None
 

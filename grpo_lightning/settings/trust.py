@@ -178,7 +178,9 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     home = str(getattr(found, "__module__", None) or "")
     if not _is_defined_well(name, found, home, parts[0], trusted):
         raise Elsewhere(f"{key}={name}: is defined in {home or 'builtins'}; allowed are {ALLOWED}")
-    kind: Any = found.func if isinstance(found, functools.partial) else found
+    kind: Any = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    if not (inspect.isroutine(kind) or inspect.isclass(kind)):
+        kind = type(kind)
     is_of_its_own = is_listed or parts[0] in trusted or not inspect.isclass(kind) or not start.settings_from()
     if base := None if is_of_its_own else brought.made_as(kind, lambda top: is_of_user(top, trusted)):
         raise Elsewhere(f"{key}={name}: is a kind of {base}; allowed are {ALLOWED}")
