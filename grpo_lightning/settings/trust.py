@@ -215,9 +215,8 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:
             return False
     holders = _holders(found)
-    if start.settings_from() and not holders <= set(
-        trusted
-    ):  # those settings call what the user has not meant for them
+    # A stranger's settings may call an object if its class is the user's own, or the user trusts the file that has it.
+    if start.settings_from() and not holders <= set(trusted):
         kind: Any = found.func if isinstance(found, functools.partial) else type(found)
         return is_of_user(str(getattr(kind, "__module__", None) or "").partition(".")[0], trusted)
     return bool(holders) and all(is_of_user(holder, trusted) for holder in holders)
