@@ -7,10 +7,12 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from grpo_lightning.distributed import nudge
@@ -22,6 +24,7 @@ _ASKING = tuple(
 _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, and from a launcher that hands it on
 _GRACE = 5.0  # s for started processes to end by themselves, once this one has saved
 _PATIENCE = 3.0  # s for the main thread to notice a signal where nothing is trained yet
+_AGAIN = 5.0  # s for code that is broken off to end; where it has passed the exception by, it gets more of them
 
 GiveUp = Callable[["Preempted"], object]
 """Called from another thread, just before it ends a process whose main thread waits for something that never comes."""
@@ -75,9 +78,10 @@ class Signals:
         self.launched = Launched()
         """The processes that this one has started to train with it."""
         self._in_steps = False
-        self._may_break_off = False
+        self._breaking_off: FrameType | None = None
         self._is_importing = False
         self._has_raised = threading.Event()
+        self._raised_at = 0.0
         self._give_up: GiveUp | None = None
         self._interrupted_at: float | None = None
         self._previous: dict[int, Any] = {}
@@ -92,7 +96,7 @@ class Signals:
         self._numbers = tuple(number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN)
         self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
         if nudge.NUMBER is not None:
-            self._previous[nudge.NUMBER] = signal.signal(nudge.NUMBER, nudge.nothing)
+            self._previous[nudge.NUMBER] = signal.signal(nudge.NUMBER, self._raise_again)
         # The handler has to wait for the main thread, which may be waiting for another process, say. This one does not.
         reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -149,7 +153,9 @@ class Signals:
     def check(self) -> None:
         """Raise `Preempted` if a signal has come."""
         if self.heard is not None:
-            self._has_raised.set()
+            if not self._has_raised.is_set():
+                self._raised_at = time.monotonic()
+                self._has_raised.set()
             raise Preempted(self.heard, between_steps=self._in_steps)
 
     def asked(self, error: BaseException, *, is_consequence: bool) -> Preempted | None:
@@ -176,13 +182,13 @@ class Signals:
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Inside, a signal raises `Preempted` at once, and again at the end if what is inside has swallowed it."""
-        self._may_break_off = True
+        """Inside, a signal raises `Preempted` at once, and again while what is inside has swallowed it and goes on."""
+        self._breaking_off = sys._getframe(2)  # of the function with the ``with`` statement, below contextlib's
         try:
             self.check()  # once a signal would raise: one that came just before has not
             yield
         finally:
-            self._may_break_off = False
+            self._breaking_off = None
             self.check()
 
     def _handle(self, number: int, frame: object) -> None:
@@ -195,11 +201,22 @@ class Signals:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 os.write(2, f"{asked}\n".encode())
             self._end_at_once(asked.exit_status)
-        if self._may_raise() and not self._has_raised.is_set():  # only once: later ones must not disturb the saving
+        if not self._has_raised.is_set() and self._may_raise():
             self.check()
 
     def _may_raise(self) -> bool:
-        return self._may_break_off or not (self._in_steps or self._is_launched)
+        if self._has_raised.is_set():  # later signals must not disturb the saving
+            return self._breaking_off is not None and time.monotonic() - self._raised_at > _AGAIN
+        return self._breaking_off is not None or not (self._in_steps or self._is_launched)
+
+    def _raise_again(self, number: int, frame: FrameType | None) -> None:
+        """Handle a nudge: any handler ends a wait; one where `Preempted` was passed by raises another."""
+        if not (self._has_raised.is_set() and self._may_raise()):
+            return
+        while frame is not None:  # nothing else: an exception may have left it before it was noted that it was left
+            if frame is self._breaking_off:
+                self.check()
+            frame = frame.f_back
 
     def _watch(self, reader: socket.socket) -> None:
         """React to signals in a thread of its own, as soon as they come."""
@@ -209,11 +226,10 @@ class Signals:
                     self._note(came[0])
 
     def _note(self, number: int) -> None:
-        if self.heard is None:
-            self.heard = number
-            nudge.start(self._has_raised, lambda: _current is self, self._may_raise)
+        self.heard = self.heard or number
         if not self._was_handed_on:
             self._was_handed_on = True
+            nudge.start(lambda: _current is self, self._may_raise)
             if self._in_steps:
                 self.launched.ask_to_end()
             elif not self._is_launched:
@@ -266,11 +282,9 @@ def current() -> Signals:
     return _current or Signals()
 
 
-@contextmanager
-def breaking_off() -> Iterator[None]:
+def breaking_off() -> contextlib.AbstractContextManager[None]:
     """Inside, foreign code runs that may take long: `Signals.breaking_off`, where signals are handled."""
-    with contextlib.nullcontext() if _current is None else _current.breaking_off():
-        yield
+    return contextlib.nullcontext() if _current is None else _current.breaking_off()
 
 
 @contextmanager
