@@ -24,7 +24,6 @@ _ASKING = tuple(
 _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, and from a launcher that hands it on
 _GRACE = 5.0  # s for started processes to end by themselves, once this one has saved
 _PATIENCE = 3.0  # s for the main thread to notice a signal where nothing is trained yet
-_AGAIN = 5.0  # s for code that is broken off to end; where it has passed the exception by, it gets more of them
 
 GiveUp = Callable[["Preempted"], object]
 """Called from another thread, just before it ends a process whose main thread waits for something that never comes."""
@@ -78,10 +77,9 @@ class Signals:
         self.launched = Launched()
         """The processes that this one has started to train with it."""
         self._in_steps = False
-        self._breaking_off: FrameType | None = None
+        self._foreign = nudge.Foreign()
         self._is_importing = False
-        self._has_raised = threading.Event()
-        self._raised_at = 0.0
+        self._raised_at: float | None = None
         self._give_up: GiveUp | None = None
         self._interrupted_at: float | None = None
         self._previous: dict[int, Any] = {}
@@ -153,9 +151,7 @@ class Signals:
     def check(self) -> None:
         """Raise `Preempted` if a signal has come."""
         if self.heard is not None:
-            if not self._has_raised.is_set():
-                self._raised_at = time.monotonic()
-                self._has_raised.set()
+            self._raised_at = self._raised_at or time.monotonic()
             raise Preempted(self.heard, between_steps=self._in_steps)
 
     def asked(self, error: BaseException, *, is_consequence: bool) -> Preempted | None:
@@ -183,12 +179,12 @@ class Signals:
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
         """Inside, a signal raises `Preempted` at once, and again while what is inside has swallowed it and goes on."""
-        self._breaking_off = sys._getframe(2)  # of the function with the ``with`` statement, below contextlib's
+        self._foreign.caller = sys._getframe(2)  # of the function with the ``with`` statement, below contextlib's
         try:
             self.check()  # once a signal would raise: one that came just before has not
             yield
         finally:
-            self._breaking_off = None
+            self._foreign.caller = None
             self.check()
 
     def _handle(self, number: int, frame: object) -> None:
@@ -201,22 +197,18 @@ class Signals:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 os.write(2, f"{asked}\n".encode())
             self._end_at_once(asked.exit_status)
-        if not self._has_raised.is_set() and self._may_raise():
+        if self._raised_at is None and self._may_raise():
             self.check()
 
     def _may_raise(self) -> bool:
-        if self._has_raised.is_set():  # later signals must not disturb the saving
-            return self._breaking_off is not None and time.monotonic() - self._raised_at > _AGAIN
-        return self._breaking_off is not None or not (self._in_steps or self._is_launched)
+        if self._raised_at is not None:  # later signals must not disturb the saving
+            return self._foreign.goes_on(self._raised_at)
+        return self._foreign.caller is not None or not (self._in_steps or self._is_launched)
 
     def _raise_again(self, number: int, frame: FrameType | None) -> None:
         """Handle a nudge: any handler ends a wait; one where `Preempted` was passed by raises another."""
-        if not (self._has_raised.is_set() and self._may_raise()):
-            return
-        while frame is not None:  # nothing else: an exception may have left it before it was noted that it was left
-            if frame is self._breaking_off:
-                self.check()
-            frame = frame.f_back
+        if self._raised_at is not None and self._may_raise() and self._foreign.is_below(frame):
+            self.check()
 
     def _watch(self, reader: socket.socket) -> None:
         """React to signals in a thread of its own, as soon as they come."""
@@ -238,17 +230,15 @@ class Signals:
                     timer = threading.Timer(_PATIENCE, self._end_for_lack_of_answer)
                     timer.daemon = True  # else Python would wait for it at the end
                     timer.start()
-        if number != signal.SIGINT or self._is_launched:
-            return
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-        elif now - self._interrupted_at > _SAME_PRESS:
-            self._end_at_once()
+        if number == signal.SIGINT and not self._is_launched:
+            now = time.monotonic()
+            self._interrupted_at = self._interrupted_at or now
+            if now - self._interrupted_at > _SAME_PRESS:
+                self._end_at_once()
 
     def _end_for_lack_of_answer(self) -> None:
         """End the process though its main thread does not answer: it may wait for a process that has ended already."""
-        if self.heard is None or self._in_steps or self._has_raised.is_set() or self._give_up is None:
+        if self.heard is None or self._in_steps or self._raised_at is not None or self._give_up is None:
             return
         asked = Preempted(self.heard)
         with contextlib.suppress(Exception):
