@@ -290,6 +290,10 @@ class Stop(callbacks.EarlyStopping):
     pass
 
 
+class Spike(callbacks.SpikeDetection):
+    pass
+
+
 class Own(callbacks.Callback):
     def __init__(self, place):
         self.place = place
@@ -328,6 +332,7 @@ class Module(GRPOLightningModule):
                 "Program",
                 "Judge",
                 "Other",
+                "Spike",
                 "called_later",
                 "cached",
             )
@@ -571,6 +576,25 @@ def test_a_node_of_the_users_stays_one(lines, key, here):
         pytest.raises(ConfigCompositionException, match=told),
     ):
         compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
+
+
+@provocation(
+    "settings of several files: one that the command brings along puts texts beside a function of the user's, another "
+    "puts a part of Lightning's below it, which then has those texts",
+    "refused by file and key",
+)
+def test_no_part_of_a_library_stands_below_a_node_of_the_users(here):
+    (here / "conf" / "lr.yaml").write_text("_target_: lightning.pytorch.callbacks.EarlyStopping\nmonitor: a\n")
+    told = r"first\.yaml: callbacks\.mine\.own\._target_=lightning\S+ stands in a file that the command brings along"
+    for said, refused in (("_target_: nobody.z, own: {prefix: a}", True), ("own: {patience: 3}", False)):
+        (here / "conf" / "first.yaml").write_text(f"# @package _global_\ncallbacks: {{mine: {{{said}}}}}\n")
+        (here / "conf" / "theirs.yaml").write_text("defaults: [/train, lr@callbacks.mine.own, first, _self_]\n")
+        with (
+            installed(),
+            initialize_config_dir(str(here / "conf"), version_base="1.3"),
+            pytest.raises(ConfigCompositionException, match=told) if refused else nullcontext(),
+        ):
+            compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
 
 
 def test_groups_that_are_brought_along_say_no_more(here):

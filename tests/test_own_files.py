@@ -18,7 +18,7 @@ from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.links import followed
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.places import leads_out, link_problem
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
@@ -162,7 +162,8 @@ def test_a_folder_s_links_stay_in_it(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "own").write_text("")
         (tmp_path / name / "link").symlink_to("own")
-        assert link_problem(tmp_path) is None
+        told = link_problem(tmp_path)
+        assert told is None if name != "csv" else ": csv/link in it is a link to own, through" in told
         (tmp_path / name / "link").unlink()
         (tmp_path / name / "link").symlink_to(tmp_path / "mine")
         assert f": {name}/link in it is a link to {tmp_path}/mine" in str(link_problem(tmp_path))
@@ -186,7 +187,8 @@ def test_links_are_found_however_deep_they_lie(name, tmp_path):
     link.symlink_to(f"{led_away(link.parent, Path('/'))}{'/..' * STEPS}{tmp_path}/mine")
     assert link.read_text() == "mine"
     assert Path(os.path.realpath(link)).is_relative_to(link.parent)  # what is not to be believed
-    assert f": {name} in it is a link to begin/" in str(link_problem(tmp_path / "run"))
+    assert leads_out(link, tmp_path / "run")
+    assert re.search(rf": ({name}|csv/begin) in it is a link to ", str(link_problem(tmp_path / "run")))
 
 
 def test_a_link_leads_where_python_takes_it_to_as_well(tmp_path):
@@ -215,10 +217,52 @@ def test_links_lead_by_way_of_what_is_there(name, target, tmp_path):
     (tmp_path / "run" / "health.json").write_text("{}")
     (tmp_path / "run" / "more" / "hparams.yaml").symlink_to(tmp_path / "mine")
     (tmp_path / "run" / name).symlink_to(target)
-    assert f": {name} in it is a link to {target}" in str(link_problem(tmp_path / "run"))
-    (tmp_path / "run" / name).unlink()
-    (tmp_path / "run" / name).symlink_to("more")
-    assert f": {name}/hparams.yaml in it is a link to" in str(link_problem(tmp_path / "run"))
+    assert leads_out(tmp_path / "run" / name, tmp_path / "run")
+    assert f": {name} in it is a link to {target}, through" in str(link_problem(tmp_path / "run"))
+
+
+@provocation(
+    "a run directory in which a folder is a link by way of a link that the run, or W&B, puts elsewhere while it runs: "
+    "`csv -> checkpoints/last.ckpt/../../more`, `checkpoints -> wandb/latest-run/../../more`",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", ["csv", "checkpoints", "wandb/run-1", "mine"])
+@pytest.mark.parametrize("target", ["last/../../more", "by", "RUN/more", "more/../more"])
+def test_links_lead_where_they_will_lead_later(name, target, tmp_path, monkeypatch):
+    """What they lead to lies in the run directory while it is looked at."""
+    monkeypatch.chdir(tmp_path)
+    run, link = tmp_path / "run", tmp_path / "run" / name
+    for folder in ("x/y/parts", "x/more", "more", "checkpoints", "wandb/more"):
+        (run / folder).mkdir(parents=True, exist_ok=True)
+    if name == "checkpoints":
+        link.rmdir()
+    home = link.parent
+    (home / "more").mkdir(exist_ok=True)
+    (home / "last").symlink_to(os.path.relpath(run / "x/y/parts", home))
+    (home / "by").symlink_to("last/../../more")
+    link.symlink_to(target.replace("RUN", str(home)))
+    assert link.resolve().is_relative_to(run)
+    assert leads_out(link, home)
+    assert not is_in(link, run)
+    assert not is_in(Path("run", name), Path("run"))
+    assert f"/{name} is a link to " in str(link_problem(link))
+    assert re.search(rf": ({name}|wandb/by) in it is a link to ", str(link_problem(run, "mine")))
+    (home / "plain").symlink_to("more")
+    assert not leads_out(home / "plain", home)
+    assert is_in(home / "plain", run)
+
+
+@provocation("a run directory in which `wandb` is a link to another folder of it", "refused in one sentence")
+def test_links_in_the_folder_of_wandb_are_its_own(tmp_path):
+    logs = tmp_path / "wandb" / "run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug.log").write_text("")
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "wandb" / "debug.log").symlink_to("run-1/logs/debug.log")
+    assert link_problem(tmp_path) is None
+    (tmp_path / "wandb").rename(tmp_path / "more")
+    (tmp_path / "wandb").symlink_to("more")
+    assert ": wandb in it is a link to more, through" in str(link_problem(tmp_path))
 
 
 def test_folders_that_lie_too_deep_are_refused(tmp_path):
@@ -404,7 +448,6 @@ def test_links_that_lead_nowhere_else_are_allowed(tmp_path, monkeypatch):
     (run / "checkpoints" / "best.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
     (run / "checkpoints" / "step.ckpt").write_text("")
     (run / "checkpoints" / ".last.ckpt.77").hardlink_to(run / "checkpoints" / "step.ckpt")  # of a run that was killed
-    (run / "summary_fit.json").symlink_to("summary.json")
     (run / "data").symlink_to(tmp_path)
     (tmp_path / "name").symlink_to(run)
     monkeypatch.chdir(tmp_path)
@@ -412,6 +455,8 @@ def test_links_that_lead_nowhere_else_are_allowed(tmp_path, monkeypatch):
     assert link_problem(tmp_path / "name") is None
     assert link_problem(tmp_path / "nothing") is None
     assert link_problem(run, "data") is not None
+    (run / "summary_fit.json").symlink_to("summary.json")
+    assert link_problem(run) is not None
 
 
 def test_a_file_is_replaced_without_following_links(tmp_path):

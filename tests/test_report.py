@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ from grpo_lightning.report.keys import given
 from grpo_lightning.report.plot import mean_curve
 from grpo_lightning.report.statistics import estimate, paired, t_quantile
 from tests.support.composed import ROOT
+from tests.support.provocations import provocation
 
 METRIC = "val/pass@1"
 # weight -> seed -> the curve at steps 0, 10, 20
@@ -283,6 +285,28 @@ def test_curves_are_drawn_with_a_band(sweep, tmp_path, capsys):
     assert (tmp_path / "mine").read_text() == "mine"
     assert "<svg" in (tmp_path / "link.svg").read_text()
     assert (tmp_path / "new" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@provocation(
+    "`report --plot theirs/plots/curve.png` where the folder `plots` of a stranger's directory is a link",
+    "refused in one sentence; what lies where it leads is as before",
+)
+def test_no_picture_is_drawn_through_a_link_of_a_strangers(sweep, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    theirs = tmp_path / "start" / "theirs"
+    shutil.copytree(sweep, theirs)
+    (theirs / "plots").symlink_to("../../mine")
+    (theirs / "own").symlink_to("new")
+    (theirs / "new").mkdir()
+    for here in (tmp_path / "start", tmp_path / "mine"):
+        monkeypatch.chdir(here)
+        with pytest.raises(SystemExit, match=rf"plots/x/c.png: {theirs}/plots is a link in a folder"):
+            main([str(theirs), "--metric", METRIC, "--plot", f"{theirs}/plots/x/c.png"])
+        main([str(theirs), "--metric", METRIC, "--plot", f"{theirs}/own/c.png"])
+    assert list((tmp_path / "mine").iterdir()) == []
+    (tmp_path / "mine" / "plots").symlink_to(theirs)  # the user's own
+    main([str(sweep), "--metric", METRIC, "--plot", "plots/c.png"])
+    assert (theirs / "c.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -349,6 +349,17 @@ def test_only_the_users_words_give_trust(config, words, found):
                 ["+mine={_target_: mine.Callback, directory: x}", "+callbacks.mine=${mine}"],
                 "callbacks.mine.directory=x",
             ),
+            (["trainer.callbacks=[{_target_: mine.Callback, directory: x}]"], "trainer.callbacks.0.directory=x"),
+            (["trainer.plugins=[{_target_: mine.Callback, directory: x}]"], "trainer.plugins.0.directory=x"),
+            (
+                [
+                    "data=jsonl",
+                    "data.path=x",
+                    "+taught={_target_: mine.Callback, directory: x}",
+                    "+callbacks.taught=${taught}",
+                ],
+                "callbacks.taught.directory=x",
+            ),
         )
     ],
 )

@@ -63,16 +63,17 @@ def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]
 
 
 def changed_problems(composed: Mapping[str, Any], of_user: Mapping[str, str]) -> list[str]:
-    """What other files have made of nodes of the user's own code: parts of libraries, with what else stands there.
+    """What other files have made of nodes of the user's own code: parts of libraries, there or below them.
 
     Args:
         composed: All settings, not resolved.
         of_user: As `writing_problems` has filled it.
     """
     return [
-        _told(of_user[key], f"{key}._target_", node["_target_"])
+        _told(file, f"{key}._target_", node["_target_"])
         for key, node in every_target(composed)
-        if key in of_user and not _is_of_user(node["_target_"])
+        for own, file in of_user.items()
+        if f"{key}.".startswith(f"{own}.") and not _is_of_user(node["_target_"])
     ]
 
 

@@ -14,7 +14,7 @@ from grpo_lightning.settings.allowlist import PLAIN, WATCHING
 _CALLBACKS = "lightning.pytorch.callbacks."
 _HARMLESS = (
     *("builtins.", "typing.", "abc.", "enum.", "torch.nn.", "torch.optim.", "grpo_lightning.module."),
-    *("lightning.pytorch.core.", "lightning.pytorch.utilities.", "lightning.fabric.utilities."),
+    *("lightning.pytorch.core.", "lightning.fabric.utilities.device_dtype_mixin."),
     *(f"{name}." for name in PLAIN if name.startswith("grpo_lightning.")),
 )
 """Where classes are that load, send, run and write nothing on the word of their arguments."""

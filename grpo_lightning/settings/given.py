@@ -101,7 +101,8 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
     parts = key.split(".")
     for begin in range(len(parts) - 1):
         original = parts[begin:]
-        above = {".".join(original[:count]): ".".join(original[count:]) for count in range(1, len(original))}
+        names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
+        above = {".".join(original[:count]): ".".join(names[count:]) for count in range(1, len(original))}
         is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
         if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
             return True
@@ -176,7 +177,7 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         target, names = str(node["_target_"]), _DIRECTORIES
         if target.endswith(".ChatJudge"):
             names = (_ANSWERS,)
-        elif key.partition(".")[0] not in ("callbacks", "logger") and not target.startswith(_OWN):
+        elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         for name in names:
             value = node.get(name)

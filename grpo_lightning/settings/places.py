@@ -61,6 +61,8 @@ _FILES = re.compile(
 _DEEP = ("wandb", ".wandb", "lightning_logs")
 """Folders in whose folders a run writes, too."""
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", *_DEEP)
+_LINKING = ("wandb", ".wandb")
+"""Folders in which a run makes links of its own."""
 _NOT_WRITTEN = {
     "checkpoints": "[!.]*.ckpt",
     "tensorboard": "events.out.tfevents.*",
@@ -73,22 +75,22 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 
 
 def link_problem(directory: Path, *more: str) -> str | None:
-    """What is wrong with a run directory in which something that a run writes is a link that leads out of it.
+    """What is wrong with a run directory in which something that a run writes is a link.
 
-    A stranger's run directory could so have any file of the user's overwritten. The directory itself may be a link in
-    the directory of the start, to an empty one or a run's, and what it lies in a link, but for links in folders of the
-    directory of the start, which may have been unpacked there.
+    A stranger's run directory could so have any file of the user's overwritten. Links that a run makes itself, of its
+    checkpoints and in W&B's folder, are allowed as long as they lead nowhere else, now or later. The directory itself
+    may be a link in the directory of the start, to an empty one or a run's, and what it lies in a link, but for links
+    in folders of the directory of the start, which may have been unpacked there.
 
     Args:
         directory: The run's.
         more: Further names of what the run writes into it.
     """
-    for part in (directory.absolute(), *directory.absolute().parents):
-        if _is_below_start(part.parent) and leads_out(part, part.parent):
-            return printable(
-                f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
-                f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
-            )
+    if part := linked_part(directory):
+        return printable(
+            f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
+            f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
+        )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
         return printable(
             f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {directory.resolve()} "
@@ -106,12 +108,30 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
                 f"them would not be seen; allowed is one that can be read: chmod u+r {shlex.quote(str(path))}"
             )
-        if leads_out(path, path.parent):  # a stranger's may be one folder among the user's own files
+        may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
+        # A stranger's may be one folder among the user's own files.
+        if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
             how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"
             return printable(
                 f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
                 "whose own files lie in it, so remove the link"
             )
+    return None
+
+
+def linked_part(path: Path, *homes: Path) -> Path | None:
+    """The part of a path that is a link out of the folder that it lies in; None if there is none.
+
+    Args:
+        path: The path.
+        homes: Directories in which no link is followed; nor is one in a folder of the directory of the start.
+    """
+    inside = [followed(home) for home in homes]
+    for part in (path.absolute(), *path.absolute().parents):
+        found = followed(part.parent)
+        is_inside = found is None or any(home is None or found.is_relative_to(home) for home in inside)
+        if part.is_symlink() and (is_inside or _is_below_start(part.parent)) and leads_out(part, part.parent):
+            return part
     return None
 
 
@@ -133,9 +153,13 @@ def _is_of_the_user(link: Path) -> bool:
 
 
 def leads_out(path: Path, directory: Path) -> bool:
-    """Whether a path is a link to something outside of a directory, or a file that has names in others than its own."""
+    """Whether a path is a link to something outside of a directory, or a file that has names in others than its own.
+
+    A link counts that leads into the directory by a way out of it, which may lead elsewhere later.
+    """
     if path.is_symlink():
-        home, target = followed(directory), followed(path)
+        home = followed(directory)
+        target = home and followed(home / path.relative_to(directory), within=home)
         if home is None or target is None or not target.is_relative_to(home):
             return True
         return leads_out(target, directory)

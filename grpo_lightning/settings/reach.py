@@ -148,9 +148,14 @@ def _link(place: Path, run: Path) -> Path | None:
 
 
 def is_in(place: Path, run: Path) -> bool:
-    """Whether a place is the run directory or lies in it, both with links followed and by its name alone."""
+    """Whether a place is the run directory or lies in it, both with links followed and by its name alone.
+
+    A way counts as one out of it that leaves it and comes back, since it may lead elsewhere later.
+    """
     lies = Path(os.path.abspath(place)).is_relative_to(os.path.abspath(run))  # as Lightning sees `link/..`
-    found, home = followed(place), followed(run)
+    home = followed(run)
+    path = home / place.relative_to(run) if home and place.is_relative_to(run) else place
+    found = home and followed(path, within=home)
     return lies and found is not None and home is not None and found.is_relative_to(home)
 
 

@@ -8,6 +8,8 @@ PARTS = (
     *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
 )
 """Of a run, which others have copies of; another key at the top is nobody's."""
+_NAMED = ("callbacks", "logger", "reward")
+"""Parts whose settings have names of the user's, which may be those of other parts."""
 
 
 def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -39,7 +41,8 @@ def _children(node: Any, prefix: str, parts: Mapping[str, Any]) -> Iterator[tupl
     """Pairs of key and value below a node, without copies of whole parts: those are checked where they stand."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            if not (prefix and _is_copy(value, parts.get(key))):
+            may_be_copy = prefix and prefix.rpartition(".")[2] not in _NAMED
+            if not (may_be_copy and _is_copy(value, parts.get(key))):
                 yield f"{prefix}.{key}" if prefix else str(key), value
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for index, value in enumerate(node):
