@@ -11,7 +11,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
-from grpo_lightning.checkpoint import tensorboard
+from grpo_lightning.callbacks.export import check_replaceable
+from grpo_lightning.checkpoint import leftovers, tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
@@ -250,6 +251,58 @@ def test_links_lead_where_they_will_lead_later(name, target, tmp_path, monkeypat
     (home / "plain").symlink_to("more")
     assert not leads_out(home / "plain", home)
     assert is_in(home / "plain", run)
+
+
+@provocation(
+    "`callbacks.export.directory=theirs/run/final/model` where `final` is a link of a stranger's to a directory of the "
+    "user's, also by way of a link `.export1.partial`, which is removed as what a killed process has left",
+    "refused by its key; nothing is removed",
+)
+def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    home, run = tmp_path / "work" / "model", tmp_path / "theirs" / "run"
+    for folder in (home, run / "x" / "foo", run / "checkpoints"):
+        folder.mkdir(parents=True)
+    (home / "thesis.txt").write_text("mine")
+    (run / "foo").symlink_to("../../work")
+    (run / "x" / "y").mkdir()
+    (run / ".export1.partial").symlink_to("x/y")
+    (run / "final").symlink_to(".export1.partial/../foo")
+    (run / "own").symlink_to("x")
+    (tmp_path / "mine").symlink_to("work")  # the user's own
+    key = "callbacks.export.directory"
+    for place, told in (
+        ("theirs/run/foo/model", "/theirs/run/foo is a link to ../../work, through which"),
+        (f"{run}/foo/model", f"{run}/foo is a link to ../../work, through which is not written"),
+        ("theirs/run/final/model", "theirs/run/final is a link to .export1.partial/../foo, through which is"),
+        ("theirs/run/own/model", None),
+        ("mine/other", None),
+    ):
+        found = list(reach_problems({"run_dir": "theirs/run", "callbacks": {"export": {"directory": place}}}))
+        assert len(found) == (told is not None)
+        assert not found or (found[0].startswith(f"{key}={place}: ") and told in found[0])
+    assert leftovers.sweep(run) == []
+    assert (run / ".export1.partial").is_symlink()
+    (run / ".export1.partial").unlink()
+    with pytest.raises(ValueError, match=r"callbacks.export.directory=\S+final/model: allowed is a directory that"):
+        check_replaceable(run / "final" / "model")
+    with pytest.raises(
+        ValueError, match=r"callbacks.export.directory=\S+none/../foo/model: allowed is a directory that"
+    ):
+        check_replaceable(run / "none" / ".." / "foo" / "model")
+    with pytest.raises(ValueError, match=r"callbacks.export.directory=\S+foo/model: allowed is a directory that"):
+        check_replaceable(run / "foo" / "model")
+    assert check_replaceable(run / "own" / "model") == run / "x" / "model"
+    assert (home / "thesis.txt").exists()
+
+
+def test_the_directory_of_the_run_may_be_named_in_any_way(tmp_path, monkeypatch):
+    (tmp_path / "run" / "wandb" / "run-1").mkdir(parents=True)
+    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    monkeypatch.chdir(tmp_path / "run")
+    for name in (".", "../run", tmp_path / "run"):
+        assert is_in(Path(name, "kept"), Path(name))
+        assert link_problem(Path(name)) is None
 
 
 @provocation("a run directory in which `wandb` is a link to another folder of it", "refused in one sentence")

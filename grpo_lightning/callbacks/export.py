@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from torch import Tensor
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import disk
 from grpo_lightning.distributed.sharding import is_sharded, whole_weights
+from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.policy import Policy
 
@@ -39,8 +41,7 @@ def export(
         ValueError: The directory holds something else than an export.
         CannotSave: It could not be written.
     """
-    check_replaceable(directory)
-    directory = directory.resolve()  # the end of a link is replaced, not the link
+    directory = check_replaceable(directory)  # the end of a link is replaced, not the link
     staged = _staged(directory)
     shutil.rmtree(staged, ignore_errors=True)
     needed = disk.weights_bytes((weights or policy.state_dict()).values())
@@ -58,21 +59,26 @@ def export(
         staged.replace(directory)
 
 
-def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> None:
+def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> Path:
     """Refuse to replace a directory that holds something else than an export.
 
+    Returns:
+        Where it leads, with all links followed.
+
     Raises:
-        ValueError: It is a file, or a directory with anything that no export writes, or without its model card.
+        ValueError: It is a file, or a directory with anything that no export writes, or without its model card, or it
+            cannot be told where it leads.
     """
-    card_there, foreign = directory / "README.md", None
-    if not directory.exists() and not directory.is_symlink():
-        return
-    if directory.is_dir():
-        if not any(directory.iterdir()):
-            return
+    place, foreign = followed(directory), None
+    if place is not None and not directory.is_symlink() and not os.path.lexists(place):
+        return place
+    if place is not None and place.is_dir():
+        card_there = place / "README.md"
+        if not any(place.iterdir()):
+            return place
         is_ours = card_there.is_file() and _MADE_BY in card_there.read_text(encoding="utf-8", errors="replace")
-        if is_ours and (foreign := _foreign(directory)) is None:
-            return
+        if is_ours and (foreign := _foreign(place)) is None:
+            return place
     also = f", and nothing else, such as {printable(foreign.name)}" if foreign else ""
     raise ValueError(
         f"{key}={directory}: allowed is a directory that does not exist, is empty, or holds an earlier export, which is"

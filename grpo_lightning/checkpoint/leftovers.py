@@ -20,7 +20,8 @@ def sweep(directory: Path, *, keep: Path | None = None, completed: int = 0) -> l
     """Remove staged files and unfinished checkpoints of processes that are gone; nobody else may be writing there.
 
     Rollouts that were recorded after the checkpoint go, too: they are made again. Directories of sharded checkpoints
-    are removed where ``last.ckpt`` or ``best.ckpt`` stand, and lead to others.
+    are removed where ``last.ckpt`` or ``best.ckpt`` stand, and lead to others. Links stay: none is a process's own, and
+    others may lead by way of them.
 
     Args:
         directory: The run directory.
@@ -34,11 +35,12 @@ def sweep(directory: Path, *, keep: Path | None = None, completed: int = 0) -> l
     found = [path for place in (directory, own, directory / FOLDER) if place.is_dir() for path in place.iterdir()]
     links = [path for path in (own / "last.ckpt", own / "best.ckpt") if path.exists() or path.is_symlink()]
     used = {link.resolve() for link in (*links, *([keep] if keep else []))}
+    found = [path for path in found if not path.is_symlink()]
     gone = [path for path in found if _STAGED.fullmatch(path.name)]
     if (own / "last.ckpt").exists():
         gone += [p for p in found if _PARTS.fullmatch(p.name) and p.is_dir() and p.resolve() not in used]
     for path in gone:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out
+from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -54,9 +54,22 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
     strategy = (config.get("trainer") or {}).get("strategy")
     if isinstance(strategy, str) and strategy.lower().startswith("deepspeed"):  # as Lightning reads it
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
-    for key, value in [("run_dir", run), *_own_directories(config)]:
+    for key, value in (("run_dir", run), *_own_directories(config)):
         if is_url(value):
             yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
+    yield from _linked(config, Path(run)) if isinstance(run, str) else ()
+
+
+def _linked(config: Mapping[str, Any], run: Path) -> Iterator[str]:
+    """The directories of callbacks to which strangers' links lead, but for those of the run directory itself."""
+    known = (run.absolute(), *run.absolute().parents)
+    for key, value in _own_directories(config):
+        part = linked_part(Path(value), run) if isinstance(value, str) else None
+        if part is not None and part not in known:
+            yield printable(
+                f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
+                f"stranger may have made it; allowed is {part.resolve()} itself, if you know it"
+            )
 
 
 def is_url(value: Any) -> bool:
