@@ -744,7 +744,7 @@ def test_lightning_s_lists_of_checkpoints_remove_nothing_elsewhere(way, tmp_path
     assert victim.exists()
 
 
-@provocation("`checkpoints/last_good.ckpt`, a copy of one's own, beside sharded checkpoints", "stays")
+@provocation("`checkpoints/last_good.ckpt`, a copy of one's own, beside sharded checkpoints; a link to nothing", "stay")
 def test_sharded_checkpoints_remove_only_their_own(tmp_path, monkeypatch):
     def write(self, checkpoint, target, storage_options=None):
         Path(target).mkdir()
@@ -755,11 +755,12 @@ def test_sharded_checkpoints_remove_only_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(FullyShardedStrategy, "is_global_zero", True)
     for name in ("last_good.ckpt", "last_1_good.ckpt", "last_1_0.ckpt.old"):
         (tmp_path / name).mkdir()
+    (tmp_path / "last_2_0.ckpt").symlink_to(tmp_path / "nothing")
     kept = {path.name for path in tmp_path.iterdir()}
     strategy = FullyShardedStrategy(timeout=1, sharded_checkpoints=True)
     for step in (1, 2):
         strategy.save_checkpoint({"step": {"completed": step}}, tmp_path / "last.ckpt")
-    assert {path.name for path in tmp_path.iterdir()} == kept | {"last.ckpt", "last_2_0.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"last.ckpt", "last_2_1.ckpt"}
 
 
 @provocation("`.lock` in the run directory is a link to a file", "refused; the file is as before")

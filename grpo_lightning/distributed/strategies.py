@@ -126,7 +126,7 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         # A name that is not taken, since the old directory has to stay until the link leads to the new one. All
         # processes write to the one that the first of them has chosen.
         names = (path.with_name(f"{path.stem}_{step}_{number}{path.suffix}") for number in itertools.count())
-        target = Path(self.broadcast(str(next(name for name in names if not name.exists()))))
+        target = Path(self.broadcast(str(next(name for name in names if not os.path.lexists(name)))))
         path = target.with_name(path.name)
         try:
             with parts.plainly_written():
