@@ -254,8 +254,9 @@ def test_links_lead_where_they_will_lead_later(name, target, tmp_path, monkeypat
 
 
 @provocation(
-    "`callbacks.export.directory=theirs/run/final/model` where `final` is a link of a stranger's to a directory of the "
-    "user's, also by way of a link `.export1.partial`, which is removed as what a killed process has left",
+    "`callbacks.export.directory=theirs/run/final/model`, or a judge's `cache=theirs/final/answers.jsonl`, where "
+    "`final` is a link of a stranger's to a directory of the user's, also by way of a link `.export1.partial`, which "
+    "is removed as what a killed process has left",
     "refused by its key; nothing is removed",
 )
 def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monkeypatch):
@@ -270,7 +271,7 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
     (run / "final").symlink_to(".export1.partial/../foo")
     (run / "own").symlink_to("x")
     (tmp_path / "mine").symlink_to("work")  # the user's own
-    key = "callbacks.export.directory"
+    key, kind = "callbacks.export.directory", {"_target_": "grpo_lightning.callbacks.export.Export"}
     for place, told in (
         ("theirs/run/foo/model", "/theirs/run/foo is a link to ../../work, through which"),
         (f"{run}/foo/model", f"{run}/foo is a link to ../../work, through which is not written"),
@@ -278,12 +279,24 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
         ("theirs/run/own/model", None),
         ("mine/other", None),
     ):
-        found = list(reach_problems({"run_dir": "theirs/run", "callbacks": {"export": {"directory": place}}}))
+        found = list(reach_problems({"run_dir": "theirs/run", "callbacks": {"export": kind | {"directory": place}}}))
         assert len(found) == (told is not None)
         assert not found or (found[0].startswith(f"{key}={place}: ") and told in found[0])
+    judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": "theirs/run/foo/answers.jsonl"}
+    found = list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": judge}}}))
+    assert [text.partition(": ")[0] for text in found] == ["reward.mine.function.cache=theirs/run/foo/answers.jsonl"]
+    linked = {"run_dir": "theirs/run/foo", "callbacks": {"export": kind | {"directory": "theirs/run/foo/export"}}}
+    assert list(reach_problems(linked)) == []  # it is said of run_dir
+    monkeypatch.chdir(home)  # where nothing of the run lies
+    outside = {"run_dir": str(run), "callbacks": {"export": kind | {"directory": f"{run}/foo/model"}}}
+    assert len(list(reach_problems(outside))) == 1
     assert leftovers.sweep(run) == []
     assert (run / ".export1.partial").is_symlink()
     (run / ".export1.partial").unlink()
+    (run / "gone").symlink_to("nothing")
+    for place in ("final/new", "gone"):
+        with pytest.raises(ValueError, match=rf"callbacks.export.directory=\S+{place}: allowed is a directory that"):
+            check_replaceable(run / place)
     with pytest.raises(ValueError, match=r"callbacks.export.directory=\S+final/model: allowed is a directory that"):
         check_replaceable(run / "final" / "model")
     with pytest.raises(
@@ -299,10 +312,12 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
 def test_the_directory_of_the_run_may_be_named_in_any_way(tmp_path, monkeypatch):
     (tmp_path / "run" / "wandb" / "run-1").mkdir(parents=True)
     (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "run" / "own").symlink_to("wandb")
     monkeypatch.chdir(tmp_path / "run")
     for name in (".", "../run", tmp_path / "run"):
         assert is_in(Path(name, "kept"), Path(name))
         assert link_problem(Path(name)) is None
+        assert not leads_out(Path(name, "own"), Path(name))
 
 
 @provocation("a run directory in which `wandb` is a link to another folder of it", "refused in one sentence")

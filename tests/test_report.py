@@ -298,12 +298,14 @@ def test_no_picture_is_drawn_through_a_link_of_a_strangers(sweep, tmp_path, caps
     (theirs / "plots").symlink_to("../../mine")
     (theirs / "own").symlink_to("new")
     (theirs / "new").mkdir()
-    for here in (tmp_path / "start", tmp_path / "mine"):
+    runs = sorted(str(path) for path in theirs.iterdir() if next(path.rglob("summary.json"), None))
+    for here, *reported in ((tmp_path / "start", str(theirs)), (tmp_path / "mine", str(theirs)), (tmp_path, *runs)):
         monkeypatch.chdir(here)
         with pytest.raises(SystemExit, match=rf"plots/x/c.png: {theirs}/plots is a link in a folder"):
-            main([str(theirs), "--metric", METRIC, "--plot", f"{theirs}/plots/x/c.png"])
+            main([*reported, "--metric", METRIC, "--plot", f"{theirs}/plots/x/c.png"])
         main([str(theirs), "--metric", METRIC, "--plot", f"{theirs}/own/c.png"])
     assert list((tmp_path / "mine").iterdir()) == []
+    monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "mine" / "plots").symlink_to(theirs)  # the user's own
     main([str(sweep), "--metric", METRIC, "--plot", "plots/c.png"])
     assert (theirs / "c.png").exists()

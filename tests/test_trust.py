@@ -360,6 +360,13 @@ def test_only_the_users_words_give_trust(config, words, found):
                 ],
                 "callbacks.taught.directory=x",
             ),
+            (
+                [
+                    *("data=jsonl", "data.path=x", "+taught={_target_: mine.Callback, directory: x}"),
+                    "+callbacks.mine={_target_: mine.Late, taught: '${taught}'}",
+                ],
+                "callbacks.mine.taught.directory=x",
+            ),
         )
     ],
 )

@@ -135,6 +135,15 @@ def linked_part(path: Path, *homes: Path) -> Path | None:
     return None
 
 
+def strangers_link(path: Path) -> Path | None:
+    """The same for any folder but the directory of the start and what that lies in."""
+    for part in (path.absolute(), *path.absolute().parents):
+        found = followed(part.parent)
+        if part.is_symlink() and not (found and start.place().is_relative_to(found)) and leads_out(part, part.parent):
+            return part
+    return None
+
+
 def _is_below_start(directory: Path) -> bool:
     """Whether a directory lies in a folder of the directory of the start, by whatever name."""
     found = followed(directory)

@@ -12,6 +12,10 @@ from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_o
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
+_OWN_DIRECTORIES = ("directory", "events_directory")
+_WRITING = ("callbacks", "logger", "trainer")
+_ANSWERS = "cache"
+"""Where a judge's answers are kept."""
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
@@ -61,9 +65,11 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _linked(config: Mapping[str, Any], run: Path) -> Iterator[str]:
-    """The directories of callbacks to which strangers' links lead, but for those of the run directory itself."""
+    """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
     known = (run.absolute(), *run.absolute().parents)
-    for key, value in _own_directories(config):
+    judges = [(key, node) for key, node in each_target(config) if str(node["_target_"]).endswith(".ChatJudge")]
+    kept = [(f"{key}.{_ANSWERS}", node.get(_ANSWERS)) for key, node in judges]
+    for key, value in (*_own_directories(config), *kept):
         part = linked_part(Path(value), run) if isinstance(value, str) else None
         if part is not None and part not in known:
             yield printable(
@@ -81,9 +87,9 @@ def is_url(value: Any) -> bool:
 
 
 def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, callback in (config.get("callbacks") or {}).items():
-        if isinstance(callback, Mapping):
-            yield from ((f"callbacks.{name}.{key}", callback.get(key)) for key in ("directory", "events_directory"))
+    for key, node in each_target(config):
+        writes = key.partition(".")[0] in _WRITING or str(node["_target_"]).startswith("grpo_lightning.")
+        yield from ((f"{key}.{name}", node[name]) for name in _OWN_DIRECTORIES if writes and name in node)
 
 
 def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator[str]:

@@ -9,16 +9,7 @@ from typing import Any
 
 from grpo_lightning.settings.allowlist import CALLED, PLACES
 from grpo_lightning.settings.trust import may_name
-from grpo_lightning.settings.walk import every_target
-
-_HOLDS: Mapping[str, tuple[str, ...]] = {
-    "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
-    "rollout": ("advantage", "environment", "reward"),
-    "validation": ("environment", "reward"),
-    "trainer": ("callbacks", "logger"),
-    "loss": ("correction",),
-}
-"""Part -> others that it has as its own settings."""
+from grpo_lightning.settings.walk import HELD, every_target
 
 _TEMPLATE = "template_kwargs"
 """Arguments of a chat template, which comes with a model."""
@@ -42,7 +33,7 @@ def _problem(name: str, key: str, *, is_called: bool) -> str | None:
     if _TEMPLATE in key.split("."):
         return f"_target_={name}: allowed are plain values, which a chat template cannot call"
     allowed = _longest(PLACES, name)
-    if allowed is None or not may_name(name) or not (part in _HOLDS or any(part in one for one in PLACES.values())):
+    if allowed is None or not may_name(name) or not (part in HELD or any(part in one for one in PLACES.values())):
         return None  # no part of this package or of a library, refused anyway, or where nothing is built
     if part not in PLACES[allowed]:
         return f"_target_={name}: allowed below {', '.join(PLACES[allowed])}"
@@ -54,7 +45,7 @@ def _problem(name: str, key: str, *, is_called: bool) -> str | None:
 def part_of(key: str) -> str:
     """The part of a run that a dotted key belongs to: reward for rollout.reward.format, and for reward.format."""
     parts = key.split(".")
-    while len(parts) > 1 and parts[1] in _HOLDS.get(parts[0], ()):
+    while len(parts) > 1 and parts[1] in HELD.get(parts[0], ()):
         del parts[0]
     return parts[0]
 

@@ -1,6 +1,7 @@
 """All settings one after the other, wherever they stand."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 PARTS = (
@@ -8,8 +9,14 @@ PARTS = (
     *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
 )
 """Of a run, which others have copies of; another key at the top is nobody's."""
-_NAMED = ("callbacks", "logger", "reward")
-"""Parts whose settings have names of the user's, which may be those of other parts."""
+HELD: Mapping[str, tuple[str, ...]] = {
+    "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
+    "rollout": ("advantage", "environment", "reward"),
+    "validation": ("environment", "reward"),
+    "trainer": ("callbacks", "logger"),
+    "loss": ("correction",),
+}
+"""Part -> others that it has as its own settings."""
 
 
 def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -41,12 +48,17 @@ def _children(node: Any, prefix: str, parts: Mapping[str, Any]) -> Iterator[tupl
     """Pairs of key and value below a node, without copies of whole parts: those are checked where they stand."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            may_be_copy = prefix and prefix.rpartition(".")[2] not in _NAMED
-            if not (may_be_copy and _is_copy(value, parts.get(key))):
+            if not (_is_held(prefix, key) and _is_copy(value, parts.get(key))):
                 yield f"{prefix}.{key}" if prefix else str(key), value
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for index, value in enumerate(node):
             yield f"{prefix}.{index}", value
+
+
+def _is_held(prefix: str, key: Any) -> bool:
+    """Whether a part has another one at a place, as ``module.rollout`` has ``reward``."""
+    names = prefix.split(".") if prefix else []
+    return bool(names) and all(below in HELD.get(part, ()) for part, below in pairwise((*names, key)))
 
 
 def _is_copy(value: Any, part: Any) -> bool:
