@@ -597,6 +597,29 @@ def test_no_part_of_a_library_stands_below_a_node_of_the_users(here):
             compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
 
 
+@provocation(
+    "settings of several files: one that the command brings along has a node of the user's, into which "
+    "`${preflight.x}` comes by way of one of this project's own (`${taught.basic_arithmetic}` of data=reasoning_gym)",
+    "refused by file and key; on the command line it may stand",
+)
+def test_nothing_else_is_put_below_a_node_of_the_users(here):
+    said = "logger: {mine: {_target_: nobody.x, levels: {composite: null}}}\ntrainer: {_target_: nobody.y}\n"
+    said += "callbacks: {checkpoint: {_target_: nobody.z}, hparams: {_target_: nobody.z}}\n"
+    (here / "conf" / "experiment" / "first.yaml").write_text(
+        f"# @package _global_\ndefaults: [/data@logger.mine: reasoning_gym, _self_]\n{said}"
+    )
+    (here / "conf" / "experiment" / "plain.yaml").write_text(f"# @package _global_\n{said}")
+    words = (f"hydra.searchpath=[file://{here}/conf]",)
+    told = r"first\.yaml: logger\.mine\.\S+=\$\{\S+\} stands in a file that the command brings along"
+    with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(ConfigCompositionException, match=told):
+            compose("train", [*words, "experiment=first"])
+        compose("train", [*words, "experiment=plain"])
+        compose("train", [*words, "experiment=plain", "logger=csv", "+logger.mine.x=${preflight}"])
+        with pytest.raises(ConfigCompositionException, match=told):
+            compose("train", [*words, "experiment=first", "logger=csv"])
+
+
 def test_groups_that_are_brought_along_say_no_more(here):
     (here / "conf" / "logger").mkdir()
     (here / "conf" / "logger" / "own.yaml").write_text("own: {_target_: lightning.pytorch.loggers.CSVLogger}\n")

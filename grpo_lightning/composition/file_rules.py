@@ -5,7 +5,7 @@ writes a file has more means than one thinks of: names that are put together, pl
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.output.terminal import printable
@@ -30,6 +30,11 @@ _TEXTS = (
 """What may be a text in a file that the command brings along, below callbacks, logger and trainer: none is a place."""
 _REFERENCES = ("${run_dir}", "${seed}", "${steps}")
 """What may stand for something else there, being plain values wherever they are said."""
+_OF_CONF = (
+    *((f"trainer.{part}", f"${{oc.dict.values:{part}}}") for part in ("callbacks", "logger")),
+    *((f"callbacks.{name}", "${sweep_metric}") for name in ("checkpoint.monitor", "hparams.outcome")),
+)
+"""What this project's own files say: key and value, of parts that are checked where they stand, and a metric's name."""
 
 
 def hydra_problems(file: str, said: Any) -> list[str]:
@@ -62,19 +67,33 @@ def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]
     return [_told(file, key, value) for key, value in found]
 
 
-def changed_problems(composed: Mapping[str, Any], of_user: Mapping[str, str]) -> list[str]:
-    """What other files have made of nodes of the user's own code: parts of libraries, there or below them.
+def changed_problems(
+    composed: Mapping[str, Any], of_user: Mapping[str, str], overrides: Sequence[str] = ()
+) -> list[str]:
+    """What other files have made of nodes of the user's own code: parts of libraries, with what else stands there.
 
     Args:
         composed: All settings, not resolved.
         of_user: As `writing_problems` has filled it.
+        overrides: Of the command line, which may say anything.
     """
-    return [
-        _told(file, f"{key}._target_", node["_target_"])
-        for key, node in every_target(composed)
-        for own, file in of_user.items()
-        if f"{key}.".startswith(f"{own}.") and not _is_of_user(node["_target_"])
+    given = [(key.lstrip("+~"), value) for key, _, value in (word.partition("=") for word in overrides)]
+    words = [key for key, value in given if "." in key or value.startswith("{")]  # not the choice of a part
+    targets = [(key, node["_target_"]) for key, node in every_target(composed)]
+    wrong = [
+        (of_user[key], f"{key}._target_", target)
+        for key, target in targets
+        if key in of_user and not _is_of_user(target)
     ]
+    for key, value in leaves_of(composed, ""):
+        is_said = (key, value) in _OF_CONF or any(_is_below(key, word) for word in words)
+        if _may_be_a_part(value) and not is_said:
+            wrong += [(file, key, value) for own, file in of_user.items() if _is_below(key, own)][:1]
+    return [_told(*one) for one in wrong]
+
+
+def _is_below(key: str, other: str) -> bool:
+    return f"{key}.".startswith(f"{other}.")
 
 
 def _told(file: str, key: str, value: Any) -> str:
@@ -86,9 +105,9 @@ def _told(file: str, key: str, value: Any) -> str:
 
 
 def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]]:
-    """What might name a place, or a part that writes, as pairs of key and value; of the user's own code the key."""
+    """What might name a place, or a part that writes, as pairs of key and value; of the user's own code the keys."""
     if isinstance(node, Mapping) and _is_of_user(node.get("_target_")):
-        of_user.append(key)
+        of_user += _mappings(node, key)
         for inner, value in leaves_of({one: part for one, part in node.items() if one != "_target_"}, key):
             is_target = inner.endswith("._target_")
             if not _is_of_user(value) if is_target else _may_be_a_part(value):  # it would be handed on, built
@@ -103,6 +122,14 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
     is_text = name in _TEXTS and "$" not in str(node)
     if isinstance(node, str) and not is_part and not is_text:
         yield key, node
+
+
+def _mappings(node: Any, key: str) -> Iterator[str]:
+    """The keys of a mapping and of those in it."""
+    if isinstance(node, Mapping):
+        yield key
+        for name, value in node.items():
+            yield from _mappings(value, f"{key}.{name}")
 
 
 def _may_be_a_part(value: Any) -> bool:
@@ -122,4 +149,4 @@ def leaves_of(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, node
         return
     for key, value in pairs:
-        yield from leaves_of(value, f"{prefix}.{key}")
+        yield from leaves_of(value, f"{prefix}.{key}" if prefix else str(key))

@@ -73,7 +73,7 @@ class CheckedLoader(ConfigLoaderImpl):
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
         settings: Any = OmegaConf.to_container(composed, resolve=False)
         own = {key: part for key, part in settings.items() if key != "hydra"}
-        wrong += changed_problems(own, self._of_user) + resolver_problems(own)
+        wrong += changed_problems(own, self._of_user, overrides) + resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := _link_of_sweep(composed):
