@@ -16,7 +16,7 @@ from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
-from grpo_lightning.settings import ConfigError, trust
+from grpo_lightning.settings import ConfigError, given, trust
 from tests.support.provocations import provocation
 from tests.support.too_long import STEPS, led_away
 from tests.test_attacks import begun
@@ -618,6 +618,28 @@ def test_nothing_else_is_put_below_a_node_of_the_users(here):
         compose("train", [*words, "experiment=plain", "logger=csv", "+logger.mine.x=${preflight}"])
         with pytest.raises(ConfigCompositionException, match=told):
             compose("train", [*words, "experiment=first", "logger=csv"])
+
+
+@provocation(
+    "settings that the command brings along with a reward or environment of the user's own that has a `directory` "
+    "outside of the run directory, or a `save_dir`",
+    "refused by its key; allowed on the command line",
+)
+@pytest.mark.parametrize("name", ["directory", "save_dir"])
+@pytest.mark.parametrize("key", ["reward.mine.function", "data.train", "callbacks.mine"])
+def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
+    *above, last = key.split(".")
+    config = {"run_dir": str(here / "run")}
+    node = config
+    for part in above:
+        node = node.setdefault(part, {})
+    node[last] = {"_target_": "brought_file.Logged", name: "../elsewhere"}
+    start.note_settings_from([str(here / "conf")])
+    told = f"{key}.{name}=../elsewhere stands in a file; allowed is to give it on the command line, or to compose"
+    assert given.ungiven(config, []) == [told]
+    assert given.ungiven(config, [f"{key}.{name}=../elsewhere"]) == []
+    node[last][name] = str(here / "run" / "kept")
+    assert given.ungiven(config, []) == []
 
 
 def test_groups_that_are_brought_along_say_no_more(here):

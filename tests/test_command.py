@@ -9,6 +9,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from grpo_lightning.checkpoint.command import continue_command
+from tests.support.provocations import provocation
 
 
 @pytest.mark.parametrize("place", ["/a/b", "/a b/lr=0.1", "/it's", "/é\\'y", "/x\\", "/t(1),[2]{3}:4", '/q"q', "/a;b"])
@@ -32,6 +33,17 @@ def test_a_command_is_one_line_whatever_a_text_holds(place):
     given = os.environ | {"LC_ALL": "C.UTF-8"}
     words = subprocess.run(["bash", "-c", read], capture_output=True, timeout=60, env=given).stdout
     assert words.decode().split("\0")[2] == f"data.path={place}"
+
+
+@provocation(
+    "a checkpoint of a stranger's called `a\\x01'; touch x #.ckpt`, which a message offers to go on from, in a shell "
+    "that knows no `$'…'`",
+    "the whole name is one word; nothing behind it runs",
+)
+def test_a_shell_without_escapes_reads_one_word():
+    line = continue_command([], Path("/d"), checkpoint="/a\x01'; echo run #\\'b'.ckpt")
+    assert shlex.split(line)[-1].startswith("$checkpoint=")  # for which $'…' is no quoting either
+    assert subprocess.run(["sh", "-c", f": {line}"], capture_output=True, timeout=60).stdout == b""
 
 
 def test_what_named_the_old_run_is_left_out():

@@ -282,12 +282,16 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
         found = list(reach_problems({"run_dir": "theirs/run", "callbacks": {"export": kind | {"directory": place}}}))
         assert len(found) == (told is not None)
         assert not found or (found[0].startswith(f"{key}={place}: ") and told in found[0])
-    judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": "theirs/run/foo/answers.jsonl"}
-    found = list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": judge}}}))
-    assert [text.partition(": ")[0] for text in found] == ["reward.mine.function.cache=theirs/run/foo/answers.jsonl"]
+    judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge"}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in ("theirs/run/foo/answers.jsonl", "~/theirs/run/foo/answers.jsonl"):
+        found = list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": judge | {"cache": place}}}}))
+        assert [text.partition(": ")[0] for text in found] == [f"reward.mine.function.cache={place}"]
     linked = {"run_dir": "theirs/run/foo", "callbacks": {"export": kind | {"directory": "theirs/run/foo/export"}}}
     assert list(reach_problems(linked)) == []  # it is said of run_dir
     monkeypatch.chdir(home)  # where nothing of the run lies
+    exported = {"callbacks": {"export": kind | {"directory": f"{run}/foo/model"}}}  # as in a replay
+    assert len(list(reach_problems(exported))) == 1
     outside = {"run_dir": str(run), "callbacks": {"export": kind | {"directory": f"{run}/foo/model"}}}
     assert len(list(reach_problems(outside))) == 1
     assert leftovers.sweep(run) == []
@@ -350,9 +354,9 @@ def test_a_place_is_found_however_deep_it_lies(tmp_path, monkeypatch):
         assert link.samefile(home)
         assert not is_in(link, link.parent)
     (home / "run").mkdir()
-    (home / "run" / "train.log").symlink_to("own")
     monkeypatch.chdir(home)
-    assert ": train.log in it is a link to own" in str(link_problem(tmp_path / "theirs" / "other" / "run"))
+    told = f"{tmp_path}/theirs/other is a link to run/begin"
+    assert told in str(link_problem(tmp_path / "theirs" / "other" / "run"))
     monkeypatch.chdir(tmp_path)
     assert f"{tmp_path}/theirs/other is a link to run/begin" in str(link_problem(tmp_path / "theirs" / "other"))
     assert f"{tmp_path}/theirs/run/mine is a link to begin" in str(link_problem(tmp_path / "theirs" / "run" / "mine"))
@@ -394,7 +398,7 @@ def test_links_are_followed_as_the_operating_system_does(links, place, led_to, t
 @pytest.mark.parametrize(
     "name",
     [
-        *("Train.LOG", "HEALTH.json", "\uff54rain.log", "tr\u200cain.log", "\u017fummary.json"),
+        *("Train.LOG", "журнал.log", "HEALTH.json", "\uff54rain.log", "tr\u200cain.log", "\u017fummary.json"),
         *("train.log\ufe0f", "t\u034frain.log", "health.js\u2065on", "wan\U000e0100db", "judge.json\u180bl"),
         *(
             "TensorBoard",
@@ -459,13 +463,13 @@ def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
     (tmp_path / "bundle" / "inside").symlink_to("sweep")
     for place in ("bundle/run", "bundle/run/deeper", "bundle/sweep/seed=0"):
         assert "allowed is" in str(link_problem(Path(place)))
-        assert "in a folder of the directory of" in str(link_problem(tmp_path / place))
+        assert "through which is not written where a stranger" in str(link_problem(tmp_path / place))
     for place in ("runs", "runs/deeper", "bundle/inside", "bundle/new", "."):
         assert link_problem(Path(place)) is None
     home = tmp_path.with_name(f"{tmp_path.name}_home")
     home.symlink_to(tmp_path)
     for place in ("bundle/run", "bundle/sweep/seed=0/x"):  # the working directory by another name
-        assert "in a folder of the directory of" in str(link_problem(home / place))
+        assert "through which is not written where a stranger" in str(link_problem(home / place))
     assert link_problem(home / "runs") is None
 
 
@@ -496,17 +500,31 @@ def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
 )
 def test_a_run_directory_elsewhere_is_no_link(tmp_path, monkeypatch):
     home, theirs = tmp_path / "home", tmp_path / "theirs"
-    for place in (home / ".bashrc.d", home / "project", theirs / "other"):
+    for place in (home / ".bashrc.d", home / "project", theirs / "other", tmp_path / "files"):
         place.mkdir(parents=True)
     monkeypatch.chdir(home / "project")
-    (theirs / "run").symlink_to("../home/.bashrc.d")
+    for name in ("run", "runs"):
+        (theirs / name).symlink_to("../home/.bashrc.d")
+    (home / "own").symlink_to("../files")
     (theirs / "beside").symlink_to("other")
     for filled in (False, True):
         if filled:
             (home / ".bashrc.d" / "train.log").write_text("")
-        told = f"hydra.run.dir={theirs}/run: it is a link to ../home/.bashrc.d; allowed is {home}/.bashrc.d itself, if"
-        assert str(link_problem(theirs / "run")).startswith(told)
+        for place, name in ((theirs / "run", "run"), (theirs / "runs" / "new", "runs")):
+            told = (
+                f"hydra.run.dir={place}: {theirs}/{name} is a link to ../home/.bashrc.d, through which is not written"
+            )
+            assert str(link_problem(place)).startswith(told)
+        told = f"hydra.run.dir={home}/own: it is a link to ../files; allowed is {tmp_path}/files itself, if you know it"
+        assert str(link_problem(home / "own")).startswith(told)
     assert link_problem(theirs / "beside") is None
+    assert link_problem(home / "own" / "run") is None  # a link of the user's, in what the start lies in
+    monkeypatch.chdir(theirs)
+    monkeypatch.setenv("HOME", str(home))
+    (home / "scratch").symlink_to("../theirs")
+    assert link_problem(home / "scratch" / "new") is None
+    monkeypatch.setenv("HOME", str(theirs))
+    assert link_problem(home / "scratch" / "new") is not None
 
 
 def test_links_that_lead_nowhere_else_are_allowed(tmp_path, monkeypatch):

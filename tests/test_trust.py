@@ -488,5 +488,7 @@ def test_where_weights_are_sent_only_the_command_line_says(monkeypatch):
     given.say_words(words)
     assert given.ungiven(config) == []
     assert given.ungiven(config, ["sampler={url: http://elsewhere:1, directory: /shared}"]) == []
+    odd = {"sampler": config["sampler"] | {"directory": "http://127.0.0.1:8000"}}
+    assert len(given.ungiven(odd, words[:2])) == 1
     local = {"sampler": config["sampler"] | {"url": "http://127.0.0.1:8000"}}
     assert given.ungiven(local, words[2:]) == []

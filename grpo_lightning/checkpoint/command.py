@@ -45,10 +45,13 @@ def _options(words: Sequence[str]) -> Iterator[str]:
 
 
 def _for_shell(word: str) -> str:
-    """``word`` as a shell reads it back, in one line: control characters and ends of lines as escapes in ``$'…'``."""
+    """``word`` as a shell reads it back, in one line: control characters and ends of lines as escapes in ``$'…'``.
+
+    A shell that knows no ``$'…'``, such as dash, reads another name, and nothing behind it.
+    """
     if word == " ".join(word.splitlines()) and word == printable(word):
         return shlex.quote(word)
-    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    plain = word.replace("\\", "\\\\").replace("'", "\\x27")
     return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
 
 

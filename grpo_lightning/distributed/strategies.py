@@ -28,12 +28,14 @@ class _OnBothSides:
     root_device: torch.device
 
     def _get_process_group_backend(self) -> str:
+        # Lightning ends a group at exit only where NCCL is the one backend. A thread of gloo's that lets go of what is
+        # Python's while that ends would end the process by SIGABRT.
+        atexit.register(_end_contact)
         if self.root_device.type != "cuda":
             own: str = super()._get_process_group_backend()  # type: ignore[misc]
             return own
         # With NCCL alone every rollout's texts would be pickled through the GPUs' memory. Of several backends torch
-        # takes the CPU's for objects. Lightning ends a group at exit only where NCCL is the one backend.
-        atexit.register(_end_contact)
+        # takes the CPU's for objects.
         return "cpu:gloo,cuda:nccl"
 
 

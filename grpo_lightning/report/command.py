@@ -10,7 +10,7 @@ from grpo_lightning.output.terminal import last_through_closed_pipes, printable
 from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
 from grpo_lightning.report.table import FORMS, write
-from grpo_lightning.settings.places import strangers_link
+from grpo_lightning.settings.places import linked_part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plot:
             from grpo_lightning.report.plot import plot
 
-            if part := strangers_link(options.plot.parent):
+            if part := linked_part(options.plot.parent):
                 told = f"{part} is a link in a folder, through which is not written; allowed is {part.resolve()} itself"
                 raise ReportError(f"--plot={options.plot}: {told}, if you know it")
             plot(comparison, options.plot)

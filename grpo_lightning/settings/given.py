@@ -16,11 +16,13 @@ from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.reach import is_in
+from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import each_target
 from grpo_lightning.start import settings_from
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
 _DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
+_WRITTEN = ("dirpath", "log_dir", "save_dir")
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
 _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
@@ -154,7 +156,8 @@ def _servers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, node in each_target(config):
         target = str(node["_target_"])
         if target.endswith(".VLLMServer"):
-            yield from ((f"{key}.{name}", node[name]) for name in ("url", "directory") if node.get(name) != _LOCAL)
+            known = {"url": _LOCAL, "directory": None}
+            yield from ((f"{key}.{name}", node[name]) for name in known if node.get(name) != known[name])
         owner = node.get("entity")
         if target.endswith(".WandbLogger") and owner is not None and owner != os.environ.get("WANDB_ENTITY"):
             yield f"{key}.entity", owner
@@ -177,6 +180,8 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         target, names = str(node["_target_"]), _DIRECTORIES
         if target.endswith(".ChatJudge"):
             names = (_ANSWERS,)
+        elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
+            names = (*_DIRECTORIES, *_WRITTEN)
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         for name in names:

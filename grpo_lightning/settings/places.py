@@ -55,7 +55,7 @@ def obstacle(directory: Path) -> str | None:
 
 
 _FILES = re.compile(
-    r"[\w.-]+\.log|(health|preflight)\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl"
+    r".*\.log|(health|preflight)\.json|\.?summary\w*\.json(\.\d+)?|multirun\.yaml|judge\.jsonl"
     r"|\.export\d*\.partial|\.(wandb|mlflow)_id"
 )
 _DEEP = ("wandb", ".wandb", "lightning_logs")
@@ -79,8 +79,8 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
     A stranger's run directory could so have any file of the user's overwritten. Links that a run makes itself, of its
     checkpoints and in W&B's folder, are allowed as long as they lead nowhere else, now or later. The directory itself
-    may be a link in the directory of the start, to an empty one or a run's, and what it lies in a link, but for links
-    in folders of the directory of the start, which may have been unpacked there.
+    may be a link in the directory of the start, to an empty one or a run's; what it lies in may be a link of the
+    user's, see `linked_part`.
 
     Args:
         directory: The run's.
@@ -88,8 +88,8 @@ def link_problem(directory: Path, *more: str) -> str | None:
     """
     if part := linked_part(directory):
         return printable(
-            f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, in a folder of the directory of "
-            f"the start, through which is not written; allowed is {part.resolve()} itself, if you know it"
+            f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
+            f"stranger may have made it; allowed is {part.resolve()} itself, if you know it"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
         return printable(
@@ -120,34 +120,27 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
 
 def linked_part(path: Path, *homes: Path) -> Path | None:
-    """The part of a path that is a link out of the folder that it lies in; None if there is none.
+    """The part of a path that is a link out of the folder that it lies in, where a stranger may have made it.
+
+    Links of the user's own lie in the directory of the start, in the home directory, and in what these lie in; anything
+    else may have been unpacked.
 
     Args:
         path: The path.
-        homes: Directories in which no link is followed; nor is one in a folder of the directory of the start.
+        homes: Directories in which no link is followed at any rate.
+
+    Returns:
+        The link; None if there is none.
     """
+    own = [start.place(), *filter(None, [followed(Path(os.path.expanduser("~")))])]
     inside = [followed(home) for home in homes]
     for part in (path.absolute(), *path.absolute().parents):
-        found = followed(part.parent)
-        is_inside = found is None or any(home is None or found.is_relative_to(home) for home in inside)
-        if part.is_symlink() and (is_inside or _is_below_start(part.parent)) and leads_out(part, part.parent):
+        found = followed(part.parent) if part.is_symlink() else None
+        is_own = found is not None and any(place.is_relative_to(found) for place in own)
+        is_inside = any(home is None or (found and found.is_relative_to(home)) for home in inside)
+        if part.is_symlink() and (is_inside or not is_own) and leads_out(part, part.parent):
             return part
     return None
-
-
-def strangers_link(path: Path) -> Path | None:
-    """The same for any folder but the directory of the start and what that lies in."""
-    for part in (path.absolute(), *path.absolute().parents):
-        found = followed(part.parent)
-        if part.is_symlink() and not (found and start.place().is_relative_to(found)) and leads_out(part, part.parent):
-            return part
-    return None
-
-
-def _is_below_start(directory: Path) -> bool:
-    """Whether a directory lies in a folder of the directory of the start, by whatever name."""
-    found = followed(directory)
-    return found is None or any(os.path.isdir(one) and os.path.samefile(one, start.place()) for one in found.parents)
 
 
 def _is_of_the_user(link: Path) -> bool:

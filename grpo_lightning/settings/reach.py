@@ -61,16 +61,17 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in (("run_dir", run), *_own_directories(config)):
         if is_url(value):
             yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
-    yield from _linked(config, Path(run)) if isinstance(run, str) else ()
+    yield from _linked(config, [Path(run)] if isinstance(run, str) else [])
 
 
-def _linked(config: Mapping[str, Any], run: Path) -> Iterator[str]:
+def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
-    known = (run.absolute(), *run.absolute().parents)
+    known = [part for run in runs for part in (run.absolute(), *run.absolute().parents)]
     judges = [(key, node) for key, node in each_target(config) if str(node["_target_"]).endswith(".ChatJudge")]
     kept = [(f"{key}.{_ANSWERS}", node.get(_ANSWERS)) for key, node in judges]
     for key, value in (*_own_directories(config), *kept):
-        part = linked_part(Path(value), run) if isinstance(value, str) else None
+        places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
+        part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
         if part is not None and part not in known:
             yield printable(
                 f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
