@@ -633,13 +633,18 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     node = config
     for part in above:
         node = node.setdefault(part, {})
-    node[last] = {"_target_": "brought_file.Logged", name: "../elsewhere"}
+    node[last] = {"_target_": "brought_file.Logged", name: None}
+    assert given.ungiven(config, []) == []  # of one's own
+    node[last][name] = "../elsewhere"
     start.note_settings_from([str(here / "conf")])
     told = f"{key}.{name}=../elsewhere stands in a file; allowed is to give it on the command line, or to compose"
     assert given.ungiven(config, []) == [told]
     assert given.ungiven(config, [f"{key}.{name}=../elsewhere"]) == []
     node[last][name] = str(here / "run" / "kept")
     assert given.ungiven(config, []) == []
+    for value in (2026, None, True):
+        node[last][name] = value
+        assert f"{key}.{name}={value} stands in a file" in given.ungiven(config, [])[0]
 
 
 def test_groups_that_are_brought_along_say_no_more(here):

@@ -182,6 +182,8 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             names = (_ANSWERS,)
         elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
             names = (*_DIRECTORIES, *_WRITTEN)
+            # It would make texts of numbers and null.
+            yield from ((f"{key}.{name}", node[name]) for name in names if not isinstance(node.get(name, ""), str))
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         for name in names:
