@@ -285,6 +285,8 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
     judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge"}
     monkeypatch.setenv("HOME", str(tmp_path))
     for place in ("theirs/run/foo/answers.jsonl", "~/theirs/run/foo/answers.jsonl"):
+        own = judge | {"_target_": "mine.Judge", "cache": place}
+        assert len(list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": own}}}))) == 1
         found = list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": judge | {"cache": place}}}}))
         assert [text.partition(": ")[0] for text in found] == [f"reward.mine.function.cache={place}"]
     linked = {"run_dir": "theirs/run/foo", "callbacks": {"export": kind | {"directory": "theirs/run/foo/export"}}}
@@ -570,6 +572,13 @@ OUTSIDE = [
     (
         "logger=csv logger.csv.save_dir='RUN/reference::x'",
         "logger.csv.save_dir=RUN/reference::x: allowed is a directory in run_dir=",
+    ),
+    ("logger=csv logger.csv.save_dir=false", "logger.csv.save_dir=False: allowed is text"),
+    ("logger=csv logger.csv.version=true", "logger.csv.version=True: allowed is text"),
+    ("logger=tensorboard +logger.tensorboard.sub_dir=7", "logger.tensorboard.sub_dir=7: allowed is text"),
+    (
+        "+trainer.profiler={_target_: lightning.pytorch.profilers.AdvancedProfiler, dirpath: false, filename: x}",
+        "trainer.profiler.dirpath=False: allowed is text",
     ),
     (
         "logger=csv logger.csv.save_dir='memory://x'",

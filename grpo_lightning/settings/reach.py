@@ -67,8 +67,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
     known = [part for run in runs for part in (run.absolute(), *run.absolute().parents)]
-    judges = [(key, node) for key, node in each_target(config) if str(node["_target_"]).endswith(".ChatJudge")]
-    kept = [(f"{key}.{_ANSWERS}", node.get(_ANSWERS)) for key, node in judges]
+    kept = [(f"{key}.{_ANSWERS}", node.get(_ANSWERS)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
@@ -115,7 +114,8 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
                 f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'"
             )
     for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
-        if not isinstance(node.get(part), str | int | None):  # an object's text may be any path
+        value = node.get(part)  # the text of an object may be any path
+        if not isinstance(value, str | None) and not (part == "version" and type(value) is int):
             yield printable(f"{key}.{part}={node[part]}: allowed is text")
     if name == _KEEPER:
         yield from _kept(key, node, inside)
