@@ -291,6 +291,10 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
         assert [text.partition(": ")[0] for text in found] == [f"reward.mine.function.cache={place}"]
     linked = {"run_dir": "theirs/run/foo", "callbacks": {"export": kind | {"directory": "theirs/run/foo/export"}}}
     assert list(reach_problems(linked)) == []  # it is said of run_dir
+    (tmp_path / "away").symlink_to(tmp_path.parent)  # the user's own; but where a run goes on it may be a stranger's
+    for place, count in (("runs/x", 0), (".", 1)):
+        here = {"run_dir": place, "callbacks": {"export": kind | {"directory": "away/other"}}}
+        assert len(list(reach_problems(here))) == count
     monkeypatch.chdir(home)  # where nothing of the run lies
     exported = {"callbacks": {"export": kind | {"directory": f"{run}/foo/model"}}}  # as in a replay
     assert len(list(reach_problems(exported))) == 1

@@ -367,6 +367,13 @@ def test_only_the_users_words_give_trust(config, words, found):
                 ],
                 "callbacks.mine.taught.directory=x",
             ),
+            (
+                [
+                    "+reward.own={_target_: mine.Callback, directory: x}",
+                    "+callbacks.mine={_target_: mine.Late, validation: {reward: '${reward}'}}",
+                ],
+                "callbacks.mine.validation.reward.own.directory=x",
+            ),
         )
     ],
 )
