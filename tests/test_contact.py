@@ -29,7 +29,7 @@ def test_on_gpus_objects_are_exchanged_by_the_cpus(
         strategy.cluster_environment = Alone()  # type: ignore[assignment]
         (strategy.setup_distributed if isinstance(strategy, ReplicatedStrategy) else strategy._setup_distributed)()
     assert asked == [("gloo", None), ("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
-    assert at_exit == [strategies._end_contact]
+    assert at_exit == 2 * [strategies._end_contact]  # on CPUs as well
 
 
 class Alone:
