@@ -32,10 +32,10 @@ def sweep(directory: Path, *, keep: Path | None = None, completed: int = 0) -> l
         What was removed.
     """
     own = directory / "checkpoints"
-    found = [path for place in (directory, own, directory / FOLDER) if place.is_dir() for path in place.iterdir()]
+    places = [place for place in (directory, own, directory / FOLDER) if place.is_dir()]
+    found = [path for place in places for path in place.iterdir() if not path.is_symlink()]
     links = [path for path in (own / "last.ckpt", own / "best.ckpt") if path.exists() or path.is_symlink()]
     used = {link.resolve() for link in (*links, *([keep] if keep else []))}
-    found = [path for path in found if not path.is_symlink()]
     gone = [path for path in found if _STAGED.fullmatch(path.name)]
     if (own / "last.ckpt").exists():
         gone += [p for p in found if _PARTS.fullmatch(p.name) and p.is_dir() and p.resolve() not in used]

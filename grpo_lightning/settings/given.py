@@ -15,21 +15,18 @@ from urllib.parse import urlsplit
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.reach import is_in
+from grpo_lightning.settings.reach import ANSWERS, OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import each_target
 from grpo_lightning.start import settings_from
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
-_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
 _WRITTEN = ("dirpath", "log_dir", "save_dir")
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
 _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
     r"|job\.(?:name|num|id|config_name|override_dirname)))\s*\}"
 )
-_ANSWERS = "cache"
-"""Where a judge's answers are kept."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
@@ -177,11 +174,11 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The places outside of the run directory that parts are to write to, as pairs of key and value."""
     run = config.get("run_dir")
     for key, node in each_target(config):
-        target, names = str(node["_target_"]), _DIRECTORIES
+        target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):
-            names = (_ANSWERS,)
+            names = (ANSWERS,)
         elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
-            names = (*_DIRECTORIES, *_WRITTEN)
+            names = (*OWN_DIRECTORIES, *_WRITTEN)
             # It would make texts of numbers and null.
             yield from ((f"{key}.{name}", node[name]) for name in names if not isinstance(node.get(name, ""), str))
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):

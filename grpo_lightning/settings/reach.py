@@ -12,9 +12,9 @@ from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_o
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
-_OWN_DIRECTORIES = ("directory", "events_directory")
+OWN_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
 _WRITING = ("callbacks", "logger", "trainer")
-_ANSWERS = "cache"
+ANSWERS = "cache"
 """Where a judge's answers are kept."""
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
@@ -67,7 +67,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
     known = [part for run in runs for part in (run.absolute(), *run.absolute().parents)]
-    kept = [(f"{key}.{_ANSWERS}", node.get(_ANSWERS)) for key, node in each_target(config)]
+    kept = [(f"{key}.{ANSWERS}", node.get(ANSWERS)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
@@ -89,7 +89,7 @@ def is_url(value: Any) -> bool:
 def _own_directories(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, node in each_target(config):
         writes = key.partition(".")[0] in _WRITING or str(node["_target_"]).startswith("grpo_lightning.")
-        yield from ((f"{key}.{name}", node[name]) for name in _OWN_DIRECTORIES if writes and name in node)
+        yield from ((f"{key}.{name}", node[name]) for name in OWN_DIRECTORIES if writes and name in node)
 
 
 def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator[str]:
