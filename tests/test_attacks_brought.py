@@ -670,6 +670,7 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
     assert (config["steps"], config["trainer"]["precision"], list(config["logger"])) == (3, "32-true", ["csv"])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "file", [*CONF.glob("experiment/*.yaml"), *CONF.glob("sweep/*.yaml")], ids=lambda one: one.stem
 )

@@ -92,6 +92,7 @@ def test_values_of_a_quantization_name_no_code(tmp_path):
     assert read(tmp_path, **told) == told
 
 
+@pytest.mark.slow
 def test_what_transformers_writes_is_read(tmp_path):
     """The settings of every architecture, with all that they hold."""
     written = 0

@@ -46,6 +46,7 @@ def blocks(listed: BlockMask) -> dict[str, list[set[int]]]:
     }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("groups", streams(), ids=str)
 def test_blocks_are_those_that_all_pairs_of_tokens_give(groups: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
     seen = mask(groups)

@@ -102,6 +102,7 @@ def both(board):
     return board.get("runs")
 
 
+@pytest.mark.slow
 def test_a_run_is_named_by_what_it_differs_in(both):
     assert sorted(both) == [f"{FIRST}/tensorboard", f"{SECOND}/tensorboard"]
 

@@ -161,6 +161,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -206,6 +207,7 @@ def test_a_task_that_exits_leaves_the_loop_running():
     assert scored(starts_one, ["x", "y"])[0] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_calls_that_block_one_loop_after_another_are_an_error(monkeypatch):
     monkeypatch.setattr(event_loop, "MOST_LEFT", 1)
     with pytest.raises(RewardError, match=r"reward 'mine': 2 calls took longer than 0.2 s without any await; allowed"):
@@ -367,6 +369,7 @@ def test_calls_that_a_closed_loop_had_not_finished_are_made_by_the_next():
     assert sorted(calls) == ["3", "3", "4"]
 
 
+@pytest.mark.slow
 def test_a_thread_of_a_call_holds_up_no_end():
     async def in_a_thread(completion):
         return await asyncio.to_thread(time.sleep, 3)

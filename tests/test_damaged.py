@@ -122,6 +122,7 @@ def test_the_checkpoint_that_is_offered_continues_the_run(run):
     assert read(run / LAST)["step"]["completed"] == 5
 
 
+@pytest.mark.slow
 @provocation(
     "last.ckpt is gone, best.ckpt is there; with and without `checkpoint=last`", "refused, best.ckpt is offered"
 )

@@ -115,6 +115,7 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
 
 
+@pytest.mark.grid
 @provocation(
     "`sampler.directory=` a directory of the user's with a folder, file or link `weights-0` in it",
     "refused in one sentence; everything stays. What a killed run has left of its weights is removed",
@@ -198,6 +199,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, s
     assert "secret-of-a-test" not in str(told.value)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("path", "answer", "told"),
     [

@@ -59,6 +59,7 @@ def assert_equal(found: Sampled, expected: list[Episode]) -> None:
             assert found.kept.flat.lists()[row * length : row * length + count] == one.sets
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
 def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     options = OPTIONS[kind]
@@ -74,6 +75,7 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
                     assert_equal(sampled(policy, options=options, waits=waits), expected)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
 def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     def talkative(turns):
@@ -136,6 +138,7 @@ class Digits(torch.nn.Module):
         return self.weight[ids].cumsum(1) / places.sqrt() + torch.sin(places * torch.arange(10))
 
 
+@pytest.mark.slow
 def test_no_other_row_and_no_budget_changes_an_episode(policy):
     everything = sampled(policy)
     for number, prompt in enumerate(PROMPTS):

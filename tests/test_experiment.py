@@ -319,6 +319,7 @@ def test_every_recipe_has_its_numbers_and_its_run_here():
     assert names("experiment") == set(RECIPES) == set(REDUCED)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_composes_to_its_published_numbers(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -329,6 +330,7 @@ def test_a_recipe_composes_to_its_published_numbers(name, tmp_path, monkeypatch)
     assert not weighted or set(config["reward"]) == weighted
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", sorted(names("experiment")))
 def test_the_command_in_the_header_works(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -395,6 +397,7 @@ def local_data(tmp_path_factory):
     return {published: directory / name for published, name in paths.items()}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     architecture, reduced, updates = REDUCED[name]

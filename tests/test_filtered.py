@@ -137,6 +137,7 @@ def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
 # --- the own sampler as the oracle -----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, filters, temperature):
@@ -200,6 +201,7 @@ def test_logits_have_no_gradient_and_no_chunk_is_larger_than_said(policy, monkey
 # --- a fake engine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("filters", FILTERS[::2], ids=str)
 def test_an_engines_sets_are_found_again(vllm, policy_of_engine, filters):
     sampling = Sampling(**FREE | filters | {"temperature": 0.8})

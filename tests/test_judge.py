@@ -141,6 +141,7 @@ BAD = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "how",
     [
@@ -168,6 +169,7 @@ def test_nobody_there_is_a_failure():
     assert asked(server, retries=1) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["0.4", None], ids=["seconds", "date"])
 def test_the_server_may_ask_for_time(after):
     busy = Reply(status=429, headers={"retry-after": after})
@@ -388,6 +390,7 @@ def test_where_a_key_goes_only_the_command_line_says():
 # --- settings
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "setting, value, allowed",
     [

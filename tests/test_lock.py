@@ -99,6 +99,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_process_keeps_out_of_its_own_directory(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with held(tmp_path / "run"):

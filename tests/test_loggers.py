@@ -74,6 +74,7 @@ def unbroken(tmp_path_factory):
     return trained(directory)
 
 
+@pytest.mark.slow
 @provocation(
     "`rm -r RUN/tensorboard` while it trains", "one warning; trains on, saves, and logs into a new file; continues"
 )

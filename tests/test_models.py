@@ -20,6 +20,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_three_steps(architecture, chat, tmp_path):

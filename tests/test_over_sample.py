@@ -483,6 +483,7 @@ def test_the_prediction_of_memory_knows_what_is_in_flight():
 RUN = ("rollout.over_sample=1.5", "data.prompts_per_step=4", "logger=none", "optimizer.lr=0.02")
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_as_many_groups_each_step_and_goes_on_exactly(tmp_path, monkeypatch):
     seen = []
     plain = Collector.collect

@@ -29,6 +29,7 @@ from tests.test_callbacks import scalars
 from tests.test_damaged import contents
 
 
+@pytest.mark.slow
 @provocation(
     '`callbacks.export.directory=` a project whose README.md says "trained with grpo-lightning", or an export with a '
     "file of one's own",
@@ -664,6 +665,7 @@ def words_of(text: str) -> list[str]:
     return [first, f"+{rest}"] if rest else [text] if "{" in text else text.split()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("words", "message"),
     [pytest.param(*one, marks=provocation(f"`{one[0]}`", "refused by its key")) for one in OUTSIDE],
@@ -718,6 +720,7 @@ def test_a_place_is_the_run_directory_with_links_followed_too(tmp_path, monkeypa
         assert len(list(reach_problems(config))) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -87,6 +87,7 @@ def test_what_the_user_says_wins():
     assert chosen == {}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "policy, message",
     [

@@ -40,6 +40,7 @@ def test_there_are_commands():
     assert any(arguments(command)[-1:] == ["data=gsm8k"] for command in COMMANDS if command.startswith("sbatch"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_composes(command, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **columns):\n    return [1.0] * len(completions)\n")

@@ -146,6 +146,7 @@ def test_what_is_expected_never_enters_the_sandbox(monkeypatch):
     assert not any("987654321" in text for text in given)
 
 
+@pytest.mark.slow
 def test_the_first_test_that_takes_too_long_ends_the_rest(monkeypatch):
     calls = []
     monkeypatch.setattr("grpo_lightning.reward.code.run", lambda *a: calls.append(a) or client.run(*a))

@@ -141,6 +141,7 @@ def test_waiting_for_a_worker_is_not_counted():
     assert run(hostile.naps, [{"seconds": 0.3}] * 8, seconds=1.0) == [0.3] * 8  # the last starts after 0.9 s
 
 
+@pytest.mark.slow
 def test_imports_are_not_counted():
     assert run(hostile.Once(1.5), [{"value": 1}], seconds=0.5) == [2]
 
@@ -220,6 +221,7 @@ def test_rows_survive_workers_that_are_killed_from_outside():
     assert run(hostile.double, [{"value": value} for value in range(20)]) == [2 * value for value in range(20)]
 
 
+@pytest.mark.slow
 def test_rows_that_a_closed_pool_had_not_finished_are_run_by_the_next():
     pending = pool.submit(hostile.naps, [{"seconds": s} for s in (0.0, 0.5, 0.6, 0.7)], seconds=5.0)
     time.sleep(0.2)

@@ -216,6 +216,7 @@ def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplo
     assert "TimeoutError" in caplog.text
 
 
+@pytest.mark.slow
 def test_timed_verifiers_work_at_the_same_time(monkeypatch):
     verifier_failures.clear()
     monkeypatch.setattr(verifier, "_MOST_SECONDS", 1.0)

@@ -165,6 +165,7 @@ def test_output_ends_at_its_limit():
     assert run("print(1)", "", limits).stdout == "1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "ended", "least", "most"),
     [
@@ -300,6 +301,7 @@ def test_the_server_hears_no_signals_of_the_trainer():
     assert client._server._process.pid == server
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_server(monkeypatch):
     run("", "", LIMITS)
     server, found = client._server._process, []
@@ -330,6 +332,7 @@ def test_a_server_that_was_killed_is_started_again():
     assert run("print(2)", "", LIMITS).stdout == "2\n"
 
 
+@pytest.mark.slow
 @provocation("the trainer is killed while a program runs in the sandbox", "the program and its server end too")
 def test_a_program_ends_with_the_trainer(tmp_path):
     script = (

@@ -17,6 +17,7 @@ def test_the_defaults_are_right():
     check(composed())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "override, message",
     [

@@ -27,6 +27,7 @@ def row(override: str, message: str):
     return pytest.param(override.split("|"), message, marks=provocation(override.replace("|", " "), NAMED), id=override)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -73,6 +73,7 @@ def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
     )[torch.randperm(rows, generator=generator)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("group_size, left, right", [(2, 0, 0), (5, 3, 2), (32, 0, 4)])
 def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, group_size, left, right):
@@ -135,6 +136,7 @@ def test_all_rows_may_be_empty(policy):
     assert all(parameter.grad.count_nonzero() == 0 for parameter in policy.parameters())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["prompt once", "prompt copied later", "prompt copied"])
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "modules"])
 def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):

@@ -90,6 +90,7 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "temperature", "truncated", "stop"])
 def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
     sampling = Sampling(**PLAIN | OPTIONS[kind])
@@ -283,6 +284,7 @@ STEPS = pytest.mark.parametrize("copied", [0, 1 << 20], ids=["once per group", "
 SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy", "talking"])
 
 
+@pytest.mark.grid
 @STEPS
 @SAMPLINGS
 def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
@@ -295,6 +297,7 @@ def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
             slots.look(None)  # which shows that a look is noticed
 
 
+@pytest.mark.grid
 @STEPS
 @SAMPLINGS
 def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
@@ -320,6 +323,7 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
     assert int(expected[2].max()) > 5
 
 
+@pytest.mark.grid
 @STEPS
 @SAMPLINGS
 def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
@@ -335,6 +339,7 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
         assert torch.equal(slots.ids, expected)
 
 
+@pytest.mark.grid
 @STEPS
 @SAMPLINGS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
