@@ -626,14 +626,17 @@ def test_nothing_else_is_put_below_a_node_of_the_users(here):
     "refused by its key; allowed on the command line",
 )
 @pytest.mark.parametrize("name", ["directory", "save_dir"])
-@pytest.mark.parametrize("key", ["reward.mine.function", "data.train", "callbacks.mine"])
+@pytest.mark.parametrize("key", ["reward.mine.function", "data.train", "callbacks.mine", "callbacks.mine.options.0"])
 def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
-    *above, last = key.split(".")
+    *above, last = key.removesuffix(".options.0").split(".")
     config = {"run_dir": str(here / "run")}
     node = config
     for part in above:
         node = node.setdefault(part, {})
     node[last] = {"_target_": "brought_file.Logged", name: None}
+    if key.endswith(".options.0"):
+        node[last] = {"_target_": "brought_file.Logged", "options": [{name: None}]}
+        node, last = node[last]["options"], 0
     assert given.ungiven(config, []) == []  # of one's own
     node[last][name] = "../elsewhere"
     start.note_settings_from([str(here / "conf")])

@@ -12,12 +12,13 @@ from contextlib import ExitStack
 import pytest
 
 import grpo_lightning as grpo
+from grpo_lightning import start
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.distributed import caches
 from grpo_lightning.logger.mlflow import MLFlowLogger
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Limits
-from grpo_lightning.settings import ConfigError, check
+from grpo_lightning.settings import ConfigError, check, given
 from tests.support.composed import composed
 from tests.support.provocations import provocation
 
@@ -93,6 +94,73 @@ def test_arguments_have_names(target):
     config["callbacks"]["mine"] = {"_target_": target, "_args_": ["a", "b", "mysql+mine://x"]}
     with pytest.raises(ConfigError, match=r"callbacks\.mine\._args_: allowed are arguments by name"):
         check(config)
+
+
+@provocation(
+    "arguments by their place for the user's own code, in settings that the command brings along",
+    "refused by the key; in one's own settings allowed",
+)
+def test_arguments_of_the_users_code_have_names_in_brought_settings(tmp_path):
+    config = composed()
+    config["callbacks"]["mine"] = {"_target_": "tests.test_attacks_indirect.Kept", "_args_": ["../elsewhere"]}
+    check(config)
+    start.note_settings_from([str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"callbacks\.mine\._args_: allowed are arguments by name"):
+        check(config)
+
+
+class Kept:
+    """A class of the user's."""
+
+    def __init__(self, directory: str = "kept") -> None:
+        self.directory = directory
+
+
+JUDGE = {
+    "_target_": "grpo_lightning.reward.judge.ChatJudge",
+    "base_url": "https://theirs.example/v1",
+    "api_key_env": "OPENAI_API_KEY",
+    "cache": "../theirs/answers.jsonl",
+}
+
+
+@provocation(
+    "a reward whose name has dots, `a.function.reward.judge`, or any other key with dots or without letters, so that "
+    "what stands below it looks like what the user has said of a judge of his own, of which there is a copy",
+    "refused by the key",
+)
+@pytest.mark.parametrize("name", ["a.function.reward.judge", "", 0, None, 1.5])
+def test_keys_of_settings_have_no_dots(name):
+    own = {**JUDGE, "base_url": "http://127.0.0.1:8000/v1", "cache": "answers.jsonl"}
+    copied = {"function": {"_target_": "mine.x", "reward": {"judge": {"function": own}}}}
+    config = {"reward": {"judge": {"function": own}, "a": copied, name: {"function": JUDGE}}, "run_dir": "run"}
+    words = [f"reward.judge.function.{key}={own[key]}" for key in ("base_url", "cache")]
+    told = f"reward.{name}: {str(name)!r} is a key of settings; allowed is a text without '.'"
+    assert told in given.ungiven(config, words)
+    assert given.ungiven({**config, "reward": {"judge": {"function": own}, "a": copied}}, words) == []
+    config["reward"] = {"a": {"lists": [{name: {}}, {"b.c": 8}]}}
+    assert given.ungiven(config, []) == [told.replace(f"reward.{name}", f"reward.a.lists.0.{name}")]
+
+
+def test_a_strangers_reward_is_no_copy_of_the_users_judge(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    lines = {
+        "a": {
+            "_target_": "grpo_lightning.reward.Weighted",
+            "weight": 0.1,
+            "function": {
+                "_target_": "grpo_lightning.reward.format.format",
+                "_partial_": True,
+                "reward": {"judge": {"function": "${reward.judge.function}"}},
+            },
+        },
+        "a.function.reward.judge": {"_target_": "grpo_lightning.reward.Weighted", "weight": 1.0, "function": JUDGE},
+    }
+    (tmp_path / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{json.dumps({'reward': lines})}\n")
+    words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs", "reward=[accuracy,judge]")
+    own = ("base_url=http://127.0.0.1:8000/v1", "model=mine", "cache=answers.jsonl")
+    with pytest.raises(ConfigError, match=r"'a\.function\.reward\.judge' is a key of settings; allowed is a text wit"):
+        grpo.compose(*words, *(f"reward.judge.function.{word}" for word in own), run_dir=tmp_path / "run")
 
 
 @provocation("Lightning's own MLflow logger, which would ask git", "refused by its key")

@@ -19,7 +19,7 @@ from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.links import followed
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import leads_out, link_problem
+from grpo_lightning.settings.places import leads_out, link_problem, linked_part
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
@@ -532,6 +532,73 @@ def test_a_run_directory_elsewhere_is_no_link(tmp_path, monkeypatch):
     assert link_problem(home / "scratch" / "new") is None
     monkeypatch.setenv("HOME", str(theirs))
     assert link_problem(home / "scratch" / "new") is not None
+
+
+@provocation(
+    "a link of the user's own that leads to a link of a stranger's (`data` to `~/Downloads/theirs/latest`, which leads "
+    "to `~/.bashrc.d`), on the way to a run directory, a callback's directory, a judge's cache or the report's picture",
+    "refused in one sentence that names the stranger's link",
+)
+def test_ones_own_links_lead_through_no_link_of_a_stranger(tmp_path, monkeypatch):
+    home, theirs = tmp_path / "home", tmp_path / "home" / "Downloads" / "theirs"
+    for place in (home / ".bashrc.d", home / "project", theirs / "files", home / "Music"):
+        place.mkdir(parents=True)
+    (theirs / "latest").symlink_to("../../.bashrc.d")
+    (theirs / "inside").symlink_to("files")
+    (home / "music").symlink_to("Music")
+    for name, target in {
+        "data": theirs / "latest",
+        "twice": "data",
+        "by": "../music/../Downloads/theirs/new/../latest/../Music",
+        "files": theirs / "inside",
+    }.items():
+        (home / "project" / name).symlink_to(target)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "project")
+    for name in ("data", "data/x", "twice/x", "by", "by/x"):
+        for place in (Path(name), home / "project" / name):
+            assert linked_part(place) == theirs / "latest"
+            told = f"hydra.run.dir={place}: {theirs}/latest is a link to ../../.bashrc.d, through which is not written"
+            assert str(link_problem(place)).startswith(told)
+    for name in ("files", "files/x", "../music/x", "nothing/../files", "files/nothing/../x"):
+        assert linked_part(Path(name)) is None
+        assert link_problem(Path(name)) is None
+    assert linked_part(Path("new/../data")) == theirs / "latest"
+    node = {"_target_": "grpo_lightning.callbacks.Doctor", "directory": "data/x"}
+    told = f"callbacks.doctor.directory=data/x: {theirs}/latest is a link to ../../.bashrc.d, through which"
+    assert told in "".join(reach_problems({"run_dir": "runs/1", "callbacks": {"doctor": node}}))
+
+
+def test_links_that_nobody_can_follow_to_their_end_are_refused(tmp_path, monkeypatch):
+    home, theirs = tmp_path / "home", tmp_path / "theirs"
+    for place in (home, theirs):
+        place.mkdir()
+    monkeypatch.chdir(home)
+    (theirs / "a").symlink_to("b")
+    (theirs / "b").symlink_to("a")
+    assert linked_part(theirs / "a" / "x") == theirs / "a"
+    (home / "own").symlink_to(theirs / "a")
+    assert str(link_problem(home / "own" / "run")).startswith(f"hydra.run.dir={home}/own/run: {theirs}/a is a link")
+    (home / "long").symlink_to(theirs / "/".join(["deep" * 50] * 19))
+    (theirs / ("x" * 200)).symlink_to(f"{'y' * 200}/../" * 10 + "z")
+    (home / "over").symlink_to(theirs / ("x" * 200))
+    assert linked_part(home / "long" / ("end" * 90)) == home / "long"
+    for number in range(41):
+        (home / f"link{number}").symlink_to(f"link{number + 1}")
+    assert linked_part(home / "link0") is not None
+    assert linked_part(home / "link20") is None
+
+
+def test_links_of_the_administrator_are_followed(tmp_path, monkeypatch):
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
+    for place in (home, scratch, tmp_path / "disk3"):
+        place.mkdir()
+    (scratch / "me").symlink_to("../disk3")
+    monkeypatch.chdir(home)
+    for owner, user, is_followed in ((0, 1000, True), (0, 0, False), (1000, 1000, False), (1001, 1000, False)):
+        os.lchown(scratch / "me", owner, owner)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert (linked_part(scratch / "me" / "runs") is None) == is_followed
 
 
 def test_links_that_lead_nowhere_else_are_allowed(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _NO_LINK = (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
@@ -21,27 +22,53 @@ def followed(path: Path, *, within: Path | None = None) -> Path | None:
         within: A directory, with links followed, in which a way must not go up again or by a link that begins with
             ``/``: links on it may lead elsewhere later, and the way with them. None comes of one that does.
     """
+    here = Path("/")
+    try:
+        for place, name, target in steps(path):
+            is_inside = within is not None and place.is_relative_to(within)
+            if name == ".." and (is_inside or not place.is_dir()):
+                return None
+            if target and target.startswith("/") and is_inside:
+                return None
+            here = _next(place, name, target)
+    except OSError:
+        return None
+    return here
+
+
+def steps(path: Path) -> Iterator[tuple[Path, str, str | None]]:
+    """The names on the way along a path, also by its links, as directory with links followed, name, and link's target.
+
+    Raises:
+        OSError: A name cannot be looked at, or there are more links than Linux follows.
+    """
     names, here, links = str(path.absolute()).split("/")[::-1], Path("/"), 0
     while names:
         name = names.pop()
-        is_inside = within is not None and here.is_relative_to(within)
-        if name == ".." and is_inside:
-            return None
-        if name == ".." and not here.is_dir():
-            return None
-        if name in ("", ".", ".."):
-            here = here.parent if name == ".." else here
+        if name in ("", "."):
             continue
-        try:
-            target = os.readlink(here / name)
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                return None
-            here /= name
-            continue
-        links += 1
-        if links > _MAX_LINKS or (is_inside and target.startswith("/")):
-            return None
-        here = Path("/") if target.startswith("/") else here
-        names += target.split("/")[::-1]
-    return here
+        target = None if name == ".." else _target(here / name)
+        yield here, name, target
+        here = _next(here, name, target)
+        if target is not None:
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            names += target.split("/")[::-1]
+
+
+def _next(here: Path, name: str, target: str | None) -> Path:
+    """Where a step leads; a link's to where its target begins."""
+    if target is not None:
+        return Path("/") if target.startswith("/") else here
+    return here.parent if name == ".." else here / name
+
+
+def _target(path: Path) -> str | None:
+    """What a link names; None if a path is no link."""
+    try:
+        return os.readlink(path)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return None

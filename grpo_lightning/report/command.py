@@ -1,6 +1,7 @@
 """The command line of the report."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from grpo_lightning.report.plot import plot
 
             if part := linked_part(options.plot.parent):
-                told = f"{part} is a link in a folder, through which is not written; allowed is {part.resolve()} itself"
-                raise ReportError(f"--plot={options.plot}: {told}, if you know it")
+                told = (
+                    f"{part} is a link in a folder, through which is not written; allowed is {os.path.realpath(part)}"
+                )
+                raise ReportError(f"--plot={options.plot}: {told} itself, if you know it")
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(printable(str(error))))

@@ -17,7 +17,7 @@ from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.reach import ANSWERS, OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
-from grpo_lightning.settings.walk import each_target
+from grpo_lightning.settings.walk import each_target, key_problems
 from grpo_lightning.start import settings_from
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
@@ -48,6 +48,8 @@ def is_said(key: str) -> bool:
 
 def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> list[str]:
     """What settings say that only the user may say, and has not: it stands in a file, or comes from one.
+
+    With it come keys by which that could not be told.
 
     Args:
         config: Resolved settings.
@@ -80,7 +82,11 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
             found.append(printable(f"{key}={value}"))
     # The value itself is not said: it may be a secret.
     found += [printable(f"{key}=${{oc.env:…}}") for key in _sent(config, drawn) if not _is_given(config, key, given)]
-    return [f"{key} stands in a file; allowed is to give it on the command line, or to compose" for key in found]
+    told = [
+        f"{key} stands in a file; allowed is to give it on the command line, or to compose"
+        for key in dict.fromkeys(found)
+    ]
+    return [*key_problems(config), *told]
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:
@@ -103,7 +109,8 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
         names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
         above = {".".join(original[:count]): ".".join(names[count:]) for count in range(1, len(original))}
         is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
-        if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
+        copied = _at(config, original[:-1])
+        if is_set and copied is not None and copied == _at(config, parts[:-1]):
             return True
     return key in given
 
@@ -178,17 +185,13 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if target.endswith(".ChatJudge"):
             names = (ANSWERS,)
         elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
-            names = (*OWN_DIRECTORIES, *_WRITTEN)
+            below = [pair for name in (*OWN_DIRECTORIES, *_WRITTEN) for pair in _nodes(node, name, key)]
             # It would make texts of numbers and null.
-            yield from ((f"{key}.{name}", node[name]) for name in names if not isinstance(node.get(name, ""), str))
+            yield from ((place, value) for place, value in below if not isinstance(value, str) or _leaves(run, value))
+            names = ()
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
-        for name in names:
-            value = node.get(name)
-            if isinstance(run, str) and isinstance(value, str):
-                places = Path(value), Path(value).expanduser()  # some parts replace a "~", to others it is a directory
-                if not all(is_in(place, Path(run)) for place in places):
-                    yield f"{key}.{name}", value
+        yield from ((f"{key}.{name}", node[name]) for name in names if _leaves(run, node.get(name)))
         if node.get(_ARTIFACTS) is not None:
             yield f"{key}.{_ARTIFACTS}", node[_ARTIFACTS]
         store = node.get(_TRACKING)
@@ -197,6 +200,14 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         is_known = store and (store in (STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
         if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
+
+
+def _leaves(run: Any, value: Any) -> bool:
+    """Whether a text names a place outside of the run directory."""
+    if not isinstance(run, str) or not isinstance(value, str):
+        return False
+    places = Path(value), Path(value).expanduser()  # some parts replace a "~", to others it is a directory
+    return not all(is_in(place, Path(run)) for place in places)
 
 
 def _is_of_this_machine(address: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning import start
-from grpo_lightning.output.links import followed
+from grpo_lightning.output.links import followed, steps
 from grpo_lightning.output.terminal import printable
 
 
@@ -89,12 +89,13 @@ def link_problem(directory: Path, *more: str) -> str | None:
     if part := linked_part(directory):
         return printable(
             f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-            f"stranger may have made it; allowed is {part.resolve()} itself, if you know it"
+            f"stranger may have made it; allowed is {os.path.realpath(part)} itself, if you know it"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
+        place = os.path.realpath(directory)
         return printable(
-            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {directory.resolve()} "
-            "itself, if you know it, or a link in the directory of the start to an empty directory or a run's"
+            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {place} itself, if you "
+            "know it, or a link in the directory of the start to an empty directory or a run's"
         )
     try:
         written = list(_written(directory, more))
@@ -120,26 +121,32 @@ def link_problem(directory: Path, *more: str) -> str | None:
 
 
 def linked_part(path: Path, *homes: Path) -> Path | None:
-    """The part of a path that is a link out of the folder that it lies in, where a stranger may have made it.
+    """The link on the way along a path that leads out of the folder that it lies in, where a stranger may have made it.
 
-    Links of the user's own lie in the directory of the start, in the home directory, and in what these lie in; anything
-    else may have been unpacked.
+    Links of the user's own lie in the directory of the start, in the home directory, and in what these lie in; those of
+    the administrator belong to him. Anything else may have been unpacked, also what a link of the user's leads through.
 
     Args:
         path: The path.
         homes: Directories in which no link is followed at any rate.
 
     Returns:
-        The link; None if there is none.
+        The link, by where it lies with links followed; None if there is none.
     """
     own = [start.place(), *filter(None, [followed(Path(os.path.expanduser("~")))])]
     inside = [followed(home) for home in homes]
-    for part in (path.absolute(), *path.absolute().parents):
-        found = followed(part.parent) if part.is_symlink() else None
-        is_own = found is not None and any(place.is_relative_to(found) for place in own)
-        is_inside = any(home is None or (found and found.is_relative_to(home)) for home in inside)
-        if part.is_symlink() and (is_inside or not is_own) and leads_out(part, part.parent):
-            return part
+    last = None
+    try:
+        for place, name, target in steps(path):
+            if target is None:
+                continue
+            last = place / name
+            is_own = any(known.is_relative_to(place) for known in own) or 0 == last.lstat().st_uid != os.geteuid()
+            is_inside = any(home is None or place.is_relative_to(home) for home in inside)
+            if (is_inside or not is_own) and leads_out(last, place):
+                return last
+    except OSError:
+        return last  # beyond which nobody can look
     return None
 
 

@@ -66,7 +66,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
-    known = [part for run in runs for part in (run.absolute(), *run.absolute().parents)]
+    known = [linked_part(run) for run in runs]
     kept = [(f"{key}.{ANSWERS}", node.get(ANSWERS)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
@@ -74,7 +74,7 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
         if part is not None and part not in known:
             yield printable(
                 f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-                f"stranger may have made it; allowed is {part.resolve()} itself, if you know it"
+                f"stranger may have made it; allowed is {os.path.realpath(part)} itself, if you know it"
             )
 
 

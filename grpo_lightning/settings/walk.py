@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from grpo_lightning.output.terminal import printable
+
 PARTS = (
     *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "optimizer", "policy"),
     *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
@@ -27,6 +29,17 @@ def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 def every_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The same, with copies of whole parts at each of their places: what a target is called with may differ there."""
     yield from _targets(config, {})
+
+
+def key_problems(node: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that hold more than a name, so that what stands below would be taken for what stands at another place."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        is_name = isinstance(node, list) or (isinstance(key, str) and key != "" and "." not in key)
+        if not is_name and isinstance(value, Mapping | list):
+            yield printable(f"{name}: {str(key)!r} is a key of settings; allowed is a text without '.'")
+        yield from key_problems(value, name)
 
 
 def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
