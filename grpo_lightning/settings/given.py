@@ -109,8 +109,7 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
         names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
         above = {".".join(original[:count]): ".".join(names[count:]) for count in range(1, len(original))}
         is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
-        copied = _at(config, original[:-1])
-        if is_set and copied is not None and copied == _at(config, parts[:-1]):
+        if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
             return True
     return key in given
 

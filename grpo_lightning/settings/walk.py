@@ -31,15 +31,9 @@ def every_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
     yield from _targets(config, {})
 
 
-def key_problems(node: Any, prefix: str = "") -> Iterator[str]:
+def key_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that hold more than a name, so that what stands below would be taken for what stands at another place."""
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        is_name = isinstance(node, list) or (isinstance(key, str) and key != "" and "." not in key)
-        if not is_name and isinstance(value, Mapping | list):
-            yield printable(f"{name}: {str(key)!r} is a key of settings; allowed is a text without '.'")
-        yield from key_problems(value, name)
+    yield from _unnamed(config, {key: part for key, part in config.items() if key in PARTS})
 
 
 def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -55,6 +49,16 @@ def _targets(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[
         yield prefix, node
     for key, value in _children(node, prefix, parts):
         yield from _targets(value, parts, key)
+
+
+def _unnamed(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in node if isinstance(node, Mapping) else ():
+        is_name = isinstance(key, str) and key != "" and "." not in key
+        if not is_name and isinstance(node[key], Mapping | list):
+            where = f"{prefix}.{key}" if prefix else key
+            yield printable(f"{where}: {str(key)!r} is a key of settings; allowed is a text without '.'")
+    for key, value in _children(node, prefix, parts):
+        yield from _unnamed(value, parts, key)
 
 
 def _children(node: Any, prefix: str, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
