@@ -288,6 +288,8 @@ def test_no_directory_of_a_callback_lies_behind_a_strangers_link(tmp_path, monke
     for place in ("theirs/run/foo/answers.jsonl", "~/theirs/run/foo/answers.jsonl"):
         own = judge | {"_target_": "mine.Judge", "cache": place}
         assert len(list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": own}}}))) == 1
+        server = {"_target_": "mine.Server", "directory": place}
+        assert len(list(reach_problems({"run_dir": "runs/x", "sampler": server}))) == 1
         found = list(reach_problems({"run_dir": "runs/x", "reward": {"mine": {"function": judge | {"cache": place}}}}))
         assert [text.partition(": ")[0] for text in found] == [f"reward.mine.function.cache={place}"]
     linked = {"run_dir": "theirs/run/foo", "callbacks": {"export": kind | {"directory": "theirs/run/foo/export"}}}

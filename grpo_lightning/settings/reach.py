@@ -13,7 +13,7 @@ from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
 OWN_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
-_WRITING = ("callbacks", "logger", "trainer")
+_WRITING = ("callbacks", "logger", "sampler", "trainer")
 ANSWERS = "cache"
 """Where a judge's answers are kept."""
 _NAMES = ("filename", "filename_suffix")
