@@ -96,6 +96,16 @@ def test_what_of_the_environment_is_sent_only_the_user_says(words, key, monkeypa
     assert refused(config, words, drawn=keys) == []
 
 
+def test_whoever_gives_a_list_gives_what_stands_in_it_and_no_mapping_s_numbers(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    file = (*NEAR, "+reward.judge.function.request={0: '${oc.env:HF_TOKEN}', stop: ['${oc.env:HF_TOKEN}']}")
+    config, keys = from_environment(*file)
+    numbered, listed = (f"reward.judge.function.request.{key}=${{oc.env:…}}" for key in ("0", "stop.0"))
+    assert refused(config, ["reward.judge.function.request={b: 1}"], drawn=keys) == [numbered, listed]
+    assert refused(config, ["reward.judge.function.request={stop: [x]}"], drawn=keys) == [numbered]
+    assert refused(config, ["reward.judge.function.request.stop=[x]"], drawn=keys) == [numbered]
+
+
 def test_what_the_environment_chooses_comes_from_it_as_a_whole(monkeypatch):
     monkeypatch.setenv("KIND", "one")
     config, keys = from_environment(*NEAR, "+m.one=x", "reward.judge.function.rubric='${m.${oc.env:KIND}}'")

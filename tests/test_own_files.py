@@ -585,6 +585,9 @@ def test_links_that_nobody_can_follow_to_their_end_are_refused(tmp_path, monkeyp
     (theirs / ("x" * 200)).symlink_to(f"{'y' * 200}/../" * 10 + "z")
     (home / "over").symlink_to(theirs / ("x" * 200))
     assert linked_part(home / "long" / ("end" * 90)) == home / "long"
+    (home / "theirs").symlink_to(theirs)
+    assert linked_part(home / "theirs" / "x") is None
+    assert linked_part(home / "theirs" / "x", theirs / "a") == home / "theirs"  # a run that is nobody knows where
     for number in range(41):
         (home / f"link{number}").symlink_to(f"link{number + 1}")
     assert linked_part(home / "link0") is not None

@@ -102,8 +102,9 @@ def is_whole(text: str) -> bool:
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
     """Whether an override sets a dotted key, a mapping above it with its name in it, or what all there is a copy of."""
-    key = re.sub(r"(\.\d+)+$", "", key)  # whoever gives a list gives what stands in it
     parts = key.split(".")
+    while isinstance(_at(config, parts[:-1]), list):  # whoever gives a list gives what stands in it
+        parts.pop()
     for begin in range(len(parts) - 1):
         original = parts[begin:]
         names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
@@ -111,7 +112,7 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
         is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
         if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
             return True
-    return key in given
+    return ".".join(parts) in given
 
 
 def _below(word: str) -> set[str]:
