@@ -642,6 +642,10 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     start.note_settings_from([str(here / "conf")])
     told = f"{key}.{name}=../elsewhere stands in a file; allowed is to give it on the command line, or to compose"
     assert given.ungiven(config, []) == [told]
+    if key == "callbacks.mine":  # below two nodes of the user's
+        assert given.ungiven(
+            config | {"callbacks": {"mine": {"_target_": "brought_file.Kept", "a": node[last]}}}, []
+        ) == [told.replace(key, f"{key}.a")]
     assert given.ungiven(config, [f"{key}.{name}=../elsewhere"]) == []
     node[last][name] = str(here / "run" / "kept")
     assert given.ungiven(config, []) == []
