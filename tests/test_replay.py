@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 import grpo_lightning as grpo
+from grpo_lightning import start as starting
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.recording import files
 from grpo_lightning.replay.__main__ import main, replay
@@ -242,7 +244,7 @@ def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
 
 @provocation(
     "a stranger's run directory is replayed whose overrides name a file that has come with it",
-    "refused by its key, unless the command names it",
+    "refused by its key, unless the command trusts it, or names it and it lies in the directory of the start itself",
 )
 def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -264,9 +266,42 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
         ):
             scored(*words)
     assert not (tmp_path / "HIT").exists()
+    named = "reward.custom.function._target_=shared.evil.score"
+    with pytest.raises(ValueError, match=r"shared is a folder, and may have come with the settings in .*/shared; if"):
+        scored(named)
+    assert not (tmp_path / "HIT").exists()
     scored("trusted=[shared]")
     (tmp_path / "HIT").unlink()
-    for name in ("shared", "shared.evil"):
-        sys.modules.pop(name)
-    scored("reward.custom.function._target_=shared.evil.score")
+    (tmp_path / "mine.py").write_text((run / "evil.py").read_text())
+    scored("reward.custom.function._target_=mine.score")
     assert (tmp_path / "HIT").exists()
+
+
+@provocation(
+    "a stranger's run directory is replayed with a function of the user's own file, of which the run's overrides name "
+    "another member, a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by their place",
+    "refused by its key",
+)
+def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting, "START", tmp_path)
+    run, own = tmp_path / "theirs" / "run", "reward.mine.function"
+    (run / ".hydra").mkdir(parents=True)
+    (tmp_path / "replayed_file.py").write_text(
+        "import subprocess\n\n\nclass Tool(subprocess.Popen):\n    pass\n\n\nclass Logged:\n"
+        "    def __init__(self, directory='scored'):\n        pass\n\n    def __call__(self, completions):\n"
+        "        return [1.0]\n\n\ndef score(completions):\n    return [1.0]\n"
+    )
+    reward = "{_target_: grpo_lightning.reward.Weighted, weight: 1.0, function: {_target_: replayed_file.%s%s}}"
+    mine = [f"+reward.own={reward % ('score', ', _partial_: true')}"]
+    for name, more, told in (
+        ("Tool", ", args: [touch, HIT]", "replayed_file.Tool: is a kind of subprocess.Popen"),
+        ("Logged", ", directory: ../elsewhere", rf"{own}\.directory=../elsewhere stands in a file"),
+        ("Logged", ", _args_: [../elsewhere]", rf"{own}\._args_: allowed are arguments by name"),
+        ("Logged", "", None),
+    ):
+        (run / ".hydra" / "overrides.yaml").write_text(json.dumps([f"+reward.mine={reward % (name, more)}"]))
+        with pytest.raises(ValueError, match=told) if told else nullcontext():
+            config, build = recalled(run, mine, ["reward"])
+            build("reward", config["reward"])
+    assert not (tmp_path / "HIT").exists()

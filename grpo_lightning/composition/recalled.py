@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning import settings
+from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
@@ -35,7 +35,8 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     """Some parts of the settings of the run in a directory, with overrides, and what builds objects from them.
 
     What the run's own settings trusted is not trusted here, nor are files of the user's that they name, which may have
-    come with the run: ``trusted=[…]`` among ``overrides`` is what counts.
+    come with the run: ``trusted=[…]`` among ``overrides`` is what counts. Of a file that ``overrides`` name, the run's
+    settings may say what those may that a command brings along.
 
     Args:
         directory: A run directory, of which ``.hydra/overrides.yaml`` is read.
@@ -59,6 +60,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
         config = {name: _plain(cfg, name) for name in (*parts, "trusted")}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
+    start.note_settings_from([str(directory)])  # they may be a stranger's, as those that a command brings along
     check_trust(config | {"run_dir": str(directory)}, overrides, drawn=drawn(cfg, config))
     _, trusted = trust.packages(config)
     if untrusted := [name for _, name in trust.targets(config) if not trust.may_name(str(name), trusted)]:
