@@ -205,8 +205,8 @@ def test_files_in_the_directory_itself_need_no_word(name, here):
         with pytest.raises(ConfigError) as caught:
             grpo.compose(*words, run_dir=here / "run")
         assert caught.value.problems == (
-            f"reward.custom.function._target_={name}.score: {top} is a folder, and may have come with the settings in "
-            f"{here}/conf; if you know it, allowed is trusted=[{top}] on the command line",
+            f"reward.custom.function._target_={name}.score: {top} is a folder, or lies in one, and may have come with "
+            f"the settings in {here}/conf; if you know it, allowed is trusted=[{top}] on the command line",
         )
         assert top not in sys.modules
         words = (*words, f"trusted=[{top}]")

@@ -1,11 +1,13 @@
 """A checkpoint's state of the optimizer is taken over only where it fits the weights."""
 
 import copy
+from collections import OrderedDict
 
 import bitsandbytes as bnb
 import pytest
 import torch
 
+from grpo_lightning.checkpoint.io import read
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from tests.support.provocations import provocation
 from tests.support.running import small_run
@@ -89,3 +91,33 @@ def test_a_run_does_not_go_on_with_such_state(tmp_path):
     torch.save(content, file)
     with pytest.raises(ValueError, match="does not fit the weights: exp_avg of the 0th"):
         small_run(tmp_path, "steps=2", "checkpoint=last")
+
+
+@provocation(
+    "a checkpoint with sparse, nested or quantized tensors, whose indices torch does not look at: as a number of the "
+    "optimizer's, `eps`, one would have a step write anywhere in memory",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("place", ["eps", "key", "deep"])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (torch.sparse_coo_tensor(torch.tensor([[9]]), torch.ones(1), (2,), check_invariants=False), "torch.sparse_coo"),
+        (torch.zeros(2, 2).to_sparse_csr(), "torch.sparse_csr"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "NestedTensor"),
+        (torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), "quantized"),
+    ],
+    ids=["coo", "csr", "nested", "jagged", "quantized"],
+)
+def test_tensors_of_a_checkpoint_are_dense(value, kind, place, mmap, tmp_path):
+    recursive = [torch.zeros(2)]
+    recursive.append(recursive)
+    content = {"step": {"completed": 1}, "again": recursive}
+    torch.save(content, tmp_path / "last.ckpt")
+    assert read(tmp_path / "last.ckpt", mmap=mmap)["step"] == {"completed": 1}
+    others = {"eps": {"param_groups": [{"eps": value}]}, "key": {value: 1}, "deep": ({"a": OrderedDict(x=value)},)}
+    torch.save(content | {"others": others[place]}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=rf"last\.ckpt' holds a tensor that is {kind}, whose indices could lead"):
+        read(tmp_path / "last.ckpt", mmap=mmap)

@@ -147,6 +147,25 @@ def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
 
 
 @provocation(
+    "a stranger's checkpoint is exported with a policy of the user's own, `policy._target_=mine.load`, for which it "
+    "has a `directory`, or arguments by their place",
+    "asks for them by their keys",
+)
+def test_a_checkpoint_says_not_where_the_users_code_writes():
+    for more, key in (
+        ({"directory": "../.bashrc.d"}, "directory"),
+        ({"options": [{"save_dir": 7}]}, "options.0.save_dir"),
+        ({"_args_": ["../x"]}, "_args_.0"),
+    ):
+        with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value"):
+            own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], lambda key: "mine.load")
+    given = ["policy._target_=mine.load", "policy.directory=here"]
+    taken = own_settings(recorded(policy=LOADED | {"directory": "../x"}), given, lambda key: key)
+    assert taken["policy"]["directory"] == "policy.directory"
+    assert own_settings(recorded(policy=LOADED | {"directory": "x"}), [], nothing)["policy"]["directory"] == "x"
+
+
+@provocation(
     "`checkpoint=theirs.ckpt policy.trust_remote_code=true`, which says itself where that code lies",
     "asks for `policy.path`, too",
 )

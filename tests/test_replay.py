@@ -267,7 +267,9 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
             scored(*words)
     assert not (tmp_path / "HIT").exists()
     named = "reward.custom.function._target_=shared.evil.score"
-    with pytest.raises(ValueError, match=r"shared is a folder, and may have come with the settings in .*/shared; if"):
+    with pytest.raises(
+        ValueError, match=r"shared is a folder, or lies in one, and may have come with the settings in .*/shared; if"
+    ):
         scored(named)
     assert not (tmp_path / "HIT").exists()
     scored("trusted=[shared]")

@@ -13,6 +13,7 @@ from grpo_lightning.reward.engine import pool
 from grpo_lightning.sandbox import client
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings.rewards import reward_problems
 from tests.support.composed import composed
 from tests.support.provocations import provocation
 from tests.support.sandboxed import SETTINGS, without_landlock
@@ -88,6 +89,25 @@ def test_the_share_of_the_tests_that_pass(text, score):
 def test_all_or_nothing():
     assert scored(RIGHT, all_or_nothing=True) == 1.0
     assert scored("print(4)", all_or_nothing=True) == 0.0
+
+
+@provocation(
+    "settings of a reward that have completions of their own, programs, which would run before the sandbox was tried",
+    "nothing runs while settings are checked",
+)
+def test_settings_have_no_completions(monkeypatch):
+    ran = []
+    monkeypatch.setitem(code.__globals__, "run", lambda *program: ran.append(program))
+    node = {
+        "_target_": "grpo_lightning.reward.code.code",
+        "_partial_": True,
+        "completions": [fenced(RIGHT)],
+        **SETTINGS,
+    }
+    assert list(reward_problems(node | {"tests": [DOUBLES]}, "reward.code.function")) == []
+    [told] = reward_problems(node | {"tests": [DOUBLES], "seconds": 0}, "reward.code.function")
+    assert told.startswith("reward.code.function.seconds=0: allowed is")
+    assert ran == []
 
 
 def test_completions_have_tests_of_their_own():

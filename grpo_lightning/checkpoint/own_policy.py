@@ -8,6 +8,7 @@ from typing import Any
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.terminal import one_line
+from grpo_lightning.settings.given import PLACES
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
@@ -111,11 +112,14 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
             f"its {part} was built by {listed}; allowed without "
             f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
         )
+    is_foreign = own.get("_target_") not in targets
     for key, value in leaves.items():
         if key in given:
             continue
-        if isinstance(value, str) and (value == _REDACTED or "${" in value):
-            raise ValueError(f"its {one_line(key)} is {one_line(value)}; allowed is {one_line(key)}=… with the value")
+        is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
+        if is_place or (isinstance(value, str) and (value == _REDACTED or "${" in value)):
+            told = one_line(str(value))
+            raise ValueError(f"its {one_line(key)} is {told}; allowed is {one_line(key)}=… with the value")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

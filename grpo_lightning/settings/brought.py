@@ -52,6 +52,6 @@ def refusal(key: str, name: str) -> str:
     """What is said of a path that `may_be_brought` forbids."""
     top, places = name.partition(".")[0], ", ".join(start.settings_from())
     return (
-        f"{key}={name}: {top} is a folder, and may have come with the settings in {places}; if you know it, allowed is "
-        f"trusted=[{top}] on the command line"
+        f"{key}={name}: {top} is a folder, or lies in one, and may have come with the settings in {places}; if you "
+        f"know it, allowed is trusted=[{top}] on the command line"
     )

@@ -47,6 +47,8 @@ def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
+    if inspect.isfunction(function):  # whose columns no settings give: it would score completions of theirs
+        given = {name: value for name, value in given.items() if name not in columns}
     try:
         function(**{**columns, **given})
     except TypeError:
