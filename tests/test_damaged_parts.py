@@ -134,6 +134,24 @@ def test_no_other_metadata_is_read_where_the_first_one_cannot_be(written, tmp_pa
     assert not mark.exists()
 
 
+@provocation("a checkpoint in parts, of which one holds sparse or nested tensors beside the weights", "is not read")
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, 2).to_sparse(), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])]
+)
+def test_what_lies_beside_the_weights_is_dense(value, written):
+    torch.save([{"eps": value}], written / "code.distcp")
+
+    def change(described):
+        for index, place in described.storage_data.items():
+            if isinstance(described.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                place.relative_path, place.offset = "code.distcp", 0
+                place.length = (written / "code.distcp").stat().st_size
+
+    assert parts.problem(written) is None
+    changed(written, change)
+    assert "holds a tensor that is " in str(parts.problem(written))
+
+
 @provocation(
     "a directory of parts that cannot be listed (mode 0311, as unpacked), with code in `__0.metadata`",
     "refused; nothing ran",

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -534,6 +535,31 @@ def test_a_run_directory_elsewhere_is_no_link(tmp_path, monkeypatch):
     assert link_problem(home / "scratch" / "new") is None
     monkeypatch.setenv("HOME", str(theirs))
     assert link_problem(home / "scratch" / "new") is not None
+
+
+@provocation(
+    "a callback's `directory` or a judge's `cache` that is no text but what a function of the user's makes of one",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    ("key", "node"),
+    [
+        (
+            "callbacks.export",
+            {"_target_": "grpo_lightning.callbacks.export.Export", "directory": {"_target_": "mine.f"}},
+        ),
+        ("callbacks.doctor", {"_target_": "grpo_lightning.callbacks.doctor.Doctor", "directory": ["a"]}),
+        ("reward.a.function", {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": {"_target_": "mine.f"}}),
+    ],
+)
+def test_places_are_texts(key, node):
+    name = [*node][-1]
+    first, *others = key.split(".")
+    config: dict[str, Any] = {first: {others[0]: {"function": node} if others[1:] else node}}
+    [told] = reach_problems(config)
+    assert told == f"{key}.{name}={node[name]}: allowed is text"
+    node = node | {name: None}
+    assert list(reach_problems({first: {others[0]: {"function": node} if others[1:] else node}})) == []
 
 
 @provocation(

@@ -281,7 +281,7 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
 
 @provocation(
     "a stranger's run directory is replayed with a function of the user's own file, of which the run's overrides name "
-    "another member, a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by their place",
+    "another member, such as a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by place",
     "refused by its key",
 )
 def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, monkeypatch):
@@ -297,10 +297,11 @@ def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, mon
     reward = "{_target_: grpo_lightning.reward.Weighted, weight: 1.0, function: {_target_: replayed_file.%s%s}}"
     mine = [f"+reward.own={reward % ('score', ', _partial_: true')}"]
     for name, more, told in (
-        ("Tool", ", args: [touch, HIT]", "replayed_file.Tool: is a kind of subprocess.Popen"),
+        ("Tool", ", args: [touch, HIT]", "replayed_file.Tool stands in the run's settings only"),
         ("Logged", ", directory: ../elsewhere", rf"{own}\.directory=../elsewhere stands in a file"),
         ("Logged", ", _args_: [../elsewhere]", rf"{own}\._args_: allowed are arguments by name"),
-        ("Logged", "", None),
+        ("Logged", "", "replayed_file.Logged stands in the run's settings only"),
+        ("score", ", _partial_: true", None),
     ):
         (run / ".hydra" / "overrides.yaml").write_text(json.dumps([f"+reward.mine={reward % (name, more)}"]))
         with pytest.raises(ValueError, match=told) if told else nullcontext():

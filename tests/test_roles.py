@@ -1,8 +1,11 @@
 """Every part stands in its own place in the settings, and only functions that are meant for it are called later."""
 
+from typing import Any
+
 import pytest
 
-from grpo_lightning.reward.engine.weighted import arguments
+from grpo_lightning.environment.call import taken
+from grpo_lightning.reward.engine.weighted import PerCompletion, arguments
 from grpo_lightning.reward.length import length
 from grpo_lightning.settings.allowlist import CALLED, LIBRARIES, OWN, PLACES
 from grpo_lightning.settings.roles import part_of, role_problems
@@ -140,3 +143,22 @@ def test_columns_are_no_settings_of_functions_of_this_package():
     known = {"completions": ["a"], "target": [7]}
     assert arguments(length, known) == (["target"], {"completions": ["a"]})
     assert arguments(mine, known) == ([], known)
+
+
+@provocation(
+    "a data set with a column `directory`, `dirpath`, `log_dir` or `save_dir`, where a reward or environment of the "
+    "user's own has such an argument with a default",
+    "the default holds",
+)
+@pytest.mark.parametrize("name", ["directory", "events_directory", "dirpath", "log_dir", "save_dir"])
+def test_columns_say_not_where_something_is_written(name):
+    space: dict[str, Any] = {"__name__": "mine"}
+    exec(f"def mine(completions, answer=None, {name}='scored', **more): return {name}", space)
+    exec(f"def asks(completions, {name}): return {name}", space)
+    exec(f"def each(completion, {name}='scored'): return {name}", space)
+    known = {"completions": ["a"], "answer": ["b"], name: ["../.bashrc.d"], "other": [1]}
+    assert arguments(space["mine"], known) == ([], {"completions": ["a"], "answer": ["b"], "other": [1]})
+    assert arguments(space["asks"], known) == ([], {"completions": ["a"], name: ["../.bashrc.d"]})
+    assert arguments(PerCompletion(space["each"]), known) == ([], {"completions": ["a"]})
+    assert PerCompletion(space["each"])(completions=["a"], **{name: ["../x"]}) == ["scored"]
+    assert taken(space["mine"], ["completions", name]) == ([], ["completions"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
@@ -77,7 +76,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
-    if kind := _not_dense(checkpoint):
+    if kind := parts.not_dense(checkpoint):
         raise ValueError(
             f"checkpoint={str(path)!r} holds a tensor that is {kind}, whose indices could lead beyond its memory; "
             "allowed are dense ones"
@@ -135,26 +134,6 @@ def module_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in state.get("adapted", {}).items()
     }
     return {"varying": state.get("varying", values), "carried": state.get("carried", state.get("surplus"))}
-
-
-def _not_dense(content: Any) -> str | None:
-    """What a tensor is that is not a dense one of torch's own; None if all are."""
-    seen, left = set[int](), [content]
-    while left:
-        node = left.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, Tensor):
-            if type(node) not in (Tensor, torch.nn.Parameter):
-                return type(node).__name__
-            if node.layout != torch.strided or node.is_quantized or node.is_nested:
-                return "quantized" if node.is_quantized else "nested" if node.is_nested else str(node.layout)
-        if isinstance(node, Mapping):
-            left += [*node.keys(), *node.values()]
-        elif isinstance(node, list | tuple | set | frozenset):
-            left += node
-    return None
 
 
 def _shape(file: Path) -> str:

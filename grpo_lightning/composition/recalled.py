@@ -22,8 +22,8 @@ from grpo_lightning.settings.suggestions import explain, known_keys
 
 _NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted)\b")
 
-_NAMED = re.compile(r"""_target_['"]?\s*[=:]\s*['"]?(\w+)""")
-"""Finds the packages and files that an override names, in ``x._target_=mine.f`` and ``x={_target_: mine.f}``."""
+_NAMED = re.compile(r"""_target_['"]?\s*[=:]\s*['"]?([\w.]+)""")
+"""Finds the paths that an override names, in ``x._target_=mine.f`` and ``x={_target_: mine.f}``."""
 
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 
@@ -82,12 +82,12 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
 
 def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuse a file of the user's that only the run's own settings name."""
+    """Refuse what a file of the user's has that only the run's own settings name."""
     top = target.partition(".")[0]
     if (
         top in ("grpo_lightning", *trusted)
         or not trust.is_of_user(top)
-        or any(top in _NAMED.findall(word) for word in overrides)
+        or any(target in _NAMED.findall(word) for word in overrides)
     ):
         return
     raise ConfigError([f"{key}={target} stands in the run's settings only; allowed is trusted=[{top}], if you know it"])

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
 from grpo_lightning.distributed.reading import no_pickles, weights_only
@@ -133,6 +134,32 @@ def _by_value(member: Enum, protocol: Any) -> tuple[type, tuple[Any]]:
     return type(member), (member.value,)
 
 
+def not_dense(content: Any) -> str | None:
+    """What a tensor is that is not a dense one of torch's own; None if all are.
+
+    Torch does not look at the indices of others, which could lead beyond their memory.
+
+    Args:
+        content: Of a checkpoint: tensors, plain values, and mappings and lists of these.
+    """
+    seen, left = set[int](), [content]
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Tensor):
+            if type(node) not in (Tensor, torch.nn.Parameter):
+                return type(node).__name__
+            if node.layout != torch.strided or node.is_quantized or node.is_nested:
+                return "quantized" if node.is_quantized else "nested" if node.is_nested else str(node.layout)
+        if isinstance(node, Mapping):
+            left += [*node.keys(), *node.values()]
+        elif isinstance(node, list | tuple | set | frozenset):
+            left += node
+    return None
+
+
 def problem(directory: Path) -> str | None:
     """What is wrong with a directory of parts, to be read behind its name; None if nothing is.
 
@@ -188,7 +215,9 @@ def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any
         if kind is _Bytes:
             with path.open("rb") as file:
                 file.seek(offset)
-                torch.load(io.BytesIO(file.read(length)), weights_only=True)
+                content = torch.load(io.BytesIO(file.read(length)), weights_only=True)
+            if found := not_dense(content):
+                return f"holds a tensor that is {found} in {name}, whose indices could lead beyond its memory"
     except FileNotFoundError:
         return f"lacks {name}"
     except pickle.UnpicklingError:

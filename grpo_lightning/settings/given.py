@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_lightning.allowed import DIRECTORIES
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
@@ -21,8 +22,6 @@ from grpo_lightning.settings.walk import each_target, key_problems
 from grpo_lightning.start import settings_from
 
 _WORDS = "GRPO_LIGHTNING_GIVEN"
-PLACES: tuple[str, ...] = (*OWN_DIRECTORIES, "dirpath", "log_dir", "save_dir")
-"""Names of what the user's own code may write to, too."""
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
 _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
@@ -186,7 +185,7 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if target.endswith(".ChatJudge"):
             names = (ANSWERS,)
         elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
-            below = [pair for name in PLACES for pair in _nodes(node, name, key)]
+            below = [pair for name in DIRECTORIES for pair in _nodes(node, name, key)]
             # It would make texts of numbers and null.
             yield from ((place, value) for place, value in below if not isinstance(value, str) or _leaves(run, value))
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):

@@ -61,6 +61,10 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in (("run_dir", run), *_own_directories(config)):
         if is_url(value):
             yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
+    for key, node in each_target(config):
+        for name in (*OWN_DIRECTORIES, ANSWERS) if str(node["_target_"]).startswith("grpo_lightning.") else ():
+            if isinstance(node.get(name), Mapping | list):  # what it makes is not known before
+                yield printable(f"{key}.{name}={node[name]}: allowed is text")
     yield from _linked(config, [Path(run)] if isinstance(run, str) else [])
 
 
