@@ -188,6 +188,8 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             below = [pair for name in DIRECTORIES for pair in _nodes(node, name, key)]
             # It would make texts of numbers and null.
             yield from ((place, value) for place, value in below if not isinstance(value, str) or _leaves(run, value))
+            caches = list(_nodes(node, ANSWERS, key))  # some are switched on and off
+            yield from ((place, value) for place, value in caches if _leaves(run, value) or isinstance(value, Mapping))
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         yield from ((f"{key}.{name}", node[name]) for name in names if _leaves(run, node.get(name)))
