@@ -236,6 +236,8 @@ def score(completions, weight=1.0):
 
 
 half = functools.partial(score, weight=0.5)
+hiding = functools.update_wrapper(functools.partial(operator.attrgetter("run")), score)
+wrapping = functools.update_wrapper(functools.partial(score, weight=0.5), score)
 
 
 class Scorer:
@@ -326,6 +328,7 @@ class Module(GRPOLightningModule):
                 "absolute",
                 "called",
                 "partial",
+                "hiding",
                 "Logger",
                 "made",
                 "Kept",
@@ -337,7 +340,7 @@ class Module(GRPOLightningModule):
                 "cached",
             )
         ),
-        *((name, True, True) for name in ("score", "half", "kept", "Scorer", "scorer")),
+        *((name, True, True) for name in ("score", "half", "wrapping", "kept", "Scorer", "scorer")),
         *((name, True, True) for name in ("Stop", "Own", "Network", "Module", "Loss")),
     ],
 )

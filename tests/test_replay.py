@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -218,6 +219,42 @@ def test_the_command_answers_at_once_where_there_is_nothing_to_replay(tmp_path):
     assert done.returncode == 1
     assert " torch\n" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith("has no recorded rollouts; a run with callbacks=rollouts records them")
+
+
+@provocation(
+    "a replay with a reward in a file of the user's, beside which a folder of the same name, or one called like a "
+    "library that is not installed, was unpacked",
+    "the file is found in the working directory, also by `python -P -m`, and the folder is not taken for it",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["-P"], []], ids=["-P", "plain"])
+def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
+    grpo.compose(*COMMON, "steps=1", run_dir=tmp_path / "run").fit()
+    (tmp_path / "run" / ".hydra").mkdir(exist_ok=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(json.dumps([*COMMON]))
+    (tmp_path / "replayed_mine.py").write_text("def score(completions, **_):\n    return [0.25 for _ in completions]\n")
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("open('HIT', 'w')\n")
+    words = ["reward=[custom]", "reward.custom.function._target_=replayed_mine.score", "reward.custom.timeout=20"]
+
+    def replayed():
+        return subprocess.run(
+            [sys.executable, *flags, "-m", "grpo_lightning.replay", "run", *words],
+            cwd=tmp_path,
+            env=dict(os.environ, PYTHONPATH=str(ROOT)),
+            capture_output=True,
+            text=True,
+        )
+
+    done = replayed()
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"reward/custom +- +0\.25\b", done.stdout)
+    (tmp_path / "replayed_mine").mkdir()
+    (tmp_path / "replayed_mine" / "__init__.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    pass\n")
+    done = replayed()
+    assert done.returncode == 1
+    assert "replayed_mine is a folder, or lies in one, and may have come with the settings in run" in done.stderr
+    assert not (tmp_path / "HIT").exists()
 
 
 @provocation("a stranger's run directory is replayed whose overrides trust or name code", "refused by its key")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning import start
+from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.recording import files
 
@@ -82,4 +83,8 @@ def _chosen(steps: str, known: dict[int, Path]) -> list[int]:
 
 if __name__ == "__main__":
     last_through_closed_pipes()
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory, where only what settings name is found from now on
+    start.START = Path.cwd().resolve()
+    fresh.protect_processes()
     main()

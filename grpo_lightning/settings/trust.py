@@ -204,7 +204,10 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
     A file may import anything: ``my_rewards.sympify`` after ``from sympy import sympify`` is sympy's.
     """
     top, own = home.partition(".")[0], f"{home}.{getattr(found, '__qualname__', '')}"
-    if inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__"):
+    # A partial may say of itself that it is of any file.
+    is_hiding = isinstance(found, functools.partial) and start.settings_from() and top not in trusted
+    is_routine = inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__")
+    if is_routine and not is_hiding:
         if is_of_user(top, trusted):
             return True
         if is_of_library(own):
