@@ -663,6 +663,22 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
         assert f"{key}.{name}={value} stands in a file" in given.ungiven(config, [])[0]
 
 
+@provocation(
+    "settings that the command brings along whose `trainer.strategy` a function of the user's makes, which could be "
+    "the text `deepspeed`",
+    "refused by its key; allowed on the command line",
+)
+def test_a_strategy_of_the_users_is_said_by_the_user(here):
+    config = {"run_dir": "run", "trainer": {"strategy": {"_target_": "brought_file.clean", "text": "deepspeed"}}}
+    assert given.ungiven(config, []) == []
+    start.note_settings_from([str(here / "conf")])
+    told = "trainer.strategy._target_ stands in a file; allowed is to give it on the command line, or to compose"
+    assert given.ungiven(config, []) == [told]
+    assert given.ungiven(config, ["trainer.strategy._target_=brought_file.clean"]) == []
+    config["trainer"]["strategy"]["_target_"] = "grpo_lightning.distributed.strategies.ReplicatedStrategy"
+    assert given.ungiven(config, []) == []
+
+
 def test_groups_that_are_brought_along_say_no_more(here):
     (here / "conf" / "logger").mkdir()
     (here / "conf" / "logger" / "own.yaml").write_text("own: {_target_: lightning.pytorch.loggers.CSVLogger}\n")
