@@ -80,11 +80,11 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
     for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
             found.append(printable(f"{key}={value}"))
-    strategy = _at(config, ["trainer", "strategy", "_target_"])
-    if (
-        settings_from() and strategy is not None and not is_of_library(str(strategy))
-    ):  # it may make a text of Lightning's
-        found += [key for key in ("trainer.strategy._target_",) if not _is_given(config, key, given)]
+    key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
+    strategy = _at(config, key.split("."))
+    is_own = strategy is not None and not is_of_library(str(strategy))
+    if is_own and settings_from() and not _is_given(config, key, given):
+        found.append(key)
     # The value itself is not said: it may be a secret.
     found += [printable(f"{key}=${{oc.env:…}}") for key in _sent(config, drawn) if not _is_given(config, key, given)]
     told = [
