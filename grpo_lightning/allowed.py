@@ -14,7 +14,9 @@ MODULES_OF_PEFT = ("megatron_config", "megatron_core")
 REPLY_ROLES = ("user", "tool")
 """Who may reply to a model."""
 
-DIRECTORIES = ("directory", "events_directory", "dirpath", "log_dir", "save_dir")
+CACHE = "cache"
+"""An argument that says where answers are kept, or whether."""
+PLACES = ("directory", "events_directory", "dirpath", "log_dir", "save_dir", CACHE)
 """Arguments that say where something is written, which is the user's to say."""
 
 

@@ -664,6 +664,79 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
 
 
 @provocation(
+    "settings that the command brings along with a `directory` among the `kwargs` that an environment hands on to a "
+    "function of the user's own",
+    "refused by its key; allowed on the command line",
+)
+def test_what_is_handed_on_to_the_users_code_writes_nowhere_else(here):
+    handed = {"directory": "../elsewhere", "more": [{"cache": "../x"}], "title": "../x"}
+    make = {"_target_": "brought_file.make", "_partial_": True}
+    function = {"_target_": "grpo_lightning.environment.gymnasium.Gymnasium", "make": make, "kwargs": handed}
+    config = {"run_dir": str(here / "run"), "environment": {"function": function}}
+    assert given.ungiven(config, []) == []
+    start.note_settings_from([str(here / "conf")])
+    names = ["environment.function.kwargs.directory=../elsewhere", "environment.function.kwargs.more.0.cache=../x"]
+    assert [told.partition(" stands in a file")[0] for told in given.ungiven(config, [])] == names
+    assert given.ungiven(config, names) == []
+    function["kwargs"] = {"directory": str(here / "run" / "games")}
+    assert given.ungiven(config, []) == []
+
+
+WRITES = """
+def note(text: str, directory: str = "notes") -> str:
+    \"\"\"Keep a text.
+
+    Args:
+        text: What to keep.
+        directory: Where.
+    \"\"\"
+    return text
+
+
+def kept(completions, save_dir):
+    return [0.0] * len(completions)
+"""
+
+
+@provocation(
+    "settings that the command brings along which hand a function of the user's own with a `directory` to the model as "
+    "a tool, or to the data as a reward",
+    "refused by its key; allowed are a place on the command line and `trusted=[…]`",
+)
+@pytest.mark.parametrize(
+    ("lines", "key", "place", "name", "who"),
+    [
+        (
+            "defaults: [override /environment: tools]\nenvironment: {function: {tools: [brought_notes.note]}}\n",
+            "environment.function.tools.0",
+            "directory",
+            "note",
+            "the model",
+        ),
+        (REWARD.replace("NAME.score", "brought_notes.kept"), "reward.custom.function", "save_dir", "kept", "the data"),
+    ],
+    ids=["tool", "reward"],
+)
+def test_neither_a_model_nor_data_say_where_the_users_code_writes(lines, key, place, name, who, here):
+    (here / "brought_notes.py").write_text(WRITES)
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
+    with pytest.raises(ConfigError) as caught:
+        grpo.compose(*words, run_dir=here / "run")
+    assert caught.value.problems[0] == (
+        f"{key}: {place} of brought_notes.{name} would be said by {who}, which may be a stranger's as the settings "
+        f"that the command brings along; allowed is {key}.{place}=… or trusted=[brought_notes] on the command line"
+    )
+    told = []
+    for word in ("trusted=[brought_notes]", f"+{key}.{place}={here}/run"):
+        try:
+            grpo.compose(*words, word, run_dir=here / "run")
+        except ConfigError as error:  # a reward asks the data for the rest
+            told += [problem for problem in error.problems if "would be said" in problem]
+    assert told == []
+
+
+@provocation(
     "settings that the command brings along whose `trainer.strategy` a function of the user's makes, which could be "
     "the text `deepspeed`",
     "refused by its key; allowed on the command line",

@@ -13,6 +13,7 @@ from tests.support.provocations import provocation
 from tests.support.running import small_run
 
 ADAMW = torch.optim.AdamW, {"fused": True}
+AVERAGES = {"betas": (0.9, 0.999, 0.9999)}
 
 
 def stepped(kind, options, *shapes):
@@ -36,6 +37,9 @@ def stepped(kind, options, *shapes):
         (torch.optim.Adagrad, {}),
         (torch.optim.Adafactor, {}),
         (bnb.optim.AdamW8bit, {}),
+        (bnb.optim.AdEMAMix, AVERAGES),
+        (bnb.optim.AdEMAMix8bit, AVERAGES),
+        (bnb.optim.Lion8bit, {}),
     ],
 )
 def test_its_own_state_is_taken_over(kind, options):
@@ -70,6 +74,10 @@ def test_its_own_state_is_taken_over(kind, options):
         (bnb.optim.AdamW8bit, {}, "absmax1", torch.zeros(31)),
         (bnb.optim.AdamW8bit, {}, "qmap2", torch.zeros(255)),
         (bnb.optim.AdamW8bit, {}, "absmax2", torch.zeros(32, dtype=torch.float16)),
+        (bnb.optim.AdEMAMix, AVERAGES, "state1", torch.zeros(64, 128)),
+        (bnb.optim.AdEMAMix, AVERAGES, "state2", torch.zeros(2, 64, 128)),
+        (bnb.optim.AdEMAMix8bit, AVERAGES, "absmax1", torch.zeros(63)),
+        (bnb.optim.AdEMAMix8bit, AVERAGES, "absmax2", torch.zeros(31)),
     ],
 )
 def test_state_of_another_size_is_refused(kind, options, name, value):

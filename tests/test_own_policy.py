@@ -148,7 +148,7 @@ def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
 
 @provocation(
     "a stranger's checkpoint is exported with a policy of the user's own, `policy._target_=mine.load`, for which it "
-    "has a `directory`, or arguments by their place",
+    "has a `directory` or `cache`, or arguments by their place",
     "asks for them by their keys",
 )
 def test_a_checkpoint_says_not_where_the_users_code_writes():
@@ -156,6 +156,7 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
         ({"directory": "../.bashrc.d"}, "directory"),
         ({"options": [{"save_dir": 7}]}, "options.0.save_dir"),
         ({"_args_": ["../x"]}, "_args_.0"),
+        ({"cache": "../.bashrc.d/x"}, "cache"),
     ):
         with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value"):
             own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], lambda key: "mine.load")

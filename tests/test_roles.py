@@ -146,17 +146,20 @@ def test_columns_are_no_settings_of_functions_of_this_package():
 
 
 @provocation(
-    "a data set with a column `directory`, `dirpath`, `log_dir` or `save_dir`, where a reward or environment of the "
-    "user's own has such an argument with a default",
+    "a data set with a column `cache`, `directory`, `dirpath`, `log_dir` or `save_dir`, where a reward or environment "
+    "of the user's own has such an argument with a default, or hands on all that it is given",
     "the default holds",
 )
-@pytest.mark.parametrize("name", ["directory", "events_directory", "dirpath", "log_dir", "save_dir"])
+@pytest.mark.parametrize("name", ["directory", "events_directory", "dirpath", "log_dir", "save_dir", "cache"])
 def test_columns_say_not_where_something_is_written(name):
     space: dict[str, Any] = {"__name__": "mine"}
     exec(f"def mine(completions, answer=None, {name}='scored', **more): return {name}", space)
     exec(f"def asks(completions, {name}): return {name}", space)
     exec(f"def each(completion, {name}='scored'): return {name}", space)
+    exec("def hands_on(completions, **more): return mine(completions=completions, **more)", space)
     known = {"completions": ["a"], "answer": ["b"], name: ["../.bashrc.d"], "other": [1]}
+    assert arguments(space["hands_on"], known) == arguments(space["mine"], known)
+    assert taken(space["hands_on"], ["completions", name]) == ([], ["completions"])
     assert arguments(space["mine"], known) == ([], {"completions": ["a"], "answer": ["b"], "other": [1]})
     assert arguments(space["asks"], known) == ([], {"completions": ["a"], name: ["../.bashrc.d"]})
     assert arguments(PerCompletion(space["each"]), known) == ([], {"completions": ["a"]})

@@ -16,6 +16,8 @@ _FUSED = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 _BLOCK = 256
 """Weights that share one ``absmax`` in bitsandbytes."""
 _SIZES = {"qmap": 256, "gnorm_vec": 100}
+_DOUBLE = "AdEMAMix"
+"""The class of bitsandbytes whose first state holds two averages, one below the other."""
 
 
 def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
@@ -43,11 +45,12 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
 def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     named = [number for group in state["param_groups"] for number in group["params"]]
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    averages = 2 if any(kind.__name__ == _DOUBLE for kind in type(optimizer).__mro__) else 1
     for number, weight in zip(named, weights, strict=False):  # torch refuses other numbers of them
         content = state["state"].get(number, {})
         for parts in (content, *(part for part in content.values() if isinstance(part, Mapping))):
             for name, value in parts.items():
-                if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts):
+                if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts, averages):
                     raise ValueError(
                         f"the checkpoint's state of the optimizer does not fit the weights: {str(name)[:40]} of the "
                         f"{number}th, {tuple(weight.shape)}, is {value.dtype} of {tuple(value.shape)}; allowed is a "
@@ -55,16 +58,17 @@ def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
                     )
 
 
-def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any]) -> bool:
+def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any], averages: int) -> bool:
     if value.layout != torch.strided or value.is_quantized or value.is_meta or not value.is_contiguous():
         return False
-    kind = name.rstrip("12")
+    kind, held = name.rstrip("12"), averages if name.endswith("1") else 1
     if kind == "state":
         first = parts.get("state1")
         is_known = value.dtype in (torch.uint8, torch.float32) and isinstance(first, Tensor)
-        return is_known and value.shape == weight.shape and value.dtype == first.dtype  # type: ignore[union-attr]
+        shape = weight.shape if held == 1 else (held, *weight.shape)
+        return is_known and value.shape == shape and value.dtype == first.dtype  # type: ignore[union-attr]
     if kind == "absmax":
-        return value.dtype == torch.float32 and value.numel() * _BLOCK >= weight.numel()
+        return value.dtype == torch.float32 and value.numel() >= held * -(-weight.numel() // _BLOCK)
     if kind == "step" or kind in ("max", "new_max", "unorm_vec"):
         return value.numel() == 1
     if kind in _SIZES:

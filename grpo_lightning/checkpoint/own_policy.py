@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import DIRECTORIES
+from grpo_lightning.allowed import PLACES
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.terminal import one_line
@@ -116,7 +116,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        is_place = is_foreign and not {*DIRECTORIES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
+        is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
         if is_place or (isinstance(value, str) and (value == _REDACTED or "${" in value)):
             told = one_line(str(value))
             raise ValueError(f"its {one_line(key)} is {told}; allowed is {one_line(key)}=… with the value")

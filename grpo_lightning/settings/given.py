@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_lightning.allowed import DIRECTORIES
+from grpo_lightning.allowed import CACHE, PLACES
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.reach import ANSWERS, OWN_DIRECTORIES, is_in
+from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import each_target, key_problems
 from grpo_lightning.start import settings_from
@@ -31,6 +31,8 @@ _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+_HANDED = "kwargs"
+"""A setting of `grpo_lightning.environment.gymnasium.Gymnasium`: what it hands on to ``make``."""
 _OWN = ("grpo_lightning.callbacks.", "grpo_lightning.logger.")
 _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
 """What sends values of its settings to other machines."""
@@ -188,13 +190,11 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, node in each_target(config):
         target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):
-            names = (ANSWERS,)
+            names = (CACHE,)
         elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
-            below = [pair for name in DIRECTORIES for pair in _nodes(node, name, key)]
-            # It would make texts of numbers and null.
-            yield from ((place, value) for place, value in below if not isinstance(value, str) or _leaves(run, value))
-            caches = list(_nodes(node, ANSWERS, key))  # some are switched on and off
-            yield from ((place, value) for place, value in caches if _leaves(run, value) or isinstance(value, Mapping))
+            yield from _named(node, key, run)
+        elif settings_from() and isinstance(node.get(_HANDED), Mapping):  # to code that may be the user's
+            yield from _named(node[_HANDED], f"{key}.{_HANDED}", run)
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         yield from ((f"{key}.{name}", node[name]) for name in names if _leaves(run, node.get(name)))
@@ -206,6 +206,18 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         is_known = store and (store in (STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
         if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
+
+
+def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
+    """What could say, anywhere below a node, where code of the user's writes."""
+    for name in PLACES:
+        for place, value in _nodes(node, name, key):
+            if isinstance(value, str):
+                is_free = not _leaves(run, value)
+            else:  # the code would make texts of numbers and null; some caches are switched on and off
+                is_free = name == CACHE and not isinstance(value, Mapping)
+            if not is_free:
+                yield place, value
 
 
 def _leaves(run: Any, value: Any) -> bool:

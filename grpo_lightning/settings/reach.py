@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from grpo_lightning.allowed import CACHE
 from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
@@ -14,8 +15,6 @@ from grpo_lightning.settings.walk import each_target
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
 OWN_DIRECTORIES: tuple[str, ...] = ("directory", "events_directory")
 _WRITING = ("callbacks", "logger", "sampler", "trainer")
-ANSWERS = "cache"
-"""Where a judge's answers are kept."""
 _NAMES = ("filename", "filename_suffix")
 _BELOW = dict.fromkeys(("CSVLogger", "TensorBoardLogger"), ("name", "version", "sub_dir"))
 """Logger -> what it appends to ``save_dir``."""
@@ -62,7 +61,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if is_url(value):
             yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
     for key, node in each_target(config):
-        for name in (*OWN_DIRECTORIES, ANSWERS) if str(node["_target_"]).startswith("grpo_lightning.") else ():
+        for name in (*OWN_DIRECTORIES, CACHE) if str(node["_target_"]).startswith("grpo_lightning.") else ():
             if isinstance(node.get(name), Mapping | list):  # what it makes is not known before
                 yield printable(f"{key}.{name}={node[name]}: allowed is text")
     yield from _linked(config, [Path(run)] if isinstance(run, str) else [])
@@ -71,7 +70,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
     known = [linked_part(run) for run in runs]
-    kept = [(f"{key}.{ANSWERS}", node.get(ANSWERS)) for key, node in each_target(config)]
+    kept = [(f"{key}.{CACHE}", node.get(CACHE)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)

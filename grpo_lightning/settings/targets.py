@@ -1,11 +1,11 @@
 """What a ``_target_`` may name, and which arguments it takes."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from inspect import Signature
+from inspect import Parameter, Signature
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from grpo_lightning.allowed import MODULES_OF_PEFT
+from grpo_lightning.allowed import MODULES_OF_PEFT, PLACES
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
@@ -47,6 +47,8 @@ def target_problems(
         return
     except Unreadable:
         return
+    if settings_from() and not is_of_library(name) and name.partition(".")[0] not in trusted:
+        yield from _open_places(node, key, name, parameters)
     missing = [
         parameter.name
         for parameter in parameters.values()
@@ -62,6 +64,19 @@ def target_problems(
     given = {argument: value for argument, value in node.items() if not argument.startswith("_")}
     ruled = {argument for argument in given if _has_rule(key, argument)}
     yield from argument_problems(Signature(list(parameters.values())), given, key, name, ruled=ruled)
+
+
+def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mapping[str, Parameter]) -> Iterator[str]:
+    """The arguments by which a row or a model would say where code of the user's writes, in a stranger's settings."""
+    is_tool = ".tools." in key
+    for place in PLACES:
+        parameter = parameters.get(place)
+        if parameter is not None and place not in node and (is_tool or parameter.default is parameter.empty):
+            yield (
+                f"{key}: {place} of {name} would be said by {'the model' if is_tool else 'the data'}, which may be a "
+                f"stranger's as the settings that the command brings along; allowed is {key}.{place}=… or "
+                f"trusted=[{name.partition('.')[0]}] on the command line"
+            )
 
 
 def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
