@@ -654,7 +654,7 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     assert given.ungiven(config, []) == []
     node[last]["cache"] = True
     assert given.ungiven(config, []) == []
-    for value in ("../answers.jsonl", {"_target_": "brought_file.score"}):
+    for value in ("../answers.jsonl", {"_target_": "brought_file.score"}, ["../x"]):
         node[last]["cache"] = value
         assert f"{key}.cache={value} stands in a file" in given.ungiven(config, [])[0]
     del node[last]["cache"]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -435,6 +436,10 @@ def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
 
 def test_shipped_weights_are_found_inside_a_package():
     assert resolve("pkg://grpo_lightning/policy").endswith("grpo_lightning/policy")
+    for name in ("antigravity", "nobody", "os.path", ""):
+        with pytest.raises(ValueError, match="allowed is pkg://PACKAGE/FOLDER with an installed package"):
+            resolve(f"pkg://{name}/x")
+    assert "antigravity" not in sys.modules
     assert resolve("some/dir") == "some/dir"
 
 

@@ -76,9 +76,10 @@ def alone(tmp_path_factory):
     ],
 )
 def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, processes, more):
-    finish(start(processes, tmp_path, trainer, {name: [*run, *SMALL, *more] for name, run in RUNS.items()}))
+    names = RUNS if trainer != "cpu" and processes == 2 and not more else ("grpo", "dapo", "episodes")
+    finish(start(processes, tmp_path, trainer, {name: [*RUNS[name], *SMALL, *more] for name in names}))
     dead = 0
-    for name in RUNS:
+    for name in names:
         lines, checkpoint, summary = outcome(tmp_path, name)
         expected, whole, told = outcome(alone, name)
         assert [line["texts"] for line in lines] == [line["texts"] for line in expected]

@@ -375,10 +375,20 @@ def test_the_sandbox_is_tried():
     check()
 
 
+@provocation(
+    "a machine on which the sandbox does not hold, and programs that the user's own code runs in it, of which settings "
+    "say nothing",
+    "it is tried before the first program of each process, which is not run",
+)
 def test_what_a_program_in_it_could_is_named(monkeypatch):
+    client.close()
     monkeypatch.setattr(client, "_ATTEMPTS", "import OUTSIDE".replace("OUTSIDE", "os\nprint('fork', sep=', ')#"))
     with pytest.raises(Unavailable, match="does not hold on this machine; a program in it could, or ended with: fork"):
         check()
+    with pytest.raises(Unavailable, match="does not hold on this machine"):
+        run("import os; os.write(1, b'ran')", "", LIMITS)
+    monkeypatch.undo()
+    assert run("print(7)", "", LIMITS).stdout == "7\n"
 
 
 NOBODY = 65534

@@ -1,6 +1,7 @@
 """One job of the command line: its settings are checked, then it runs in a process of its own and is accounted for."""
 
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -85,8 +86,7 @@ def _hydra_job(cfg: DictConfig) -> float:
     def execute() -> float:
         activity.note(started=now(), choices=choices)
         use_private_cache()
-        with signals.importing():
-            from grpo_lightning import run as _  # noqa: F401
+        _load()
         run = made(
             cfg,
             overrides=overrides,
@@ -206,7 +206,18 @@ def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:
     sys.exit(1)
 
 
+def _load() -> None:
+    """Import what a run needs; nothing of it is ever garbage, in which Python would look for some meanwhile."""
+    gc.disable()
+    try:
+        with signals.importing():
+            from grpo_lightning import run  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _load_once() -> None:
     """Import what every job of a sweep needs, unless a GPU's library could be set up by it, which no fork survives."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
-        from grpo_lightning import run  # noqa: F401
+        _load()

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -222,15 +222,18 @@ def without_dropout(model: Any) -> None:
 
 
 def resolve(path: str) -> str:
-    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package.
+    """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package, unimported.
 
     Raises:
-        ValueError: As `local_or_hub`.
+        ValueError: As `local_or_hub`, or there is no such package.
     """
     if not path.startswith(_SHIPPED):
         return local_or_hub(path, "policy.path")
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
-    return str(files(package).joinpath(folder))
+    spec = find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"policy.path={printable(path)}: allowed is pkg://PACKAGE/FOLDER with an installed package")
+    return os.path.join(spec.submodule_search_locations[0], folder)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def run(text: str, stdin: str, limits: Limits) -> Outcome:
         What it printed and how it ended; no program makes this raise.
 
     Raises:
-        Unavailable: The machine has no sandbox. Nothing was run.
+        Unavailable: The machine has no sandbox, or one that does not hold. Nothing was run.
     """
     with _lock:
         for start in range(_STARTS):
@@ -68,8 +68,14 @@ def check() -> None:
     Raises:
         Unavailable: The sandbox cannot be had, or something was possible.
     """
+    run("", "", _FOR_ATTEMPTS)
+
+
+def _check(server: "_Server") -> None:
+    """Have a program attempt what it must not be able to do, before any other is run."""
     with tempfile.NamedTemporaryFile() as outside:
-        outcome = run(_ATTEMPTS.replace("OUTSIDE", repr(outside.name)), "", _FOR_ATTEMPTS)
+        text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
+        outcome = server.run(_encoded(text), b"", _FOR_ATTEMPTS)
     if outcome.stdout != "none\n" or not outcome.is_well:
         found = (outcome.stdout or outcome.stderr)[-300:].strip() or f"{outcome.ended}, status {outcome.code}"
         raise Unavailable(f"the sandbox does not hold on this machine; a program in it could, or ended with: {found}")
@@ -209,7 +215,13 @@ class _Server:
 def _started() -> _Server:
     global _server
     if _server is None:
-        _server = _Server()
+        server = _Server()
+        try:
+            _check(server)
+        except BaseException:
+            server.end()
+            raise
+        _server = server
     return _server
 
 

@@ -215,7 +215,7 @@ def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(value, str):
                 is_free = not _leaves(run, value)
             else:  # the code would make texts of numbers and null; some caches are switched on and off
-                is_free = name == CACHE and not isinstance(value, Mapping)
+                is_free = name == CACHE and isinstance(value, bool | None)
             if not is_free:
                 yield place, value
 

@@ -80,7 +80,7 @@ def packages(config: Mapping[str, Any]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def may_read(path: str, trusted: Collection[str] = ()) -> bool:
-    """Whether ``pkg://package/folder`` names a package that may be imported to find the folder."""
+    """Whether ``pkg://package/folder`` names a package of which weights may be read."""
     package = path.removeprefix(PACKAGE).partition("/")[0]
     return package == "grpo_lightning" or package in trusted
 
