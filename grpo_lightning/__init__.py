@@ -51,7 +51,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if sys.flags.safe_path and sys.argv[:1] == ["-m"]:  # python -P -m grpo_lightning.report
+def _is_started() -> bool:
+    """Whether this is ``python -m grpo_lightning.report`` or its like, of which nothing is imported yet but this."""
+    words = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    is_module = sys.argv[:1] == ["-m"]
+    return is_module and any(one[:1] == "-" and one[-1:] == "m" and two.startswith(__name__) for one, two in words)
+
+
+if _is_started():
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory: a folder there may be called as a package that libraries look for
     from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here
 
     leave_here()

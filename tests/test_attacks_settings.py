@@ -12,13 +12,14 @@ import pytest
 from omegaconf import OmegaConf
 
 import grpo_lightning as grpo
+from grpo_lightning import start
 from grpo_lightning.composition.hydra_settings import problems, script_problems
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.logger.wandb import WandbLogger
 from grpo_lightning.policy import hf
 from grpo_lightning.recording import files
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.places import entry_problem, link_problem
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
 from tests.test_attacks import REFUSED, begun
@@ -283,6 +284,31 @@ def test_lightning_writes_through_no_link_inside(tmp_path):
     (tmp_path / "l" / "v" / "hparams.yaml").symlink_to("../../mine")
     with pytest.raises(ConfigError, match=r"logger\.x: .*hparams\.yaml is a link that leads elsewhere"):
         check(composed("logger=[]", f"+logger.x={CSV}", f"run_dir={tmp_path}"))
+
+
+@provocation(
+    "`hydra.run.dir=~/.bashrc.d`, whose files shells run, or a hidden directory in it, or one of Python's packages",
+    "refused in one sentence before a file is written, if files of others lie there",
+)
+@pytest.mark.parametrize("name", [".bashrc.d", ".config/bash.d", "lib/site-packages", "lib/dist-packages/x"])
+def test_nothing_is_put_beside_files_that_programs_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / name
+    is_python = "packages" in name
+    assert (entry_problem(place) is None) == (not is_python)
+    place.mkdir(parents=True)
+    assert (entry_problem(place) is None) == (not is_python)
+    (place / "mine.sh").write_text("")
+    told = f"hydra.run.dir={place}: a hidden directory with files that are no run's, or one of Python's packages; "
+    assert str(entry_problem(place)).startswith(told)
+    (tmp_path / "link").symlink_to(place)
+    assert str(entry_problem(tmp_path / "link")).startswith(told.replace(str(place), str(tmp_path / "link")))
+    assert (entry_problem(place / "run") is None) == (not is_python)
+    (place / ".hydra").mkdir()  # of a run
+    assert (entry_problem(place) is None) == (not is_python)
+    monkeypatch.setattr(start, "START", place)
+    (place / ".hydra").rmdir()
+    assert (entry_problem(place) is None) == (not is_python)  # whoever starts there means it
 
 
 @provocation("W&B's folders of a stranger's run directory, in which a link leads out of it", "refused in one sentence")

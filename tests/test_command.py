@@ -9,6 +9,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.output import redaction
+from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.terminal import sentence
 from tests.support.provocations import provocation
 
 
@@ -44,6 +47,29 @@ def test_a_shell_without_escapes_reads_one_word():
     line = continue_command([], Path("/d"), checkpoint="/a\x01'; echo run #\\'b'.ckpt")
     assert shlex.split(line)[-1].startswith("$checkpoint=")  # for which $'…' is no quoting either
     assert subprocess.run(["sh", "-c", f": {line}"], capture_output=True, timeout=60).stdout == b""
+
+
+@provocation(
+    "settings or a checkpoint of a stranger's with a `token` made of quotes, which would be taken out of the command "
+    "that a message offers, and a checkpoint of his called `$(touch x).ckpt`",
+    "the quotes stay; the whole name is one word",
+)
+@pytest.mark.parametrize(
+    "token", ["'\"'\"'", "'checkpoint='\"'\"'/d/", ": python train.py 'check", "'/d/", "$(", "(touch"]
+)
+def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {token})
+    line = continue_command([], tmp_path, checkpoint="/d/$(touch x).ckpt")
+    told = sentence(ValueError(f"is continued by: {line}"))
+    assert hide(told) == told
+    subprocess.run(["bash", "-c", told.rpartition(" by: ")[2]], cwd=tmp_path, capture_output=True, timeout=60)
+    assert not any(tmp_path.iterdir())
+
+
+def test_secrets_in_a_command_are_hidden_in_quotes(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {"abcd"})
+    line = continue_command(["x.name=1abcd2"], Path("/d"))
+    assert line == "python train.py 'x.name=1<redacted>2' hydra.run.dir=/d checkpoint=last"
 
 
 def test_what_named_the_old_run_is_left_out():

@@ -102,8 +102,8 @@ def test_a_run_does_not_go_on_with_such_state(tmp_path):
 
 
 @provocation(
-    "a checkpoint with sparse, nested or quantized tensors, whose indices torch does not look at: as a number of the "
-    "optimizer's, `eps`, one would have a step write anywhere in memory",
+    "a checkpoint with sparse, nested or quantized tensors, whose indices torch does not look at, or with tensors "
+    "whose numbers share memory: as a number of the optimizer's, `eps`, one would have a step write anywhere in memory",
     "refused in one sentence",
 )
 @pytest.mark.parametrize("mmap", [False, True])
@@ -116,16 +116,25 @@ def test_a_run_does_not_go_on_with_such_state(tmp_path):
         (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
         (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "NestedTensor"),
         (torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), "quantized"),
+        (torch.zeros(1).expand(3), "overlapping itself"),
+        (torch.zeros(8).as_strided((3, 4), (2, 1)), "overlapping itself"),
     ],
-    ids=["coo", "csr", "nested", "jagged", "quantized"],
+    ids=["coo", "csr", "nested", "jagged", "quantized", "expanded", "overlapping"],
 )
 def test_tensors_of_a_checkpoint_are_dense(value, kind, place, mmap, tmp_path):
     recursive = [torch.zeros(2)]
     recursive.append(recursive)
-    content = {"step": {"completed": 1}, "again": recursive}
+    dense = [
+        torch.ones(3, 4).T,
+        torch.ones(3, 1, 4).transpose(0, 2),
+        torch.ones(0, 3),
+        torch.ones(6)[::2],
+        torch.ones(()),
+    ]
+    content = {"step": {"completed": 1}, "again": recursive, "dense": dense}
     torch.save(content, tmp_path / "last.ckpt")
     assert read(tmp_path / "last.ckpt", mmap=mmap)["step"] == {"completed": 1}
     others = {"eps": {"param_groups": [{"eps": value}]}, "key": {value: 1}, "deep": ({"a": OrderedDict(x=value)},)}
     torch.save(content | {"others": others[place]}, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=rf"last\.ckpt' holds a tensor that is {kind}, whose indices could lead"):
+    with pytest.raises(ValueError, match=rf"last\.ckpt' holds a tensor that is {kind}, which could lead"):
         read(tmp_path / "last.ckpt", mmap=mmap)

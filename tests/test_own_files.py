@@ -711,6 +711,13 @@ OUTSIDE = [
         "logger.tensorboard.filename_suffix=/../../x",
         "logger.tensorboard.filename_suffix=/../../x: allowed is a name without '..'",
     ),
+    *(
+        (
+            f"logger.tensorboard.filename_suffix={value}",
+            f"logger.tensorboard.filename_suffix={value}: allowed is a text without '.', but for .grpo at its end",
+        )
+        for value in (".vim", ".grpo.vim", "a.pth")
+    ),
     (
         "+callbacks.a={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: vic}",
         "callbacks.a.dirpath=vic: allowed is a directory in run_dir=",

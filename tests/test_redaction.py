@@ -56,6 +56,14 @@ def test_passwords_in_addresses_and_private_keys_are_hidden():
     assert hide(f"<{key}>") == f"<{HIDDEN}>"
 
 
+def test_quotes_of_secrets_stay_where_they_are():
+    remember({"token": "ab'cd\"ef\\gh$ij`k", "tokens": ["'\"'\"'", "no quotes"]})
+    assert hide("<ab'cd\"ef\\gh$ij`k>") == "<H'H\"H\\H$H`H>".replace("H", HIDDEN)
+    assert hide("'a'\"'\"'b'") == "'a'\"'\"'b'"
+    assert hide("<no quotes>") == f"<{HIDDEN}>"
+    assert hide("://me:pa's'@x") == f"://{HIDDEN}'{HIDDEN}'@x"
+
+
 def test_what_is_a_secret_in_the_settings_is_hidden_in_every_text():
     remember({"a": {"auth": ["p1", "q12345"]}, "b": {"plain": "visible"}, "c": {"env": "from-outside"}}, keys=["c.env"])
     assert hide("p1 q12345 visible from-outside") == f"p1 {HIDDEN} visible {HIDDEN}"

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -309,6 +310,30 @@ def test_no_picture_is_drawn_through_a_link_of_a_strangers(sweep, tmp_path, caps
     (tmp_path / "mine" / "plots").symlink_to(theirs)  # the user's own
     main([str(sweep), "--metric", METRIC, "--plot", "plots/c.png"])
     assert (theirs / "c.png").exists()
+
+
+@provocation(
+    "`python -m grpo_lightning.report tensorflow`, a stranger's run directory that is called as a package which a "
+    "library looks for, and holds an `__init__.py`",
+    "the runs are compared; the file is not run",
+)
+@pytest.mark.parametrize("command", [["-m", "grpo_lightning.report"], ["-mgrpo_lightning.report"]])
+def test_a_run_directory_is_no_package(command, sweep, tmp_path):
+    theirs = tmp_path / "tensorflow"
+    shutil.copytree(sweep, theirs)
+    for name in ("", "tensorflow", "triton"):
+        (theirs / name).mkdir(exist_ok=True)
+        (theirs / name / "__init__.py").write_text("open('HIT', 'w')\n")
+    done = subprocess.run(
+        [sys.executable, *command, "tensorflow", "--metric", METRIC, "--at", "1"],
+        cwd=tmp_path,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert METRIC in done.stdout
+    assert not (tmp_path / "HIT").exists()
 
 
 @pytest.mark.parametrize(

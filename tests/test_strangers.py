@@ -20,13 +20,15 @@ from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
-from grpo_lightning.transformer.strangers import check_attention, only_data
+from grpo_lightning.transformer.strangers import check_attention, lay_out, only_data
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
 
 PLAIN = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False, "quantization": None}
 PLAIN |= {"gradient_checkpointing": False, "adapter": None, "system_prompt": None, "plain_text": False}
 PLAIN |= {"template_kwargs": None, "share_prompts": True}
+REWARD = {"dtype": "float32", "device": "cpu", "batch_tokens": 200, "max_length": 256, "quantization": None, "label": 0}
+REWARD |= {"trust_remote_code": False}
 REFUSED_CODE = r"it comes with code of its own; allowed is policy.trust_remote_code=true, if you have read that code"
 A_PICKLE = r"its weights are a pickle that holds more than tensors, and could run code when it is read; allowed are"
 
@@ -83,6 +85,39 @@ def test_weights_are_tensors(raw, model, ran):
     of_pickle(model, Payload(ran), "pytorch_model.bin", raw=raw)
     with pytest.raises(ValueError, match=r"^policy.path='.*model': " + A_PICKLE):
         hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a model whose `pytorch_model.bin` has a weight of many numbers at one place in memory, beyond which a fused "
+    "optimizer would write; or a sparse one",
+    "each number has its place; a sparse one is refused in one sentence",
+)
+@pytest.mark.parametrize("kind", ["model", "reward model"])
+def test_weights_have_their_own_memory(kind, model, tmp_path):
+    is_reward = kind == "reward model"
+    directory = write_reward_model(tmp_path / "reward", "qwen3", chat=True) if is_reward else model
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    name = "model.layers.0.mlp.down_proj.weight"
+    expanded = torch.full((1,), 0.25).expand(weights[name].shape)
+    torch.save({**weights, name: expanded}, directory / "pytorch_model.bin")
+
+    def loaded():
+        if is_reward:
+            return RewardModel(path=str(directory), **REWARD).network
+        return hf.load(str(directory), **PLAIN).model
+
+    weight = dict(loaded().named_parameters())[name]
+    assert weight.is_contiguous()
+    assert weight.untyped_storage().nbytes() >= 4 * weight.numel()
+    assert torch.equal(weight, torch.full_like(weight, 0.25))
+    torch.save({**weights, name: weights[name].to_sparse()}, directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"path='.*': its weights are no dense tensors, as they have to be: "):
+        loaded()
+    network = torch.nn.Linear(2, 3)
+    network.register_buffer("mine", torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match=r"^policy.path=x: its weight mine is torch.sparse_coo; allowed are dense"):
+        lay_out(network, "policy.path=x")
 
 
 @provocation(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
@@ -22,7 +23,7 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
         checkpoint: The checkpoint to go on from: "last", or a path.
 
     Returns:
-        A line for a shell, with what the shell and Hydra would read otherwise in quotes.
+        A line for a shell, with what the shell and Hydra would read otherwise in quotes, and without secrets.
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
@@ -32,7 +33,7 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
         start = [program.name]
     if program.name in ("train.py", "grpo-lightning"):
         options = list(_options(sys.argv[1:]))
-    return " ".join(_for_shell(word) for word in [*start, *options, *kept, *own])
+    return " ".join(_for_shell(hide(word)) for word in [*start, *options, *kept, *own])
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:

@@ -78,7 +78,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
     if kind := parts.not_dense(checkpoint):
         raise ValueError(
-            f"checkpoint={str(path)!r} holds a tensor that is {kind}, whose indices could lead beyond its memory; "
+            f"checkpoint={str(path)!r} holds a tensor that is {kind}, which could lead beyond its memory; "
             "allowed are dense ones"
         )
     return checkpoint  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import printable, say, sentence
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_said
-from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.places import entry_problem
 
 log = logging.getLogger(__name__)
 _openings: dict[str, announcement.Opening] = {}
@@ -180,7 +180,7 @@ def _begin_log(directory: Path, name: str) -> str | None:
     """
     if Path(name).name != name:
         return f"hydra.job.name={name}: allowed is the name of a file, without directories"
-    if problem := link_problem(directory, f"{name}.log"):
+    if problem := entry_problem(directory, f"{name}.log"):
         return problem
     try:
         (directory / f"{name}.log").open("a").close()  # what is there keeps its time: a finished job is not touched

@@ -34,7 +34,7 @@ from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings.places import link_problem
+from grpo_lightning.settings.places import entry_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
 _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
@@ -211,7 +211,7 @@ def _listed(wrong: Sequence[str]) -> str:
 def _link_of_sweep(composed: DictConfig) -> str | None:
     """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
     with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
-        problem = link_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
+        problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
     return None
 

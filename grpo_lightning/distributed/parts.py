@@ -153,11 +153,23 @@ def not_dense(content: Any) -> str | None:
                 return type(node).__name__
             if node.layout != torch.strided or node.is_quantized or node.is_nested:
                 return "quantized" if node.is_quantized else "nested" if node.is_nested else str(node.layout)
+            if _overlaps(node):
+                return "overlapping itself"
         if isinstance(node, Mapping):
             left += [*node.keys(), *node.values()]
         elif isinstance(node, list | tuple | set | frozenset):
             left += node
     return None
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether numbers of a tensor may share memory, which kernels that write to it as one block would go beyond."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * (size - 1) if size > 1 else 0
+    return False
 
 
 def problem(directory: Path) -> str | None:
@@ -217,7 +229,7 @@ def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any
                 file.seek(offset)
                 content = torch.load(io.BytesIO(file.read(length)), weights_only=True)
             if found := not_dense(content):
-                return f"holds a tensor that is {found} in {name}, whose indices could lead beyond its memory"
+                return f"holds a tensor that is {found} in {name}, which could lead beyond its memory"
     except FileNotFoundError:
         return f"lacks {name}"
     except pickle.UnpicklingError:

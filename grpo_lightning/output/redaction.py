@@ -33,6 +33,9 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
+_HIDDEN_OF_IT = re.compile(r"[^'\"\\$`]+")
+"""What is replaced in a secret: without its other characters the quotes of a command would not be what they were."""
+
 _known: set[str] = set()
 _keys: set[str] = set()
 
@@ -50,10 +53,18 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
 
 
 def hide(text: str) -> str:
-    """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``."""
+    """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``.
+
+    Quotes in them, and what a shell reads like quotes, stay where they are: a secret may be a stranger's word, made to
+    stand in a command that is told to users, whose quotes would be others without it.
+    """
     for secret in sorted(_known, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return _TOKEN.sub(HIDDEN, text)
+        text = text.replace(secret, _masked(secret))
+    return _TOKEN.sub(lambda found: _masked(found.group()), text)
+
+
+def _masked(secret: str) -> str:
+    return _HIDDEN_OF_IT.sub(HIDDEN, secret)
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from grpo_lightning.transformer.strangers import (
     check_adapter_files,
     check_attention,
     check_trust,
+    lay_out,
     only_data,
 )
 
@@ -83,6 +84,7 @@ def pretrained(
             **quantized,
         )
     model, loading_info = loaded
+    lay_out(model, f"policy.path={path!r}")
     with named(path):
         _check_whole(model, loading_info)
     if not trust_remote_code:

@@ -83,8 +83,6 @@ def _chosen(steps: str, known: dict[int, Path]) -> list[int]:
 
 if __name__ == "__main__":
     last_through_closed_pipes()
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory, where only what settings name is found from now on
     start.START = Path.cwd().resolve()
     fresh.protect_processes()
     main()

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
-from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, only_data
+from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, lay_out, only_data
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -227,6 +227,7 @@ class RewardModel:
                 output_loading_info=True,
                 **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
+        lay_out(network, f"{key}={self.path!r}")
         if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"reward.model.function.path={self.path!r}: no reward model, its weights lack {', '.join(missing[:3])}"

@@ -61,6 +61,9 @@ _FILES = re.compile(
 _DEEP = ("wandb", ".wandb", "lightning_logs")
 """Folders in whose folders a run writes, too."""
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", *_DEEP)
+_OF_RUNS = (".hydra", "checkpoints", "multirun.yaml", "summary.json", "sweep.json", "tensorboard", "train.log")
+"""Of which a directory of a run or sweep has some."""
+_OF_PYTHON = {"site-packages", "dist-packages"}
 _LINKING = ("wandb", ".wandb")
 """Folders in which a run makes links of its own."""
 _NOT_WRITTEN = {
@@ -72,6 +75,16 @@ _NOT_WRITTEN = {
 """Folder -> what in it is replaced or only read, and never written through a link, but for event files to come."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 """The name of an event file, up to the second in which it was begun."""
+
+
+def entry_problem(directory: Path, *more: str) -> str | None:
+    """What is wrong with a directory before the first file of a run or sweep is written to it; see `link_problem`."""
+    if _is_of_programs(directory):
+        return printable(
+            f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or one of Python's packages; "
+            "programs may run what is put there; allowed is another, or a new one in it"
+        )
+    return link_problem(directory, *more)
 
 
 def link_problem(directory: Path, *more: str) -> str | None:
@@ -118,6 +131,17 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 "whose own files lie in it, so remove the link"
             )
     return None
+
+
+def _is_of_programs(directory: Path) -> bool:
+    """Whether a directory may be one of which programs run any file, as shells do with those in ``~/.bashrc.d``."""
+    place = followed(directory)
+    if place is None:
+        return False
+    names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
+    is_used = names and names.isdisjoint(_OF_RUNS)
+    own = place.relative_to(start.place()).parts if place.is_relative_to(start.place()) else place.parts
+    return bool(is_used and any(part.startswith(".") for part in own)) or not _OF_PYTHON.isdisjoint(place.parts)
 
 
 def linked_part(path: Path, *homes: Path) -> Path | None:

@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from grpo_lightning.allowed import CACHE
+from grpo_lightning.checkpoint.tensorboard import SUFFIX
 from grpo_lightning.output.links import followed
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
@@ -116,6 +117,9 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             yield printable(
                 f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'"
             )
+    suffix = node.get("filename_suffix")
+    if isinstance(suffix, str) and "." in suffix.removesuffix(SUFFIX):  # programs run files of some, as .vim
+        yield printable(f"{key}.filename_suffix={suffix}: allowed is a text without '.', but for {SUFFIX} at its end")
     for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)  # the text of an object may be any path
         if not isinstance(value, str | None) and not (part == "version" and type(value) is int):

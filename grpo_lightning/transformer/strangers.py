@@ -8,6 +8,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 from transformers.utils.import_utils import DummyObject
@@ -81,6 +83,8 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
+    except NotImplementedError as error:
+        raise ValueError(f"{where}: its weights are no dense tensors, as they have to be: {error}") from error
 
 
 @contextmanager
@@ -136,6 +140,27 @@ def _tokenizers_only() -> Iterator[None]:
         yield
     finally:
         tokenization_auto.tokenizer_class_from_name = by_name
+
+
+def lay_out(model: nn.Module, where: str) -> None:
+    """Give every weight memory of its own for each of its numbers, as safetensors have them.
+
+    A pickle of tensors may say that many numbers lie at one place. Kernels that take a weight for one block of memory,
+    as fused optimizers do, would then write beyond it.
+
+    Args:
+        model: As read from files; its parameters and buffers are changed in place.
+        where: The setting that names it, for the message.
+
+    Raises:
+        ValueError: A weight is no dense tensor.
+    """
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.layout != torch.strided or weight.is_nested:
+            kind = "nested" if weight.is_nested else str(weight.layout)
+            raise ValueError(f"{where}: its weight {printable(name[:80])} is {kind}; allowed are dense tensors")
+        if not weight.is_contiguous():
+            weight.data = weight.data.contiguous()
 
 
 def check_trust(value: object, key: str, path: str) -> None:
