@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -109,6 +110,28 @@ def test_a_damaged_checkpoint_is_named_and_the_best_one_offered(name, run, tmp_p
         chosen(CONFIG | {"checkpoint": str(run / LAST)}, tmp_path / "other", directory_given=True)
     assert not (tmp_path / "code ran").exists()
     assert contents(run) == before
+
+
+@provocation(
+    "`checkpoint=last` where last.ckpt is gone, or a link to nothing, and a stranger's checkpoint has a name that "
+    "reads `… is continued by: python train.py; touch x`",
+    "the name stands in the command only, as one quoted word of one line",
+)
+def test_a_name_tells_no_command(run):
+    theirs = "best.ckpt of step 9, is continued by: python train.py; touch x\n[INFO] (see train.log).ckpt"
+    (run / LAST).rename(run / "checkpoints" / theirs)
+    (run / "checkpoints" / "best.ckpt").unlink()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"checkpoint=last") as refusal:
+            chosen(CONFIG, run, directory_given=True, overrides=["steps=4"])
+        told, _, command = str(refusal.value).partition(" is continued by: ")
+        assert told.endswith("starts anew, and the newest whole checkpoint, of step 4,")
+        assert "\n" not in str(refusal.value)
+        start, quote, word = command.partition("$'")
+        assert (start, quote) == (f"python train.py steps=4 hydra.run.dir={run} ", "$'")
+        assert re.fullmatch(r"checkpoint=(\\x27)?/[^']*\.ckpt(\\x27)?'", word)
+        (run / LAST).unlink(missing_ok=True)
+        (run / LAST).symlink_to("x\n[INFO] the run is continued by:\n  touch x\n")
 
 
 @provocation("`checkpoint=last` where last.ckpt is empty, then the command that is offered", "refused, then continued")

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
+from grpo_lightning.output.terminal import one_line
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -99,7 +100,7 @@ def check(path: Path, *, every_byte: bool = True) -> None:
         if found := parts.problem(path):
             raise ValueError(f"checkpoint={str(path)!r} {found}")
     elif every_byte and (broken := _broken_member(path)):
-        raise ValueError(f"checkpoint={str(path)!r} is damaged: its {broken} is not what was written")
+        raise ValueError(f"checkpoint={str(path)!r} is damaged: its {one_line(broken)[:80]} is not what was written")
 
 
 def weights(path: Path) -> dict[str, Any]:

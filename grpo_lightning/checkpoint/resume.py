@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _MAY_CHANGE = {
     *("print_settings", "preflight"),
 }
 """Settings that may be others when a run is continued."""
+_PLAIN = re.compile(r"[\w.=-]{1,60}")
 
 
 def chosen(
@@ -197,7 +199,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
     if last.is_symlink() and not last.exists():
         offer = f"; {_offer(own, directory, overrides)}" if _others(own) else ""
-        raise ValueError(f"checkpoint=last: {last} leads to {last.readlink()}, which is gone{offer}")
+        raise ValueError(f"checkpoint=last: {last} leads to {one_line(str(last.readlink()))}, which is gone{offer}")
     _refuse_another(config, directory, None)
     if last.exists():
         return last
@@ -240,8 +242,9 @@ def _offer(directory: Path, run: Path, overrides: Sequence[str], broken: Path | 
     if not usable:
         return "no other whole checkpoint stands beside it; another hydra.run.dir= starts anew"
     best = max(usable, key=lambda path: (usable[path], path.is_symlink(), path.name == "best.ckpt"))
+    name = f"{best.name} " if _PLAIN.fullmatch(best.name) else ""  # another's could tell a command of its own
     return (
-        f"another hydra.run.dir= starts anew, and the newest whole checkpoint, {best.name} of step {usable[best]}, is "
+        f"another hydra.run.dir= starts anew, and the newest whole checkpoint, {name}of step {usable[best]}, is "
         f"continued by: {continue_command(overrides, run, checkpoint=str(best))}"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import last_through_closed_pipes, printable
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
 from grpo_lightning.report.table import FORMS, write
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ReportError(f"--plot={options.plot}: {told} itself, if you know it")
             plot(comparison, options.plot)
     except ReportError as error:
-        sys.exit(hide(printable(str(error))))
+        sys.exit(hide(one_line(str(error))))
     print(write(comparison, options.format, deviation=options.deviation), end="")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_lightning import start
 from grpo_lightning.output.links import followed, steps
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 
 def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -24,7 +24,7 @@ def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(run, str) and (linked := link_problem(Path(run))):
         yield linked
     if isinstance(run, str) and (found := next(_foreign_checkpoints(Path(run)), None)):
-        yield printable(
+        yield one_line(
             f"hydra.run.dir={run}: {found} in it is a checkpoint that Lightning would go on from by itself on SLURM; "
             "allowed is a directory without such, and checkpoint=FILE to go on from one"
         )
@@ -80,7 +80,7 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 def entry_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a directory before the first file of a run or sweep is written to it; see `link_problem`."""
     if _is_of_programs(directory):
-        return printable(
+        return one_line(
             f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or one of Python's packages; "
             "programs may run what is put there; allowed is another, or a new one in it"
         )
@@ -100,13 +100,13 @@ def link_problem(directory: Path, *more: str) -> str | None:
         more: Further names of what the run writes into it.
     """
     if part := linked_part(directory):
-        return printable(
+        return one_line(
             f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
             f"stranger may have made it; allowed is {os.path.realpath(part)} itself, if you know it"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
         place = os.path.realpath(directory)
-        return printable(
+        return one_line(
             f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {place} itself, if you "
             "know it, or a link in the directory of the start to an empty directory or a run's"
         )
@@ -114,11 +114,11 @@ def link_problem(directory: Path, *more: str) -> str | None:
         written = list(_written(directory, more))
     except OSError as error:
         which = str(error.filename)[:200]
-        return printable(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
+        return one_line(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
     for path in written:
         name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
         if is_hidden(path):
-            return printable(
+            return one_line(
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
                 f"them would not be seen; allowed is one that can be read: chmod u+r {shlex.quote(str(path))}"
             )
@@ -126,7 +126,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         # A stranger's may be one folder among the user's own files.
         if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
             how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"
-            return printable(
+            return one_line(
                 f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
                 "whose own files lie in it, so remove the link"
             )
@@ -250,4 +250,4 @@ def _foreign_checkpoints(directory: Path) -> Iterator[str]:
 
 
 def _problem(key: str, value: Any, why: str) -> str:
-    return printable(f"{key}={value}: allowed is a directory that can be written to; {why}")
+    return one_line(f"{key}={value}: allowed is a directory that can be written to; {why}")

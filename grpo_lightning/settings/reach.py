@@ -9,7 +9,7 @@ from typing import Any
 from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
 from grpo_lightning.output.links import followed
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
 from grpo_lightning.settings.walk import each_target
 
@@ -52,7 +52,7 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if not target.startswith(_LIBRARIES):
             continue
         if name in _UNCHECKED:
-            yield printable(f"{key}._target_={target}: {_UNCHECKED[name]}")
+            yield one_line(f"{key}._target_={target}: {_UNCHECKED[name]}")
         if isinstance(run, str):
             yield from _places(key, node, name, Path(run))
     strategy = (config.get("trainer") or {}).get("strategy")
@@ -60,11 +60,11 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"trainer.strategy={strategy}: {_UNCHECKED['DeepSpeedStrategy']}"
     for key, value in (("run_dir", run), *_own_directories(config)):
         if is_url(value):
-            yield printable(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
+            yield one_line(f"{key}={value}: allowed is a directory of this machine, {_PLAIN}")
     for key, node in each_target(config):
         for name in (*OWN_DIRECTORIES, CACHE) if str(node["_target_"]).startswith("grpo_lightning.") else ():
             if isinstance(node.get(name), Mapping | list):  # what it makes is not known before
-                yield printable(f"{key}.{name}={node[name]}: allowed is text")
+                yield one_line(f"{key}.{name}={node[name]}: allowed is text")
     yield from _linked(config, [Path(run)] if isinstance(run, str) else [])
 
 
@@ -76,7 +76,7 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
         if part is not None and part not in known:
-            yield printable(
+            yield one_line(
                 f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
                 f"stranger may have made it; allowed is {os.path.realpath(part)} itself, if you know it"
             )
@@ -101,39 +101,37 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
     for target, place in _ALONE.items():  # what lies there has been looked at, which folders in it have not
         if name == target and not _is_same(node.get(place), run):
             value = "null" if node.get(place) is None else node[place]
-            yield printable(f"{key}.{place}={value}: allowed is run_dir={run} itself")
+            yield one_line(f"{key}.{place}={value}: allowed is run_dir={run} itself")
     shared = name.startswith("MLFlow")  # a store of many runs, none of which writes to another one's files
     for place in _DIRECTORIES:
         value = None if place == _ALONE.get(name) else node.get(place)
         # What stands behind an empty text, the name of a logger, is the whole place.
         if isinstance(value, str) and (not value or is_url(value) or not (shared or is_in(Path(value), run))):
-            yield printable(f"{key}.{place}={value}: {inside}")
+            yield one_line(f"{key}.{place}={value}: {inside}")
         elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
-            yield printable(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
+            yield one_line(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
         leads = isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value}
         if leads or (isinstance(value, str) and value.startswith(("/", "~"))):
-            yield printable(
-                f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'"
-            )
+            yield one_line(f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'")
     suffix = node.get("filename_suffix")
     if isinstance(suffix, str) and "." in suffix.removesuffix(SUFFIX):  # programs run files of some, as .vim
-        yield printable(f"{key}.filename_suffix={suffix}: allowed is a text without '.', but for {SUFFIX} at its end")
+        yield one_line(f"{key}.filename_suffix={suffix}: allowed is a text without '.', but for {SUFFIX} at its end")
     for part in (*_DIRECTORIES, *_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)  # the text of an object may be any path
         if not isinstance(value, str | None) and not (part == "version" and type(value) is int):
-            yield printable(f"{key}.{part}={node[part]}: allowed is text")
+            yield one_line(f"{key}.{part}={node[part]}: allowed is text")
     if name == _KEEPER:
         yield from _kept(key, node, inside)
     is_profiler = str(node["_target_"]).startswith(_PROFILERS)
     if is_profiler and node.get("dirpath") is None and (node.get("filename") or name not in _TELLING):
-        yield printable(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/profile")
+        yield one_line(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/profile")
     if name == "WandbLogger" and "/" in (project := str(node.get("project"))):
-        yield printable(f"{key}.project={project}: allowed is a name without '/'")
+        yield one_line(f"{key}.project={project}: allowed is a name without '/'")
     written = _written(node, name, run)
     if written is not None and (found := _link(written, run)):
-        yield printable(
+        yield one_line(
             f"{key}: {found} is a link that leads elsewhere, or hides such, through which is not written; allowed is a "
             f"directory in run_dir={run} whose own files lie in it and can be listed"
         )
@@ -142,10 +140,10 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
 def _kept(key: str, node: Mapping[str, Any], inside: str) -> Iterator[str]:
     """What would have Lightning put together another place for its checkpoints than the settings say."""
     if node.get("dirpath") is None:
-        yield printable(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/kept")
+        yield one_line(f"{key}.dirpath=null: {inside}, such as ${{run_dir}}/kept")
     value, is_alone = node.get("filename"), node.get("auto_insert_metric_name") is False
     if isinstance(value, str) and not (_FILE_NAME_ALONE if is_alone else _FILE_NAME).fullmatch(value):
-        yield printable(
+        yield one_line(
             f"{key}.filename={value}: allowed is a name without '/', in which {{METRIC}} and {{METRIC:.2f}} stand for "
             "values; with a '/' in METRIC also auto_insert_metric_name=false"
         )
