@@ -282,6 +282,22 @@ def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it
     check(composed("logger=[csv,tensorboard]"))
 
 
+@provocation(
+    "`logger.mlflow.tracking_uri=sqlite:///$HOME/.vimrc`, or a file of another program's by any name",
+    "refused by its key",
+)
+@pytest.mark.parametrize("name", ["/h/.vimrc", "file:/h/.zshenv?uri=true&x=.db", "/h/x.db/.profile", "x.dbx"])
+def test_a_database_is_called_one(name):
+    def told(value):
+        config = composed("logger=mlflow")
+        config["logger"]["mlflow"]["tracking_uri"] = value
+        return list(loggers_of_settings.logger_problems(config))
+
+    assert told("sqlite:///mlflow.db") == told("sqlite:////h/my runs.sqlite3?timeout=9") == told("http://h/x") == []
+    (problem,) = told(f"sqlite:///{name}")
+    assert problem.startswith(f"logger.mlflow.tracking_uri=sqlite:///{name}: allowed is sqlite:///PATH of a database")
+
+
 def test_settings_of_a_logger_that_was_not_chosen_are_refused():
     with pytest.raises(
         ConfigError, match=r"logger.csv: no such logger was chosen; allowed is logger=\[tensorboard, csv"

@@ -1,5 +1,6 @@
 """Loggers whose package must be installed besides."""
 
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ _FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
 _TAKES = ("entity", "group", "job_type", "name", "notes", "offline", "prefix", "project", "save_dir", "tags")
 """Arguments of W&B's logger; others are handed on to what begins a run of W&B's."""
+_DATABASE = re.compile(r"sqlite(\+\w+)?:///[^?]*\.(db|sqlite3?)(\?.*)?", re.DOTALL)
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -33,6 +35,12 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, node in each_target(config):  # also of one that a callback holds
         if str(node["_target_"]).endswith(".WandbLogger"):
             yield from _wandb_problems(key, node)
+        store = node.get("tracking_uri")
+        if isinstance(store, str) and store.startswith("sqlite") and not _DATABASE.fullmatch(store):
+            told = (
+                "a database whose name ends in .db, .sqlite or .sqlite3, which no other program reads as its own file"
+            )
+            yield printable(f"{key}.tracking_uri={store}: allowed is sqlite:///PATH of {told}")
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
