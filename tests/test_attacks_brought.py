@@ -150,6 +150,25 @@ def test_parameters_of_a_file_come_before_the_command(tmp_path):
 
 
 @provocation(
+    "`--config-dir theirs callbacks.export.directory=out/${task_name}`, also as `$\\{task_name\\}`, "
+    "whose file says `task_name: ../../mine`",
+    "refused by its key",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["${task_name}", "$\\{task_name\\}"])
+def test_settings_of_others_are_no_part_of_where_an_export_goes(word, tmp_path):
+    (tmp_path / "here" / "bundle" / "experiment").mkdir(parents=True)
+    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\ntask_name: ../../mine\n"
+    )
+    words = ("--config-dir", "bundle", "experiment=theirs", f"callbacks.export.directory=out/{word}")
+    done = begun(tmp_path / "here", *words, *TINY)
+    assert done.returncode == 1
+    assert "callbacks.export.directory=out/../../mine stands in a file" in done.stderr
+    assert not (tmp_path / "mine").exists()
+
+
+@provocation(
     "`--config-dir theirs hydra.run.dir='runs/${task_name}'`, whose file says `task_name: ../../mine`",
     "refused in one sentence; without settings of others it is allowed",
 )

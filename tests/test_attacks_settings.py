@@ -311,6 +311,18 @@ def test_nothing_is_put_beside_files_that_programs_run(name, tmp_path, monkeypat
     assert (entry_problem(place) is None) == (not is_python)  # whoever starts there means it
 
 
+@provocation("`run_dir=.bashrc.d`, a hidden directory with files of the user's", "refused before a file is written")
+@pytest.mark.slow
+def test_no_run_is_put_beside_files_that_programs_run(tmp_path):
+    (tmp_path / ".bashrc.d").mkdir()
+    (tmp_path / ".bashrc.d" / "mine").write_text("")
+    for word in ("run_dir=.bashrc.d", "hydra.run.dir=.bashrc.d"):
+        done = begun(tmp_path, word, "debug=default")
+        assert done.returncode == 1
+        assert "bashrc.d: a hidden directory with files that are no run's" in done.stderr
+        assert [path.name for path in (tmp_path / ".bashrc.d").iterdir()] == ["mine"]
+
+
 @provocation("W&B's folders of a stranger's run directory, in which a link leads out of it", "refused in one sentence")
 def test_wandb_writes_through_no_link(tmp_path):
     kept = tmp_path / "run" / "wandb" / "run-1" / "logs" / "debug-core.log"

@@ -1,7 +1,9 @@
 """The command that a message offers is one that the shell and Hydra read as it was meant."""
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import sentence
 from tests.support.provocations import provocation
 
@@ -36,6 +39,24 @@ def test_a_command_is_one_line_whatever_a_text_holds(place):
     given = os.environ | {"LC_ALL": "C.UTF-8"}
     words = subprocess.run(["bash", "-c", read], capture_output=True, timeout=60, env=given).stdout
     assert words.decode().split("\0")[2] == f"data.path={place}"
+
+
+@provocation(
+    "a stranger's checkpoint or folder with quotes and backslashes in its name, which fish reads otherwise than bash",
+    "its name is one word to bash, dash and fish",
+)
+@pytest.mark.parametrize("shell", ["bash", "dash", "fish"])
+@pytest.mark.parametrize(
+    "text", ["it's", "\\", "\\'", "'\\'", "a\\\\b", "\\'; touch x #", "''''", "$(touch x)", "`touch x`", 'a"b', "!a~*"]
+)
+def test_a_word_is_the_same_to_every_shell(shell, text, tmp_path):
+    word = shell_word(f"/d/{text}")
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-c", f"printf %s {word}"], cwd=tmp_path, capture_output=True, timeout=60)
+        assert done.stdout.decode() == f"/d/{text}"
+        assert not any(tmp_path.iterdir())
+    # Between single quotes a backslash is one to bash, and takes away the meaning of a quote behind it to fish.
+    assert not any("\\" in part for part in re.findall(r"\"[^\"]*\"|'([^']*)'", word))
 
 
 @provocation(

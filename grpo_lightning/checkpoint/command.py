@@ -1,13 +1,12 @@
 """The command that continues a run, to be told to users."""
 
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.shell import shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _CONFIG = ("--config-", "-cd", "-cn", "-cp")
@@ -33,7 +32,7 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
         start = [program.name]
     if program.name in ("train.py", "grpo-lightning"):
         options = list(_options(sys.argv[1:]))
-    return " ".join(_for_shell(hide(word)) for word in [*start, *options, *kept, *own])
+    return " ".join(shell_word(hide(word)) for word in [*start, *options, *kept, *own])
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:
@@ -43,22 +42,6 @@ def _options(words: Sequence[str]) -> Iterator[str]:
             yield from words[number : number + (1 if "=" in word else 2)]
         elif word.lstrip("+").startswith("hydra.searchpath="):
             yield word
-
-
-def _for_shell(word: str) -> str:
-    """``word`` as a shell reads it back, in one line: control characters and ends of lines as escapes in ``$'…'``.
-
-    A shell that knows no ``$'…'``, such as dash, reads another name, and nothing behind it.
-    """
-    if word == " ".join(word.splitlines()) and word == printable(word):
-        return shlex.quote(word)
-    plain = word.replace("\\", "\\\\").replace("'", "\\x27")
-    return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:

@@ -61,6 +61,8 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         ValueError: The file is no checkpoint of this project's, or damaged.
     """
     file = path / "meta.pt" if path.is_dir() else path
+    if file.exists() and not file.is_file():  # such as a pipe, which nobody writes to
+        raise ValueError(f"checkpoint={str(path)!r} is no file")
     try:
         checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -74,14 +76,11 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={str(path)!r} lacks {file.name}") from error
     except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
         raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
+    if found := parts.not_plain(checkpoint):
+        raise ValueError(f"checkpoint={str(path)!r} holds {found}; allowed are dense tensors and plain values")
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
-    if kind := parts.not_dense(checkpoint):
-        raise ValueError(
-            f"checkpoint={str(path)!r} holds a tensor that is {kind}, which could lead beyond its memory; "
-            "allowed are dense ones"
-        )
     return checkpoint  # type: ignore[no-any-return]
 
 

@@ -124,6 +124,8 @@ def _check_place(place: Path, directory: Path) -> None:
     if place != directory and not is_said("run_dir"):
         instead = "hydra.run.dir=DIR, or hydra.sweep.dir=DIR with -m, on the command line"
         raise ConfigError([f"run_dir={place} stands in a file; allowed is {instead}"])
+    if place != directory and (problem := entry_problem(place)):
+        raise ConfigError([problem])
 
 
 def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:

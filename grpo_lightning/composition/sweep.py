@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import printable
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def close(status: int) -> int:
         print(of_sweep(runs, metric), end="")
     except ReportError as error:
         tell(str(error))
-    place = shlex.quote(str(directory))
+    place = shell_word(str(directory))
     tell(f"this table again: python -m grpo_lightning.report {place}")
     if status or failed:
         tell(f"what is not finished is continued by the same command with hydra.sweep.dir={place}")

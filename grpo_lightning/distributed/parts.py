@@ -6,11 +6,13 @@ runs whatever code a file names. So both are read here first, by unpicklers that
 
 import io
 import pickle
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,9 @@ from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import printable
 
 METADATA = ".metadata"
+_MAPPINGS = (dict, OrderedDict, Counter)
+_LISTS = (list, tuple, set, frozenset, torch.Size)
+_VALUES = (bool, bytes, bytearray, complex, float, int, str, NoneType, torch.device, torch.dtype)
 
 
 class _Fixed:
@@ -134,13 +139,14 @@ def _by_value(member: Enum, protocol: Any) -> tuple[type, tuple[Any]]:
     return type(member), (member.value,)
 
 
-def not_dense(content: Any) -> str | None:
-    """What a tensor is that is not a dense one of torch's own; None if all are.
+def not_plain(content: Any) -> str | None:
+    """What in a checkpoint is neither a plain value nor a dense tensor of torch's own; None if nothing is.
 
-    Torch does not look at the indices of others, which could lead beyond their memory.
+    Torch does not look at the indices of other tensors, which could lead beyond their memory. What has attributes of
+    its own may answer otherwise than its class does: ``OrderedDict().values`` may be any class that torch reads.
 
     Args:
-        content: Of a checkpoint: tensors, plain values, and mappings and lists of these.
+        content: As torch reads it: mappings and lists, to any depth.
     """
     seen, left = set[int](), [content]
     while left:
@@ -148,18 +154,28 @@ def not_dense(content: Any) -> str | None:
         if id(node) in seen:
             continue
         seen.add(id(node))
+        if isinstance(node, Tensor) and type(node) not in (Tensor, torch.nn.Parameter):
+            return f"a tensor that is {type(node).__name__}"
+        if {*getattr(node, "__dict__", ())} - {"_metadata"}:
+            return f"an object of {type(node).__name__} with attributes of its own"
+        if isinstance(node, OrderedDict):
+            left.append(vars(node).get("_metadata"))  # which torch puts there, of a module's state
         if isinstance(node, Tensor):
-            if type(node) not in (Tensor, torch.nn.Parameter):
-                return type(node).__name__
-            if node.layout != torch.strided or node.is_quantized or node.is_nested:
-                return "quantized" if node.is_quantized else "nested" if node.is_nested else str(node.layout)
-            if _overlaps(node):
-                return "overlapping itself"
-        if isinstance(node, Mapping):
-            left += [*node.keys(), *node.values()]
-        elif isinstance(node, list | tuple | set | frozenset):
+            if kind := _not_dense(node):
+                return f"a tensor that is {kind}, which could lead beyond its memory"
+        elif type(node) in _MAPPINGS:
+            left += [*dict.keys(node), *dict.values(node)]
+        elif type(node) in _LISTS:
             left += node
+        elif type(node) not in _VALUES:
+            return f"an object of {type(node).__name__}"
     return None
+
+
+def _not_dense(tensor: Tensor) -> str | None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    return "overlapping itself" if _overlaps(tensor) else None
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -228,8 +244,8 @@ def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any
             with path.open("rb") as file:
                 file.seek(offset)
                 content = torch.load(io.BytesIO(file.read(length)), weights_only=True)
-            if found := not_dense(content):
-                return f"holds a tensor that is {found} in {name}, which could lead beyond its memory"
+            if found := not_plain(content):
+                return f"holds {found} in {name}; allowed are dense tensors and plain values"
     except FileNotFoundError:
         return f"lacks {name}"
     except pickle.UnpicklingError:

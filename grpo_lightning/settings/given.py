@@ -27,6 +27,8 @@ _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
     r"|job\.(?:name|num|id|config_name|override_dirname)))\s*\}"
 )
+_OPENED = re.compile(r"\$\\*\{")
+"""How a ``${…}`` begins, also in an override: Hydra takes away backslashes there."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
@@ -104,7 +106,7 @@ def _keys(words: Sequence[str]) -> dict[str, str]:
 
 def is_whole(text: str) -> bool:
     """Whether what a text comes to depends on no settings but some of Hydra's own that no file may give."""
-    return len(_PLAIN.findall(text)) == text.count("${")
+    return len(_PLAIN.findall(text)) == len(_OPENED.findall(text))
 
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:

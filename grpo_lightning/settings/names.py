@@ -1,5 +1,7 @@
 """The names that TRL and verl have for settings, and those of this project; docs/names.md is the same for readers."""
 
+from grpo_lightning.output.shell import shell_word
+
 SAME = {
     "num_generations": "rollout.group_size",
     "rollout.n": "rollout.group_size",
@@ -100,7 +102,8 @@ def translated(key: str, value: str | None = None) -> str | None:
     foreign = [last] if SAME.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
     for name in (key, key.removeprefix(_BELOW), *foreign):
         if ours := SAME.get(name):
-            return f"allowed here is {ours}{f'={value}' if value is not None else ''}, as this project calls it"
+            word = ours if value is None else shell_word(f"{ours}={value}")
+            return f"allowed here is {word}, as this project calls it"
         if ours := SIMILAR.get(name):
             return f"allowed here is {ours}"
     return None

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import time
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from grpo_lightning import start
 from grpo_lightning.output.links import followed, steps
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 
 
@@ -120,7 +120,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         if is_hidden(path):
             return one_line(
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
-                f"them would not be seen; allowed is one that can be read: chmod u+r {shlex.quote(str(path))}"
+                f"them would not be seen; allowed is one that can be read: chmod u+r {shell_word(str(path))}"
             )
         may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
         # A stranger's may be one folder among the user's own files.

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.names import translated
 
@@ -157,7 +158,8 @@ def _no_choice(path: str, conf: Path) -> str:
     known = choices(conf, group)
     listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name:
-        return f"{listed}: allowed is policy=hf policy.path={name} for a model of the hub or of a directory"
+        word = shell_word(f"policy.path={name}")
+        return f"{listed}: allowed is policy=hf {word} for a model of the hub or of a directory"
     meant = nearest(name, known)
     return f"{listed}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
 
