@@ -153,6 +153,32 @@ def test_what_lies_beside_the_weights_is_dense(value, written):
 
 
 @provocation(
+    "a checkpoint in parts, of which one has a pickle that runs code, or a sparse tensor, in place of a weight",
+    "refused in one sentence when it is read; nothing ran",
+)
+@pytest.mark.parametrize("kind", ["code", "sparse", "expanded"])
+def test_weights_in_parts_are_dense(kind, written, tmp_path):
+    expanded = torch.zeros(1).expand(2)
+    content = {"code": Code(tmp_path / "ran"), "sparse": torch.ones(2).to_sparse(), "expanded": expanded}[kind]
+    (written / "code.distcp").write_bytes(pickled(content))
+
+    def change(described):
+        for index, place in described.storage_data.items():
+            if isinstance(described.state_dict_metadata[index.fqn], TensorStorageMetadata):
+                place.relative_path, place.offset = "code.distcp", 0
+                place.length = (written / "code.distcp").stat().st_size
+
+    changed(written, change)
+    told = {"code": "Weights only load failed", "sparse": "a part is a tensor that is torch.sparse_coo"}
+    expected = told.get(kind, "a part is a tensor that is overlapping itself")
+    with pytest.raises(ValueError, match=rf"^the checkpoint's parts cannot be read: {expected}"):
+        weights(written)
+    with pytest.raises(ValueError, match=rf"^the checkpoint's parts cannot be read: {expected}"), parts.values_only():
+        dcp.load({"state_dict": {"w": torch.zeros(2)}}, checkpoint_id=written)
+    assert not (tmp_path / "ran").exists()
+
+
+@provocation(
     "a directory of parts that cannot be listed (mode 0311, as unpacked), with code in `__0.metadata`",
     "refused; nothing ran",
 )

@@ -2,11 +2,13 @@
 
 import json
 import pickle
+import struct
 import subprocess
 import sys
 
 import datasets
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from fsspec.registry import known_implementations
@@ -312,3 +314,26 @@ def test_a_file_is_a_file_whatever_its_directory_is_called(place, tmp_path, monk
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"]}), tmp_path / place / "a.parquet")
     monkeypatch.chdir(tmp_path)
     assert JsonLines(f"{place}/a.parquet")[0] == ("p", {})
+
+
+@provocation(
+    "a data set as `save_to_disk` leaves it, or a file of arrow, with offsets in a dictionary that lead beyond its "
+    "memory, where pyarrow would write",
+    "refused in one sentence before it is used",
+)
+@pytest.mark.parametrize("kind", ["saved", "file"])
+def test_arrows_offsets_stay_in_their_memory(kind, tmp_path):
+    datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]}).save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    words = pa.array(["-" * 2000, "b" * 64, "c" * 4096])
+    table = pa.table({"prompt": pa.DictionaryArray.from_arrays(pa.array([1, 2, 0], pa.int32()), words)})
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    path = str(file.rename(tmp_path / "words.arrow") if kind == "file" else tmp_path / "saved")
+    known = file if kind == "saved" else tmp_path / "words.arrow"
+    offsets, content = words.buffers()[1].to_pybytes()[:16], known.read_bytes()
+    assert content.count(offsets) == 1
+    assert len(Hub(path, "train")) == 3
+    known.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 2000, 64, 64 + 4096)))
+    with pytest.raises(ValueError, match=rf"^data.path='{path}', data.split='train': .*"):
+        Hub(path, "train")

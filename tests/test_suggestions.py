@@ -1,6 +1,7 @@
 """What is said to somebody who mistyped a key or a choice, or used another project's name for it."""
 
 import re
+import shlex
 
 import pytest
 from hydra.errors import HydraException
@@ -8,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.settings.contradictions import lookup
 from grpo_lightning.settings.names import SAME, SIMILAR, translated
-from grpo_lightning.settings.suggestions import explain, known_keys, nearest, nearest_key
+from grpo_lightning.settings.suggestions import _no_choice, explain, known_keys, nearest, nearest_key
 from grpo_lightning.settings.values import RULES
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.provocations import provocation
@@ -108,6 +109,21 @@ def test_the_nearest_choice_is_at_the_end():
     assert explained("reward=[accuracy,formt]").endswith("; the nearest is format")
     assert explained("algorithm=gpro").endswith("; the nearest is grpo")
     assert explained("trainer=quantum").endswith("auto, cpu, ddp, fsdp, gpu")
+
+
+@provocation(
+    "settings of a stranger's with names and values of a shell's, which a message repeats in what it says is allowed",
+    "a shell reads them as one word",
+)
+@pytest.mark.parametrize("before", ["stepps=", "algoritm=", "num_generations=", "a="])
+def test_what_is_offered_is_a_word_to_a_shell(before):
+    said = explained(f"{before}'$(touch x)'")
+    key = {"stepps=": "steps=", "algoritm=": "algorithm=", "num_generations=": "rollout.group_size="}.get(before, "+a=")
+    assert " " + shlex.quote(f"{key}'$(touch x)'") in said.replace(f"{before}'$(touch x)'", "", 1)
+
+
+def test_a_model_that_is_offered_is_a_word_to_a_shell():
+    assert " policy=hf 'policy.path=a/$(touch x)' for " in _no_choice("policy/a/$(touch x)", CONF)
 
 
 def test_control_characters_of_an_override_stay_in_it():

@@ -24,7 +24,7 @@ from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line, printable
 
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
@@ -85,8 +85,8 @@ def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     record = read_run(directory)
     if _essential(record.overrides) != _essential(redacted_words(overrides)):
         raise ValueError(
-            f"{directory} holds another job ({' '.join(record.overrides)}): allowed is the sweep that it is of, or "
-            "another hydra.sweep.dir="
+            f"{directory} holds another job ({one_line(' '.join(record.overrides))}): allowed is the sweep that it is "
+            "of, or another hydra.sweep.dir="
         )
     return record
 

@@ -18,10 +18,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line, printable
 
 METADATA = ".metadata"
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -109,6 +111,9 @@ def values_only() -> Iterator[None]:
     """Inside, torch reads of a directory what `problem` looks at: values and tensors, as ``.metadata`` describes them.
 
     Where that cannot be read, torch by itself goes on with any file that is called as one of each process may be.
+
+    Raises:
+        ValueError: A part is no dense tensor, or holds what could run code.
     """
     read = filesystem.FileSystemReader.read_metadata
 
@@ -116,10 +121,19 @@ def values_only() -> Iterator[None]:
         with no_pickles(_is_known):
             return read(self)
 
+    def narrow_dense(tensor: Tensor, *place: Any) -> Tensor:
+        if found := not_plain(tensor):
+            raise ValueError(f"a part is {found}")
+        return narrow_tensor_by_index(tensor, *place)
+
     filesystem.FileSystemReader.read_metadata = read_known  # type: ignore[method-assign]
     try:
-        with weights_only():
+        with weights_only(), patch.object(filesystem, "narrow_tensor_by_index", narrow_dense):
             yield
+    except CheckpointException as error:
+        first = next((failure for failure, _ in error.failures.values()), error)
+        told = one_line(str(first).strip().partition("\n")[0])[:200]
+        raise ValueError(f"the checkpoint's parts cannot be read: {told}") from error
     finally:
         filesystem.FileSystemReader.read_metadata = read  # type: ignore[method-assign]
 

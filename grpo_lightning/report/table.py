@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import RunRecord
 from grpo_lightning.report.statistics import Estimate
@@ -77,8 +77,8 @@ def _grids(comparison: Comparison, deviation: bool) -> Iterator[_Grid]:
 
 
 def _grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> _Grid:
-    safe = [[printable(cell) for cell in row] for row in rows]
-    return _Grid(printable(title), [printable(cell) for cell in header], safe, keys)
+    safe = [[one_line(cell) for cell in row] for row in rows]
+    return _Grid(one_line(title), [one_line(cell) for cell in header], safe, keys)
 
 
 def _values(line: Line, deviation: bool) -> list[str]:
@@ -110,7 +110,7 @@ def _closing(comparison: Comparison) -> list[str]:
     if ailing := [run for run in comparison.runs if run.findings]:
         said.append(f"the doctor has findings in {len(ailing)} of {len(comparison.runs)} runs, see health.json there:")
         said += [f"  {_name(run, comparison.runs)}: {', '.join(run.findings)}" for run in ailing]
-    return [printable(line) for line in said]
+    return [one_line(line) for line in said]
 
 
 def _ended(run: RunRecord) -> str:
@@ -186,9 +186,9 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             own = _flat(value)
-            flat |= {printable(key if name == "settings" else f"{name}.{key}"): one for key, one in own.items()}
+            flat |= {one_line(key if name == "settings" else f"{name}.{key}"): one for key, one in own.items()}
         else:
-            flat[name] = printable(value) if isinstance(value, str) else value
+            flat[name] = one_line(value) if isinstance(value, str) else value
     return flat
 
 

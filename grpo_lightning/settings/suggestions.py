@@ -100,7 +100,7 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     if ours := translated(key, value):
         return f"{said}: {ours}"
     if meant := nearest_key(key, keys):
-        return f"{said}: unknown; the nearest is {meant}{f'={value}' if value is not None else ''}"
+        return f"{said}: unknown; the nearest is {meant if value is None else shell_word(f'{meant}={value}')}"
     return None
 
 
@@ -114,11 +114,12 @@ def _unknown(error: Exception, key: str, conf: Path, keys: Collection[str]) -> s
         return f"{said}: the reward {name} is not chosen; allowed is reward=[…,{name}] with it"
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
     if not set("./") & set(key) and not translated(key) and (group := nearest(key, groups, cutoff=0.7)):
-        return f"{said}: unknown; the nearest is {group}={value or 'NAME'}, a part"
+        return f"{said}: unknown; the nearest is {shell_word(f'{group}={value}') if value else f'{group}=NAME'}, a part"
     if having := _having(key, conf):
         return f"{said}: allowed with {' or '.join(having)}, which is not chosen"
     return unknown_key(key, value, [*keys, *_OF_HYDRA]) or (
-        f"{said}: unknown; allowed are the keys that `python train.py --cfg job` prints, and +{said} for a new one"
+        f"{said}: unknown; allowed are the keys that `python train.py --cfg job` prints, and "
+        f"{shell_word(f'+{said}')} for a new one"
     )
 
 
@@ -144,7 +145,12 @@ def _not_there(key: str, keys: Collection[str]) -> str:
 
 def _ambiguous(override: str) -> str:
     key, _, value = override.partition("=")
-    return f"{override}: allowed is {key}=[{value}] for several together, or -m for one run of each"
+    return f"{override}: allowed is {_listed(key, value)} for several together, or -m for one run of each"
+
+
+def _listed(key: str, value: str) -> str:
+    word = f"{key}=[{value}]"
+    return word if re.fullmatch(r"[\w.]+=\[[\w.,-]*\]", word) else shell_word(word)
 
 
 def _no_choice(path: str, conf: Path) -> str:
@@ -169,10 +175,11 @@ def _not_parsed(override: str) -> str:
     if not value:
         return f"{override}: allowed is KEY=VALUE{', without dashes' if override.startswith('-') else ''}"
     if override.startswith("--"):
-        return f"{override}: allowed is {override.lstrip('-')}, without dashes"
+        return f"{override}: allowed is {shell_word(override.lstrip('-'))}, without dashes"
+    quoted = shell_word(f'{key}="…"')
     return (
         f"{override}: allowed with spaces, commas, brackets, quotes or = in a value are quotes around it, and others "
-        f"for the shell: '{key}=\"…\"'"
+        f"for the shell: {quoted}"
     )
 
 

@@ -123,7 +123,7 @@ def may_name(name: str, trusted: Collection[str] = ()) -> bool:
 
 def _refusal(key: str, name: str, trusted: Collection[str]) -> str:
     top = name.partition(".")[0]
-    is_own = not is_of_library(name) and is_of_user(top, trusted)
+    is_own = top.isidentifier() and not is_of_library(name) and is_of_user(top, trusted)
     return (
         brought.refusal(key, name) if is_own and brought.may_be_brought(top) else f"{key}={name}: allowed are {ALLOWED}"
     )
