@@ -169,8 +169,8 @@ def test_weights_in_parts_are_dense(kind, written, tmp_path):
                 place.length = (written / "code.distcp").stat().st_size
 
     changed(written, change)
-    told = {"code": "Weights only load failed", "sparse": "a part is a tensor that is torch.sparse_coo"}
-    expected = told.get(kind, "a part is a tensor that is overlapping itself")
+    told = {"code": "Weights only load failed", "sparse": "a file of weights holds a tensor that is torch.sparse_coo"}
+    expected = told.get(kind, "a file of weights holds a tensor that is overlapping itself")
     with pytest.raises(ValueError, match=rf"^the checkpoint's parts cannot be read: {expected}"):
         weights(written)
     with pytest.raises(ValueError, match=rf"^the checkpoint's parts cannot be read: {expected}"), parts.values_only():

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import tarfile
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO, StringIO
 
@@ -15,11 +16,13 @@ import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.transformer.quantized import state_problem
 from grpo_lightning.transformer.strangers import check_attention, lay_out, only_data
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.provocations import provocation
@@ -89,31 +92,80 @@ def test_weights_are_tensors(raw, model, ran):
 
 @provocation(
     "a model whose `pytorch_model.bin` has a weight of many numbers at one place in memory, beyond which a fused "
-    "optimizer would write; or a sparse one",
-    "each number has its place; a sparse one is refused in one sentence",
+    "optimizer would write; a sparse or nested one; or one with attributes of its own",
+    "refused in one sentence",
 )
 @pytest.mark.parametrize("kind", ["model", "reward model"])
-def test_weights_have_their_own_memory(kind, model, tmp_path):
+def test_weights_are_dense(kind, model, tmp_path):
     is_reward = kind == "reward model"
     directory = write_reward_model(tmp_path / "reward", "qwen3", chat=True) if is_reward else model
     weights = safetensors.torch.load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     name = "model.layers.0.mlp.down_proj.weight"
-    expanded = torch.full((1,), 0.25).expand(weights[name].shape)
-    torch.save({**weights, name: expanded}, directory / "pytorch_model.bin")
+    named = torch.ones(weights[name].shape)
+    named.is_contiguous = OrderedDict
+    expected = r"path='.*': transformers cannot read a .*model there: a file of weights holds "
 
-    def loaded():
+    def loaded(value):
+        torch.save({**weights, name: value}, directory / "pytorch_model.bin")
         if is_reward:
             return RewardModel(path=str(directory), **REWARD).network
         return hf.load(str(directory), **PLAIN).model
 
-    weight = dict(loaded().named_parameters())[name]
+    for value, told in (
+        (torch.full((1,), 0.25).expand(weights[name].shape), "a tensor that is overlapping itself"),
+        (torch.ones(weights[name].shape).to_sparse(), "a tensor that is torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "a tensor that is nested"),
+        (named, "an object of Tensor with attributes of its own"),
+    ):
+        with pytest.raises(ValueError, match=expected + told):
+            loaded(value)
+    # What lies in memory in another order is put in order, for kernels that take a weight for one block.
+    weight = dict(loaded(weights[name].T.contiguous().T).named_parameters())[name]
     assert weight.is_contiguous()
-    assert weight.untyped_storage().nbytes() >= 4 * weight.numel()
-    assert torch.equal(weight, torch.full_like(weight, 0.25))
-    torch.save({**weights, name: weights[name].to_sparse()}, directory / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"path='.*': its weights are no dense tensors, as they have to be: "):
-        loaded()
+    assert torch.equal(weight, weights[name])
+
+
+@provocation(
+    "a quantized model with too few scales or numbers for its weights, beyond which kernels would read or write",
+    "refused in one sentence; a whole one is read",
+)
+@pytest.mark.parametrize(
+    ("bits", "part", "value", "told"),
+    [
+        (4, "absmax", torch.zeros(31, dtype=torch.uint8), "has not the scales of 2048 numbers"),
+        (4, "absmax", torch.zeros(32), "has not the scales of 2048 numbers"),
+        (4, "quant_map", torch.zeros(15), "has not the scales of 2048 numbers"),
+        (4, "nested_absmax", torch.zeros(0), "has not the scales of 32 scales"),
+        (4, "nested_quant_map", torch.zeros(255), "has not the scales of 32 scales"),
+        (4, "blocksize", 128, "has not the scales of 2048 numbers"),
+        (4, "nested_blocksize", 1, "has not the scales of 32 scales"),
+        (4, "shape", [64, 64], "has fewer than 4096 numbers"),
+        (8, "SCB", torch.zeros(31), "has other scales than rows"),
+    ],
+)
+def test_what_belongs_to_quantized_weights_fits_them(bits, part, value, told, tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama", chat=True)
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    kind = transformers.BitsAndBytesConfig(**(four if bits == 4 else {"load_in_8bit": True}))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=kind, device_map={"": "cpu"})
+    plain.save_pretrained(source)
+    loaded = hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+    assert not any(state_problem(weight) for weight in loaded.parameters())
+    name = "model.layers.0.mlp.down_proj"
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    if isinstance(value, torch.Tensor):
+        weights[f"{name}.weight.{part}" if bits == 4 else f"{name}.{part}"] = value
+    else:
+        key = f"{name}.weight.quant_state.bitsandbytes__nf4"
+        said = json.loads(bytes(weights[key].tolist())) | {part: value}
+        weights[key] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    safetensors.torch.save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^policy.path='.*': its quantized weight \S*{name}.weight {told}"):
+        hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+
+
+def test_a_models_own_tensors_are_dense():
     network = torch.nn.Linear(2, 3)
     network.register_buffer("mine", torch.eye(2).to_sparse())
     with pytest.raises(ValueError, match=r"^policy.path=x: its weight mine is torch.sparse_coo; allowed are dense"):

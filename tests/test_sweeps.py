@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 
 from grpo_lightning.composition import sweep
 from grpo_lightning.composition.hydra_settings import problems
+from grpo_lightning.report import command
+from grpo_lightning.report.command import told_command
 from grpo_lightning.settings import check
 from grpo_lightning.settings.suggestions import explain
 from tests.support.composed import CONF, ROOT, composed
@@ -92,7 +95,26 @@ def test_a_killed_sweep_is_continued(tmp_path):
         assert (summary(place / job)["status"], summary(place / job)["steps"]) == ("finished", 4)
     assert (place / third / "train.log").read_text().count("step 4/4") == 1
     assert "val/pass@1 by optimizer.lr" in again.stdout
-    assert "this table again: python -m grpo_lightning.report" in said
+    (told,) = re.findall(r"this table again: (.*)", again.stderr)
+    (tmp_path / "grpo_lightning").mkdir()
+    (tmp_path / "grpo_lightning" / "__init__.py").write_text("open('HIT', 'w')\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(["bash", "-c", told], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True)
+    assert "val/pass@1 by optimizer.lr" in shown.stdout.decode(), shown.stderr
+    assert not (tmp_path / "HIT").exists()
+
+
+@provocation(
+    "the command that a sweep offers at its end, where a stranger's folder is called `grpo_lightning`",
+    "the folder is not run; outside of a checkout the command has `-P`, and says where the package is",
+)
+def test_the_command_for_the_table_is_the_one_that_works_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert told_command(Path("a b")) == "python -m grpo_lightning.report 'a b'"
+    monkeypatch.chdir(tmp_path)
+    assert told_command(Path("a")) == f"PYTHONPATH={ROOT} python -P -m grpo_lightning.report a"
+    monkeypatch.setattr(command, "__file__", "/env/site-packages/grpo_lightning/report/command.py")
+    assert told_command(Path("a")) == "python -P -m grpo_lightning.report a"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
+from grpo_lightning.distributed.plain import not_plain
 from grpo_lightning.output.terminal import one_line
 
 
@@ -76,7 +77,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={str(path)!r} lacks {file.name}") from error
     except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
         raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
-    if found := parts.not_plain(checkpoint):
+    if found := not_plain(checkpoint):
         raise ValueError(f"checkpoint={str(path)!r} holds {found}; allowed are dense tensors and plain values")
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):

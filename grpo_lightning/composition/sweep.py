@@ -132,7 +132,7 @@ def close(status: int) -> int:
     if not _begun or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
     from grpo_lightning.report import ReportError, find_runs
-    from grpo_lightning.report.command import of_sweep
+    from grpo_lightning.report.command import of_sweep, told_command
 
     directory, metric = _begun.pop()
     failed = False
@@ -142,8 +142,7 @@ def close(status: int) -> int:
         print(of_sweep(runs, metric), end="")
     except ReportError as error:
         tell(str(error))
-    place = shell_word(str(directory))
-    tell(f"this table again: python -m grpo_lightning.report {place}")
+    tell(f"this table again: {told_command(directory)}")
     if status or failed:
-        tell(f"what is not finished is continued by the same command with hydra.sweep.dir={place}")
+        tell(f"what is not finished is continued by the same command with hydra.sweep.dir={shell_word(str(directory))}")
     return status or int(failed)

@@ -6,29 +6,23 @@ runs whatever code a file names. So both are read here first, by unpicklers that
 
 import io
 import pickle
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from types import NoneType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_lightning.distributed.plain import not_plain
 from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, printable
 
 METADATA = ".metadata"
-_MAPPINGS = (dict, OrderedDict, Counter)
-_LISTS = (list, tuple, set, frozenset, torch.Size)
-_VALUES = (bool, bytes, bytearray, complex, float, int, str, NoneType, torch.device, torch.dtype)
 
 
 class _Fixed:
@@ -121,14 +115,9 @@ def values_only() -> Iterator[None]:
         with no_pickles(_is_known):
             return read(self)
 
-    def narrow_dense(tensor: Tensor, *place: Any) -> Tensor:
-        if found := not_plain(tensor):
-            raise ValueError(f"a part is {found}")
-        return narrow_tensor_by_index(tensor, *place)
-
     filesystem.FileSystemReader.read_metadata = read_known  # type: ignore[method-assign]
     try:
-        with weights_only(), patch.object(filesystem, "narrow_tensor_by_index", narrow_dense):
+        with weights_only():
             yield
     except CheckpointException as error:
         first = next((failure for failure, _ in error.failures.values()), error)
@@ -151,55 +140,6 @@ def plainly_written() -> Iterator[None]:
 
 def _by_value(member: Enum, protocol: Any) -> tuple[type, tuple[Any]]:
     return type(member), (member.value,)
-
-
-def not_plain(content: Any) -> str | None:
-    """What in a checkpoint is neither a plain value nor a dense tensor of torch's own; None if nothing is.
-
-    Torch does not look at the indices of other tensors, which could lead beyond their memory. What has attributes of
-    its own may answer otherwise than its class does: ``OrderedDict().values`` may be any class that torch reads.
-
-    Args:
-        content: As torch reads it: mappings and lists, to any depth.
-    """
-    seen, left = set[int](), [content]
-    while left:
-        node = left.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, Tensor) and type(node) not in (Tensor, torch.nn.Parameter):
-            return f"a tensor that is {type(node).__name__}"
-        if {*getattr(node, "__dict__", ())} - {"_metadata"}:
-            return f"an object of {type(node).__name__} with attributes of its own"
-        if isinstance(node, OrderedDict):
-            left.append(vars(node).get("_metadata"))  # which torch puts there, of a module's state
-        if isinstance(node, Tensor):
-            if kind := _not_dense(node):
-                return f"a tensor that is {kind}, which could lead beyond its memory"
-        elif type(node) in _MAPPINGS:
-            left += [*dict.keys(node), *dict.values(node)]
-        elif type(node) in _LISTS:
-            left += node
-        elif type(node) not in _VALUES:
-            return f"an object of {type(node).__name__}"
-    return None
-
-
-def _not_dense(tensor: Tensor) -> str | None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-    return "overlapping itself" if _overlaps(tensor) else None
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether numbers of a tensor may share memory, which kernels that write to it as one block would go beyond."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < extent:
-            return True
-        extent += stride * (size - 1) if size > 1 else 0
-    return False
 
 
 def problem(directory: Path) -> str | None:

@@ -19,15 +19,29 @@ def _nothing(module: str, name: str) -> bool:
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Inside, ``torch.load`` reads tensors and plain values only, whatever its caller asks for.
+    """Inside, ``torch.load`` reads dense tensors and plain values only, whatever its caller asks for.
 
     torch.distributed.checkpoint asks for everything. Only while parts are read: a user's own code may load more.
     """
+    import torch
+
+    from grpo_lightning.distributed.plain import not_plain
+
+    load = torch.load
+
+    def load_plain(*args: Any, **options: Any) -> Any:
+        content = load(*args, **options)
+        if found := not_plain(content):
+            raise ValueError(f"a file of weights holds {found}; allowed are dense tensors and plain values")
+        return content
+
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _OPPOSITE)}
     os.environ[_FORCED] = "1"
+    torch.load = load_plain
     try:
         yield
     finally:
+        torch.load = load
         del os.environ[_FORCED]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 

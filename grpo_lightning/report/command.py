@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
@@ -45,6 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))
     print(write(comparison, options.format, deviation=options.deviation), end="")
+
+
+def told_command(directory: Path) -> str:
+    """The command that compares the runs below a directory, where this process has been started.
+
+    In a checkout it is the one of the README. Elsewhere a folder may be called as this package is, in which Python does
+    not look with ``-P``; it has to be told where a package is that is not installed.
+    """
+    root, place = Path(__file__).resolve().parents[2], shell_word(str(directory))
+    if root == Path.cwd().resolve():
+        return f"python -m grpo_lightning.report {place}"
+    known = "" if root.name in ("site-packages", "dist-packages") else f"PYTHONPATH={shell_word(str(root))} "
+    return f"{known}python -P -m grpo_lightning.report {place}"
 
 
 def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:

@@ -19,6 +19,7 @@ from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import printable, show_printable
 from grpo_lightning.transformer.config_files import values_only
+from grpo_lightning.transformer.quantized import state_problem
 
 _OF_PROGRAMS = "BertJapaneseTokenizer"
 """The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
@@ -34,7 +35,7 @@ _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None]:
     """Inside, a model's files are read; what they would need code of their own for is an error of one sentence.
 
-    Weights are read by ``torch.load(weights_only=True)``, whoever calls it, or from safetensors, and no other pickle;
+    Weights are dense tensors, read by ``torch.load(weights_only=True)``, whoever calls it, or from safetensors;
     templates are read in Jinja's sandbox.
 
     Args:
@@ -83,8 +84,6 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
-    except NotImplementedError as error:
-        raise ValueError(f"{where}: its weights are no dense tensors, as they have to be: {error}") from error
 
 
 @contextmanager
@@ -143,22 +142,24 @@ def _tokenizers_only() -> Iterator[None]:
 
 
 def lay_out(model: nn.Module, where: str) -> None:
-    """Give every weight memory of its own for each of its numbers, as safetensors have them.
+    """Put the numbers of every weight in order in memory, as safetensors have them.
 
-    A pickle of tensors may say that many numbers lie at one place. Kernels that take a weight for one block of memory,
-    as fused optimizers do, would then write beyond it.
+    A pickle of tensors may have them in another one. Kernels such as those of fused optimizers take a weight for one
+    block of memory.
 
     Args:
         model: As read from files; its parameters and buffers are changed in place.
         where: The setting that names it, for the message.
 
     Raises:
-        ValueError: A weight is no dense tensor.
+        ValueError: A weight is no dense tensor, or what belongs to a quantized one does not fit it.
     """
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.layout != torch.strided or weight.is_nested:
             kind = "nested" if weight.is_nested else str(weight.layout)
             raise ValueError(f"{where}: its weight {printable(name[:80])} is {kind}; allowed are dense tensors")
+        if found := state_problem(weight):
+            raise ValueError(f"{where}: its quantized weight {printable(name[:80])} {found}")
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
 

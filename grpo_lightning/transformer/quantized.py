@@ -1,0 +1,47 @@
+"""Whether what belongs to quantized weights fits them: kernels of bitsandbytes trust it, and read or write beyond."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers that share one scale in bitsandbytes."""
+
+
+def state_problem(weight: Tensor) -> str | None:
+    """What does not fit a weight as bitsandbytes quantizes it, to be read behind its name; None of any other.
+
+    Args:
+        weight: Of any class.
+    """
+    name = type(weight).__name__
+    if name == "Params4bit" and (state := getattr(weight, "quant_state", None)) is not None:
+        return _of_four_bits(weight, state)
+    if name == "Int8Params" and weight.dtype == torch.int8:
+        scales = getattr(weight, "SCB", None)
+        return None if scales is None or _is(scales, len(weight), torch.float32) else "has other scales than rows"
+    return None
+
+
+def _of_four_bits(weight: Tensor, state: Any) -> str | None:
+    numbers, scales = math.prod(state.shape), state.absmax
+    if weight.numel() * weight.element_size() * 2 < numbers:
+        return f"has fewer than {numbers} numbers"
+    if not _has_scales(state, numbers, torch.uint8 if state.nested else torch.float32, codes=16):
+        return f"has not the scales of {numbers} numbers"
+    if state.nested and not (_is(state.offset, 1, None) and _has_scales(state.state2, len(scales), torch.float32, 256)):
+        return f"has not the scales of {len(scales)} scales"
+    return None
+
+
+def _has_scales(state: Any, numbers: int, kind: torch.dtype, codes: int) -> bool:
+    is_block = type(state.blocksize) is int and state.blocksize in _BLOCKS
+    return (
+        is_block and _is(state.absmax, -(-numbers // state.blocksize), kind) and _is(state.code, codes, torch.float32)
+    )
+
+
+def _is(tensor: Any, size: int, kind: torch.dtype | None) -> bool:
+    return isinstance(tensor, Tensor) and tensor.numel() == size and kind in (None, tensor.dtype)
