@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import grpo_lightning as grpo
 from grpo_lightning import start
+from grpo_lightning.checkpoint import lock
 from grpo_lightning.composition.hydra_settings import problems, script_problems
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.logger.wandb import WandbLogger
@@ -321,6 +322,18 @@ def test_no_run_is_put_beside_files_that_programs_run(tmp_path):
         assert done.returncode == 1
         assert "bashrc.d: a hidden directory with files that are no run's" in done.stderr
         assert [path.name for path in (tmp_path / ".bashrc.d").iterdir()] == ["mine"]
+
+
+@provocation("pipes in place of `train.log` and other files of a run, which nobody reads", "refused in one sentence")
+@pytest.mark.parametrize("name", ["train.log", "summary.json", "tensorboard/events.out.tfevents.9999999999.x", ".lock"])
+def test_no_pipe_is_waited_for(name, tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    os.mkfifo(tmp_path / name)
+    if name == ".lock":
+        assert not lock.is_held(tmp_path)
+    else:
+        told = f"{name} in it is neither a file nor a directory, and would be waited for; allowed is"
+        assert str(link_problem(tmp_path)).startswith(f"hydra.run.dir={tmp_path}: {told}")
 
 
 @provocation("W&B's folders of a stranger's run directory, in which a link leads out of it", "refused in one sentence")

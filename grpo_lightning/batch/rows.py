@@ -110,7 +110,13 @@ class Kept:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> "Kept":
-        """What `state` described."""
+        """What `state` described.
+
+        Raises:
+            ValueError: A set has fewer than no tokens, which kernels find too late.
+        """
+        if (state["sizes"] < 0).any():
+            raise ValueError(f"sizes: expected numbers >= 0, got {int(state['sizes'].min())}")
         return cls(**state)
 
     def outside(self, size: int) -> Tensor:

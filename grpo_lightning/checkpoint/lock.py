@@ -94,7 +94,7 @@ def is_held(directory: Path) -> bool:
     if directory.resolve() in _held:
         return True  # and not looked at: this process would lose its lock by closing the file
     try:
-        descriptor = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -122,6 +122,11 @@ def link_problem(directory: Path, *more: str) -> str | None:
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
                 f"them would not be seen; allowed is one that can be read: chmod u+r {shell_word(str(path))}"
             )
+        if not (path.is_symlink() or path.is_file() or path.is_dir()):
+            return one_line(
+                f"hydra.run.dir={directory}: {name} is neither a file nor a directory, and would be waited for; "
+                "allowed is a directory without it"
+            )
         may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
         # A stranger's may be one folder among the user's own files.
         if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
