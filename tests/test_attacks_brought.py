@@ -17,6 +17,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
 from grpo_lightning.settings import ConfigError, given, trust
+from grpo_lightning.settings.given import ungiven
 from tests.support.provocations import provocation
 from tests.support.too_long import STEPS, led_away
 from tests.test_attacks import begun
@@ -547,6 +548,8 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
         ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
         ("hydra: {sweeper: {params: {+logger.csv.name: x}}}", "hydra.sweeper.params.+logger.csv.name=x"),
+        ("hydra: {sweeper: {params: {seed: '${x}'}}}", "hydra.sweeper.params.seed=${x}"),
+        ("hydra: {sweeper: {params: {trusted: '$\\{x.$\\{c\\}\\}'}}}", "hydra.sweeper.params.trusted=$\\{x.$\\{c"),
     ],
 )
 def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
@@ -555,6 +558,20 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     assert f"experiment/theirs.yaml: {key}" in str(caught.value)
     assert "stands in a file" in str(caught.value)
+
+
+@provocation(
+    "`--config-dir theirs trusted=$\\{tags\\}`, whose file says `tags: [tags]`, or such a word in a command that a "
+    "message offers",
+    "counts as the file's word",
+)
+@pytest.mark.parametrize("word", ["${tags}", "$\\{tags\\}", "[$\\{tags.0\\}]"])
+def test_a_reference_is_no_word_of_the_users(word, here, monkeypatch):
+    told = ["trusted stands in a file; allowed is to give it on the command line, or to compose"]
+    assert ungiven({"trusted": ["tags"]}, [f"trusted={word}"]) == []
+    start.note_settings_from([str(here / "conf")])
+    assert ungiven({"trusted": ["tags"]}, [f"trusted={word}"]) == told
+    assert ungiven({"trusted": ["tags"]}, ["trusted=[tags]"]) == []
 
 
 @provocation(

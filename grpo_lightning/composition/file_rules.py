@@ -13,7 +13,7 @@ from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import every_target
 
-_PARAMETER = r"(?!.*\$\{)[^\x00-\x1f\x7f-\x9f]*"  # what is resolved in a sweeper is no longer known to be a secret
+_PARAMETER = r"(?!.*\$\\*\{)[^\x00-\x1f\x7f-\x9f]*"  # what is resolved in a sweeper is no longer known to be a secret
 _HYDRA = {
     r"hydra\.mode": "RUN|MULTIRUN",
     r"hydra\.sweeper\.params\.(?!\W*(hydra|run_dir|callbacks|logger|trainer)\b)[\w.+~]+": _PARAMETER,
