@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line, printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
     """Settings that cannot work; the message lists everything that is wrong with them, by key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(hide(printable(problem)) for problem in problems)
+        self.problems = tuple(hide(one_line(problem)) for problem in problems)
         super().__init__("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in self.problems))
 
 
