@@ -548,6 +548,21 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
         ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
         ("hydra: {sweeper: {params: {+logger.csv.name: x}}}", "hydra.sweeper.params.+logger.csv.name=x"),
+        *(
+            (
+                f"hydra: {{sweeper: {{params: {{{key}: {value}}}}}}}",
+                f"hydra.sweeper.params.{key}={value.strip(chr(39))}",
+            )
+            for key, value in (
+                ("trusted", "x"),
+                ("policy.path", "x"),
+                ("++policy.trust_remote_code", "x"),
+                ("reward.judge.function.cache", "x"),
+                ("reward.custom.function._target_", "x"),
+                ("+reward.custom.function", "'{a: b}'"),
+                ("policy.system_prompt", "a/b"),
+            )
+        ),
         ("hydra: {sweeper: {params: {seed: '${x}'}}}", "hydra.sweeper.params.seed=${x}"),
         ("hydra: {sweeper: {params: {trusted: '$\\{x.$\\{c\\}\\}'}}}", "hydra.sweeper.params.trusted=$\\{x.$\\{c"),
     ],

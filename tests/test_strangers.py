@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.policy import hf
@@ -86,8 +87,34 @@ def of_pickle(directory, payload, name, *, raw):
 @pytest.mark.parametrize("raw", [True, False], ids=["pickle", "torch"])
 def test_weights_are_tensors(raw, model, ran):
     of_pickle(model, Payload(ran), "pytorch_model.bin", raw=raw)
-    with pytest.raises(ValueError, match=r"^policy.path='.*model': " + A_PICKLE):
+    told = (
+        r"transformers cannot read a model there: a file of weights is a plain pickle, .* could run code"
+        if raw
+        else A_PICKLE
+    )
+    with pytest.raises(ValueError, match=r"^policy.path='.*model': " + told):
         hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a model or checkpoint as torch wrote it before version 1.6, of which it does not look at views of memory",
+    "refused in one sentence",
+)
+def test_old_files_of_torch_are_not_read(model, tmp_path):
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    torch.save(weights, model / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert len(torch.load(model / "pytorch_model.bin", weights_only=True)) == len(weights)
+    with pytest.raises(ValueError, match=r"a file of weights is a plain pickle, as torch wrote before version 1.6"):
+        hf.load(str(model), **PLAIN)
+    content = {"step": {"completed": 1}, "others": [torch.ones(2)]}
+    torch.save(content, tmp_path / "new.ckpt")
+    assert checkpoints.read(tmp_path / "new.ckpt")["step"] == {"completed": 1}
+    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    (tmp_path / "both.ckpt").write_bytes((tmp_path / "old.ckpt").read_bytes() + (tmp_path / "new.ckpt").read_bytes())
+    for name in ("old.ckpt", "both.ckpt"):  # to Python the second one is an archive
+        with pytest.raises(ValueError, match=rf"{name}' is no checkpoint \(\d+ bytes\)"):
+            checkpoints.read(tmp_path / name)
 
 
 @provocation(

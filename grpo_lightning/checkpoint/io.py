@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
 from grpo_lightning.distributed.plain import not_plain
+from grpo_lightning.distributed.reading import is_archive
 from grpo_lightning.output.terminal import one_line
 
 
@@ -64,11 +65,11 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
     file = path / "meta.pt" if path.is_dir() else path
     if file.exists() and not file.is_file():  # such as a pipe, which nobody writes to
         raise ValueError(f"checkpoint={str(path)!r} is no file")
+    if file.exists() and not is_archive(file):
+        raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}")
     try:
         checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        if not zipfile.is_zipfile(file):
-            raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
         raise ValueError(
             f"checkpoint={str(path)!r} holds other objects than tensors and plain values: they are not loaded "
             "(weights_only), since they could run code"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.allowed import PLACES
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
@@ -23,6 +24,15 @@ _HYDRA = {
     r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
 }
 """Key -> value, both as patterns, of what any file may say of Hydra."""
+_PROMISED = {
+    *("trusted", "trust_remote_code", "path", "_target_", "_args_", "base_url", "api_key_env", "url", "entity"),
+    *("tracking_uri", "artifact_location", *PLACES),
+}
+_SWEPT = r"[\w.,+\-()\[\] ]*"
+"""What a sweep of a file that the command brings along may not vary, and the values that it may give.
+
+They stand in the command that continues a job, where they would count as the user's own word.
+"""
 _TEXTS = (
     *("accelerator", "devices", "experiment_name", "group", "job_type", "logging_interval", "mode", "monitor", "notes"),
     *("precision", "project", "run_name", "strategy", "tags"),
@@ -61,6 +71,12 @@ def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]
         of_user: Key -> file, to which the nodes are added that may say anything, being of the user's own code.
     """
     found = [("run_dir", said["run_dir"])] if "run_dir" in said else []
+    swept = said.get("hydra")
+    for part in ("sweeper", "params"):
+        swept = swept.get(part) if isinstance(swept, Mapping) else None
+    for key, value in leaves_of(swept, "hydra.sweeper.params") if isinstance(swept, Mapping) else ():
+        if not _PROMISED.isdisjoint(key.split(".")) or not re.fullmatch(_SWEPT, str(value)):
+            found.append((key, value))
     for part in ("callbacks", "logger", "trainer"):
         found += _places(said.get(part), part, own := list[str]())
         of_user |= dict.fromkeys(own, file)
@@ -100,7 +116,8 @@ def _told(file: str, key: str, value: Any) -> str:
     return (
         f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
         f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions (no "
-        f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(WATCHING)}; anything else on the command line"
+        f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(WATCHING)}, and below hydra.sweeper.params numbers and "
+        "names that say no place, server or code; anything else on the command line"
     )
 
 

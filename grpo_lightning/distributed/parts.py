@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_lightning.distributed.plain import not_plain
-from grpo_lightning.distributed.reading import no_pickles, weights_only
+from grpo_lightning.distributed.reading import is_archive, no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, printable
 
 METADATA = ".metadata"
@@ -197,7 +197,10 @@ def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any
         if kind is _Bytes:
             with path.open("rb") as file:
                 file.seek(offset)
-                content = torch.load(io.BytesIO(file.read(length)), weights_only=True)
+                held = io.BytesIO(file.read(length))
+            if not is_archive(held):
+                return f"holds a plain pickle, which could run code, in {name}"
+            content = torch.load(held, weights_only=True)
             if found := not_plain(content):
                 return f"holds {found} in {name}; allowed are dense tensors and plain values"
     except FileNotFoundError:

@@ -9,12 +9,28 @@ from pickle import UnpicklingError
 from typing import Any
 
 _FORCED, _OPPOSITE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_ARCHIVE = b"PK\x03\x04"
+"""By which torch tells an archive from an older file."""
 _is_readable: ContextVar[Callable[[str, str], bool] | None] = ContextVar("_is_readable", default=None)
 """What this thread reads of pickles, all if None; other threads may have results of worker processes to read."""
 
 
 def _nothing(module: str, name: str) -> bool:
     return False
+
+
+def is_archive(file: Any) -> bool:
+    """Whether a file, or what is open for reading, is an archive to torch, as it writes since version 1.6.
+
+    What older files say of memory and of views of it, torch does not look at.
+    """
+    if hasattr(file, "seek"):
+        place = file.tell()
+        begin = file.read(len(_ARCHIVE))
+        file.seek(place)
+        return bool(begin == _ARCHIVE)
+    with open(file, "rb") as content:
+        return content.read(len(_ARCHIVE)) == _ARCHIVE
 
 
 @contextmanager
@@ -29,15 +45,20 @@ def weights_only() -> Iterator[None]:
 
     load = torch.load
 
-    def load_plain(*args: Any, **options: Any) -> Any:
-        content = load(*args, **options)
+    def load_plain(file: Any, *args: Any, **options: Any) -> Any:
+        if not is_archive(file):
+            raise ValueError(
+                "a file of weights is a plain pickle, as torch wrote before version 1.6, which could run code; allowed "
+                "are safetensors, and what later versions write"
+            )
+        content = load(file, *args, **options)
         if found := not_plain(content):
             raise ValueError(f"a file of weights holds {found}; allowed are dense tensors and plain values")
         return content
 
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _OPPOSITE)}
     os.environ[_FORCED] = "1"
-    torch.load = load_plain
+    torch.load = load_plain  # type: ignore[assignment]
     try:
         yield
     finally:
