@@ -53,9 +53,12 @@ def __getattr__(name: str) -> Any:
 
 def _is_started() -> bool:
     """Whether this is ``python -m grpo_lightning.report`` or its like, of which nothing is imported yet but this."""
-    words = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    is_module = sys.argv[:1] == ["-m"]
-    return is_module and any(one[:1] == "-" and one[-1:] == "m" and two.startswith(__name__) for one, two in words)
+    if sys.argv[:1] != ["-m"]:
+        return False
+    options = [
+        (one, after) for one, after in zip(sys.orig_argv, [*sys.orig_argv[1:], ""], strict=True) if one[:1] == "-"
+    ]
+    return any(f"m{__name__}" in one or (one[-1] == "m" and after.startswith(__name__)) for one, after in options)
 
 
 if _is_started():

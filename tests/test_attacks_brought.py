@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
 from grpo_lightning.settings import ConfigError, given, trust
@@ -573,6 +574,13 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     assert f"experiment/theirs.yaml: {key}" in str(caught.value)
     assert "stands in a file" in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["${tags}", "$\\{tags\\}", "[$\\{tags.0\\}]"])
+def test_no_file_has_references_in_a_sweep(word):
+    (told,) = hydra_problems("own.yaml", {"sweeper": {"params": {"seed": word}}})
+    assert told.startswith(f"own.yaml: hydra.sweeper.params.seed={word} stands in a file")
+    assert hydra_problems("own.yaml", {"sweeper": {"params": {"policy.path": "a/b,c/d"}}}) == []
 
 
 @provocation(

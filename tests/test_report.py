@@ -321,9 +321,9 @@ def test_no_picture_is_drawn_through_a_link_of_a_strangers(sweep, tmp_path, caps
 def test_a_run_directory_is_no_package(command, sweep, tmp_path):
     theirs = tmp_path / "tensorflow"
     shutil.copytree(sweep, theirs)
-    for name in ("", "tensorflow", "triton"):
-        (theirs / name).mkdir(exist_ok=True)
-        (theirs / name / "__init__.py").write_text("open('HIT', 'w')\n")
+    for name in ("tensorflow", "csv", "argparse"):  # of which the report imports the last two
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text("open('HIT', 'w')\n")
     done = subprocess.run(
         [sys.executable, *command, "tensorflow", "--metric", METRIC, "--at", "1"],
         cwd=tmp_path,
