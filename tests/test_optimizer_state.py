@@ -10,6 +10,7 @@ import torch
 
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
+from grpo_lightning.distributed.plain import not_plain
 from tests.support.provocations import provocation
 from tests.support.running import small_run
 
@@ -134,6 +135,13 @@ def test_a_checkpoint_is_what_it_seems(made, told, tmp_path):
     torch.save({"step": {"completed": 1}, "others": [made]}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=rf"last\.ckpt' holds {told}.*; allowed are dense tensors and plain values"):
         read(tmp_path / "last.ckpt")
+
+
+def test_a_tensor_has_no_gradient(tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert not_plain([weight]) is None
+    weight.grad = torch.zeros(2)
+    assert not_plain([weight]) == "a tensor that is one with a gradient, which could lead beyond its memory"
 
 
 def test_a_tensor_answers_as_tensors_do(tmp_path):

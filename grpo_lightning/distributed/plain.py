@@ -48,6 +48,8 @@ def not_plain(content: Any) -> str | None:
 def _not_dense(tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    if tensor.is_leaf and tensor.grad is not None:  # to which a backward pass would add, whatever it is
+        return "one with a gradient"
     return "overlapping itself" if _overlaps(tensor) else None
 
 
