@@ -24,6 +24,7 @@ _MAY_CHANGE = {
 }
 """Settings that may be others when a run is continued."""
 _PLAIN = re.compile(r"[\w.=-]{1,60}")
+"""Names of checkpoints that say nothing else in a sentence."""
 
 
 def chosen(

@@ -120,11 +120,16 @@ def _hydra_job(cfg: DictConfig) -> float:
 
 
 def _check_place(place: Path, directory: Path) -> None:
-    """Refuse another run directory than Hydra's on the word of a file: what lies in it is taken for the run's own."""
-    if place != directory and not is_said("run_dir"):
+    """Refuse another run directory than Hydra's on the word of a file, or one that is no place for a run.
+
+    What lies in it is taken for the run's own.
+    """
+    if place == directory:
+        return
+    if not is_said("run_dir"):
         instead = "hydra.run.dir=DIR, or hydra.sweep.dir=DIR with -m, on the command line"
         raise ConfigError([f"run_dir={place} stands in a file; allowed is {instead}"])
-    if place != directory and (problem := entry_problem(place)):
+    if problem := entry_problem(place):  # Hydra's own was looked at before its log was begun
         raise ConfigError([problem])
 
 

@@ -18,8 +18,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_lightning.distributed.plain import not_plain
-from grpo_lightning.distributed.reading import is_archive, no_pickles, weights_only
+from grpo_lightning.distributed.reading import NotPlain, no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, printable
 
 METADATA = ".metadata"
@@ -198,13 +197,12 @@ def _problem_of_part(directory: Path, index: Any, place: Any, kinds: Mapping[Any
             with path.open("rb") as file:
                 file.seek(offset)
                 held = io.BytesIO(file.read(length))
-            if not is_archive(held):
-                return f"holds a plain pickle, which could run code, in {name}"
-            content = torch.load(held, weights_only=True)
-            if found := not_plain(content):
-                return f"holds {found} in {name}; allowed are dense tensors and plain values"
+            with weights_only():
+                torch.load(held, weights_only=True)
     except FileNotFoundError:
         return f"lacks {name}"
+    except NotPlain as error:
+        return f"is not read, for its {name}: {error}"
     except pickle.UnpicklingError:
         return (
             f"holds objects that are not loaded, since they could run code, beside tensors and plain values in {name}"

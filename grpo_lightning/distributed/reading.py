@@ -15,6 +15,10 @@ _is_readable: ContextVar[Callable[[str, str], bool] | None] = ContextVar("_is_re
 """What this thread reads of pickles, all if None; other threads may have results of worker processes to read."""
 
 
+class NotPlain(ValueError):
+    """Torch was to read more than dense tensors and plain values."""
+
+
 def _nothing(module: str, name: str) -> bool:
     return False
 
@@ -38,6 +42,9 @@ def weights_only() -> Iterator[None]:
     """Inside, ``torch.load`` reads dense tensors and plain values only, whatever its caller asks for.
 
     torch.distributed.checkpoint asks for everything. Only while parts are read: a user's own code may load more.
+
+    Raises:
+        NotPlain: By ``torch.load``: there is more, or it was written before version 1.6.
     """
     import torch
 
@@ -46,17 +53,17 @@ def weights_only() -> Iterator[None]:
     load = torch.load
 
     def load_plain(file: Any, *args: Any, **options: Any) -> Any:
-        # What another process of the run has sent: it has read it in this way.
+        # Tensors that another process of the run has sent come in the old form, by this function of torch's.
         if sys._getframe(1).f_code is torch.storage._load_from_bytes.__code__:
             return load(file, *args, **options)
         if not is_archive(file):
-            raise ValueError(
+            raise NotPlain(
                 "a file of weights is a plain pickle, as torch wrote before version 1.6, which could run code; allowed "
                 "are safetensors, and what later versions write"
             )
         content = load(file, *args, **options)
         if found := not_plain(content):
-            raise ValueError(f"a file of weights holds {found}; allowed are dense tensors and plain values")
+            raise NotPlain(f"a file of weights holds {found}; allowed are dense tensors and plain values")
         return content
 
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _OPPOSITE)}

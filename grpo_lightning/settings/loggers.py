@@ -1,4 +1,4 @@
-"""Loggers whose package must be installed besides."""
+"""Loggers of other services: whether their package is installed, and what they must not be told."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,7 @@ _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
 _TAKES = ("entity", "group", "job_type", "name", "notes", "offline", "prefix", "project", "save_dir", "tags")
 """Arguments of W&B's logger; others are handed on to what begins a run of W&B's."""
 _DATABASE = re.compile(r"sqlite(\+\w+)?:///[^?]*\.(db|sqlite3?)(\?.*)?", re.DOTALL)
+"""A database whose file no other program reads as its own, as it would one called ``.vimrc``."""
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -37,10 +38,8 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield from _wandb_problems(key, node)
         store = node.get("tracking_uri")
         if isinstance(store, str) and store.startswith("sqlite") and not _DATABASE.fullmatch(store):
-            told = (
-                "a database whose name ends in .db, .sqlite or .sqlite3, which no other program reads as its own file"
-            )
-            yield printable(f"{key}.tracking_uri={store}: allowed is sqlite:///PATH of {told}")
+            told = "sqlite:///PATH of a database whose name ends in .db, .sqlite or .sqlite3"
+            yield printable(f"{key}.tracking_uri={store}: allowed is {told}")
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
