@@ -289,6 +289,26 @@ def test_curves_are_drawn_with_a_band(sweep, tmp_path, capsys):
 
 
 @provocation(
+    "`report --plot curve.pgf`, for which matplotlib would hand a run's texts to TeX, or what is no picture",
+    "refused in one sentence; nothing is drawn",
+)
+@pytest.mark.parametrize("name", ["curve.pgf", "curve.PGF", "curve.ps", "curve.eps", "curve", "curve.py"])
+def test_pictures_are_drawn_without_tex(name, sweep, tmp_path):
+    with pytest.raises(
+        SystemExit, match=rf"--plot={tmp_path / name}: allowed are names that end in .jpg, .pdf, .png, .svg"
+    ):
+        main([str(sweep), "--plot", str(tmp_path / name)])
+    assert not (tmp_path / name).exists()
+
+
+def test_dollars_in_settings_are_no_formulas(tmp_path):
+    for number in (1, 2):
+        write_run(tmp_path / str(number), [f"x=$\\frac{number}$"], [0.1, 0.2, 0.3])
+    main([str(tmp_path), "--metric", METRIC, "--plot", str(tmp_path / "x.PNG")])
+    assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+@provocation(
     "`report --plot theirs/plots/curve.png` where the folder `plots` of a stranger's directory is a link",
     "refused in one sentence; what lies where it leads is as before",
 )

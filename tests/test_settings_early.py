@@ -38,6 +38,10 @@ def row(override: str, message: str):
         row("trainer=cpu|trainer.devices=-1", "trainer.devices=-1: allowed with trainer.accelerator=cpu is auto or"),
         row("trainer.accelerator=npu", "trainer.accelerator=npu: allowed is one of auto, cpu, gpu, cuda, mps"),
         row("+trainer.num_nodes=0", "trainer.num_nodes=0: allowed is an integer >= 1"),
+        *(
+            row(f"+trainer.strategy={name}", f"trainer.strategy={name}: allowed are auto, ddp, ddp_find_unused_par")
+            for name in ("nonsense", "ddp_fork", "ddp_notebook", "DDP_spawn", "dp", "xla", "model_parallel")
+        ),
         row("trainer=ddp|trainer.strategy.timeout=0", "trainer.strategy.timeout=0: allowed is minutes > 0"),
         row("validation.ks=4", "validation.ks=4: allowed is a list of integers >= 1, such as [1, 4]"),
         row("validation.ks=[1,two]", "validation.ks=[1, 'two']: allowed is a list of integers >= 1"),

@@ -64,7 +64,7 @@ OVERWRITING = (
         ("rows.csv", "data/rows.csv"),
         ("rows.jsonl", "data"),
         ("rows.txt", "data"),
-        ("rows.xml", "data"),
+        ("rows.tsv", "data"),
     ],
 )
 def test_an_archive_writes_to_no_other_file(name, path, mode, mine):

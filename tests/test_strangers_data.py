@@ -2,15 +2,18 @@
 
 import json
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 
 import datasets
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 from fsspec.registry import known_implementations
 
 from grpo_lightning.data.archives import contained
@@ -301,6 +304,47 @@ def test_nobody_reads_pickles_of_a_data_set(path, tmp_path, monkeypatch):
         ValueError, match=rf"^data.path='{path}', data.split='train': a pickle that could run code when"
     ):
         Hub(path, "train")
+
+
+@provocation(
+    "a data set that is an archive with tensors (`.pth` in a `.tar`, WebDataset), or files of another of the 25 kinds "
+    "beside tables and texts that datasets has readers for",
+    "refused in one sentence that names the kind; nothing is read",
+)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("x.tar", "webdataset"), ("x.h5", "hdf5"), ("x.xml", "xml"), ("x.wav", "audiofolder"), ("x.png", "imagefolder")],
+)
+@pytest.mark.parametrize("place", ["folder", "README"])
+def test_data_sets_are_tables_and_texts(place, name, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("was read"))
+    (tmp_path / "theirs").mkdir()
+    about = {"configs": [{"config_name": "default", "data_files": name}]}
+    if place == "README":
+        (tmp_path / "theirs" / "README.md").write_text(f"---\n{json.dumps(about)}\n---\n")
+    with tarfile.open(tmp_path / "theirs" / name, "w") as archive:
+        for member in ("1.prompt.txt", "1.x.pth"):
+            archive.addfile(tarfile.TarInfo(member))
+    told = f"its files are of the kind {kind}; allowed are arrow, csv, json, parquet, text"
+    with pytest.raises(ValueError, match=rf"^data.path='{tmp_path}/theirs', data.split='train': {told}$"):
+        Hub(str(tmp_path / "theirs"), "train")
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.txt", "x.parquet", "x.arrow"])
+def test_tables_and_texts_are_read(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own").mkdir()
+    rows = datasets.Dataset.from_list([{"prompt": "own"}])
+    if name == "x.parquet":
+        rows.to_parquet(tmp_path / "own" / name)
+    elif name == "x.arrow":
+        rows.save_to_disk(str(tmp_path / "saved"))
+        shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "own" / name)
+    else:
+        (tmp_path / "own" / name).write_text('{"prompt": "own"}\n' if name == "x.jsonl" else "prompt\nown\n")
+    columns = {"prompt": "text"} if name == "x.txt" else None
+    assert Hub(str(tmp_path / "own"), "train", columns=columns)[0][0] == ("prompt" if columns else "own")
 
 
 @provocation(

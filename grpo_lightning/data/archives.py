@@ -15,6 +15,10 @@ from fsspec.registry import _registry, known_implementations
 
 from grpo_lightning.output.terminal import printable
 
+_KINDS = ("arrow", "csv", "json", "parquet", "text")
+"""Kinds of files that are read, of about 30 that datasets knows: the others have readers and libraries of their own."""
+_PREPARED = "cache"
+"""What datasets has prepared before of a data set of the hub, where that cannot be asked."""
 _OTHERS = ("rar", "7z")
 _SYSTEMS = ("file", "local", "hf", "http", "https", "zip", "tar", "bz2", "gzip", "lz4", "xz", "zstd")
 """Kinds of places that fsspec reads from; of others some load what lies in the working directory (``libhdfs.so``)."""
@@ -37,9 +41,11 @@ def contained() -> Iterator[None]:
 
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
     And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
-    the hub and servers, and from no other kind of place that a file's name could ask for.
+    the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
+    tensors, media or formats of other programs.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
+    prepare = DatasetBuilder.download_and_prepare
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -52,6 +58,12 @@ def contained() -> Iterator[None]:
             raise ValueError(f"its configuration would be written to {place!r}: allowed are names without '/' and '..'")
         return place
 
+    def prepared(builder: DatasetBuilder, *args: Any, **options: Any) -> None:
+        kind = type(builder).__module__.rpartition(".")[2]
+        if kind not in (*_KINDS, _PREPARED):
+            raise ValueError(f"its files are of the kind {kind}; allowed are {', '.join(_KINDS)}")
+        prepare(builder, *args, **options)
+
     def known(name: str) -> Any:
         if not _TYPE.fullmatch(name):
             raise ValueError(
@@ -60,7 +72,7 @@ def contained() -> Iterator[None]:
         return arrow(name)
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
-    features.string_to_arrow = known
+    DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -71,7 +83,7 @@ def contained() -> Iterator[None]:
         for kinds, left_out in others:
             kinds.update(left_out)
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
-        features.string_to_arrow = arrow
+        DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
 
 
 def check_inside(text: str, where: str) -> None:

@@ -60,7 +60,8 @@ class Hub(Rows):
     """Rows of one split, in memory. Code that comes with a data set is never run.
 
     Args:
-        path: Name on the hub, a folder written by ``save_to_disk``, or a folder or file ``load_dataset`` can read.
+        path: Name on the hub, a folder written by ``save_to_disk``, or a folder or file of arrow, csv, json, parquet or
+            text, as ``load_dataset`` reads it.
         split: Which split, such as "train" or "train[:1000]".
         name: Configuration of the data set, if it has several.
         revision: Branch, tag or commit on the hub.

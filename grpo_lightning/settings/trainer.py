@@ -37,6 +37,8 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
 """Option -> the values that change nothing here, and what does instead of others."""
 
 _CHECKPOINTS = "grpo_lightning.checkpoint.io.AtomicCheckpointIO"
+_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true", "single_device")
+_SHARDING = ("deepspeed", "fsdp")  # how the names of strategies begin that have answers of their own
 
 
 def trainer_problems(get: Reader) -> list[str]:
@@ -44,7 +46,7 @@ def trainer_problems(get: Reader) -> list[str]:
     trainer = get("trainer")
     if not isinstance(trainer, Mapping) or str(trainer.get("_target_")).startswith("grpo_lightning.composition."):
         return []
-    return [*_options(trainer), *_plugins(trainer), *_cpu_devices(trainer)]
+    return [*_options(trainer), *_plugins(trainer), *_cpu_devices(trainer), *_strategy(trainer)]
 
 
 def _options(trainer: Mapping[str, Any]) -> Iterator[str]:
@@ -72,6 +74,16 @@ def _cpu_devices(trainer: Mapping[str, Any]) -> Iterator[str]:
     on_all = str(devices) == "-1"
     if trainer.get("accelerator") == "cpu" and (on_all or isinstance(devices, list | tuple) or "," in str(devices)):
         yield f"trainer.devices={devices}: allowed with trainer.accelerator=cpu is auto or a number of processes, >= 1"
+
+
+def _strategy(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a strategy that is given by Lightning's name of it."""
+    name = trainer.get("strategy")
+    if isinstance(name, str) and name.lower() not in _STRATEGIES and not name.lower().startswith(_SHARDING):
+        yield (
+            f"trainer.strategy={name}: allowed are {', '.join(_STRATEGIES)}, and trainer=ddp or trainer=fsdp; forked "
+            "and spawned processes cannot give back what the command has to know at its end"
+        )
 
 
 def _written(value: Any) -> str:
