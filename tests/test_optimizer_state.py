@@ -93,6 +93,37 @@ def test_state_of_another_size_is_refused(kind, options, name, value):
         optimizer.load_state_dict(state)
 
 
+@provocation(
+    "a checkpoint in which an 8-bit optimizer's state stands twice, where bitsandbytes keeps it and where it takes it "
+    "from, of two types, so that a kernel would take bytes for floats",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("names", [("state1",), ("state1", "state2"), ("absmax1",), ("qmap1", "step")])
+def test_state_stands_in_one_place(names):
+    optimizer = stepped(bnb.optim.AdamW8bit, {}, (64, 128))
+    state = copy.deepcopy(optimizer.state_dict())
+    parts = state["state"][0]
+    [within] = [part for part in parts.values() if isinstance(part, dict)]
+    for name in names:
+        value = within.get(name, parts.get(name))
+        (within if name in parts else parts)[name] = value
+    with pytest.raises(
+        ValueError, match=rf"fit the weights: ({'|'.join(names)}) of the 0th stands there twice; allowed"
+    ):
+        optimizer.load_state_dict(state)
+
+
+def test_state_is_of_one_type_wherever_it_stands():
+    optimizer = stepped(bnb.optim.AdamW8bit, {}, (64, 128))
+    state = copy.deepcopy(optimizer.state_dict())
+    parts = state["state"][0]
+    [within] = [part for part in parts.values() if isinstance(part, dict)]
+    within["state1"], parts["state2"] = torch.zeros(64, 128), within.pop("state2")
+    assert parts["state2"].dtype == torch.uint8
+    with pytest.raises(ValueError, match=r"does not fit the weights: state2 of the 0th, \(64, 128\), is torch.uint8"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_run_does_not_go_on_with_such_state(tmp_path):
     small_run(tmp_path)
     file = tmp_path / "checkpoints" / "last.ckpt"

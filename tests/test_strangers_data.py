@@ -331,6 +331,22 @@ def test_data_sets_are_tables_and_texts(place, name, kind, tmp_path, monkeypatch
         Hub(str(tmp_path / "theirs"), "train")
 
 
+@pytest.mark.parametrize("path", ["org/name", "here", "here/x.jsonl", "saved"])
+def test_torch_reads_no_older_files_of_a_data_set(path, tmp_path, monkeypatch):
+    """Whatever of datasets would have it read them: what they say of memory is not looked at."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "x.jsonl").write_text('{"prompt": "own"}\n')
+    datasets.Dataset.from_list([{"prompt": "own"}]).save_to_disk("saved")
+    torch.save(torch.ones(2), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    for name in ("load_dataset", "load_from_disk"):
+        monkeypatch.setattr(datasets, name, lambda *_, **__: torch.load(tmp_path / "old.pth", weights_only=True))
+    with pytest.raises(
+        ValueError, match=rf"^data.path='{path}', .* a file of weights is a plain pickle, as torch wrote"
+    ):
+        Hub(path, "train")
+
+
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.txt", "x.parquet", "x.arrow"])
 def test_tables_and_texts_are_read(name, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -5,7 +5,7 @@ smaller one in a stranger's checkpoint would have them read and write what lies 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ _FUSED = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 _BLOCK = 256
 """Weights that share one ``absmax`` in bitsandbytes."""
 _SIZES = {"qmap": 256, "gnorm_vec": 100}
+_UNFIT = "the checkpoint's state of the optimizer does not fit the weights"
+_ALLOWED = "allowed is a checkpoint of this policy"
 _DOUBLE = "AdEMAMix"
 """The class of bitsandbytes whose first state holds two averages, one below the other."""
 
@@ -47,15 +49,26 @@ def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     averages = 2 if any(kind.__name__ == _DOUBLE for kind in type(optimizer).__mro__) else 1
     for number, weight in zip(named, weights, strict=False):  # torch refuses other numbers of them
-        content = state["state"].get(number, {})
-        for parts in (content, *(part for part in content.values() if isinstance(part, Mapping))):
-            for name, value in parts.items():
-                if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts, averages):
-                    raise ValueError(
-                        f"the checkpoint's state of the optimizer does not fit the weights: {str(name)[:40]} of the "
-                        f"{number}th, {tuple(weight.shape)}, is {value.dtype} of {tuple(value.shape)}; allowed is a "
-                        "checkpoint of this policy"
-                    )
+        parts: dict[Any, Any] = {}
+        for name, value in _leaves(state["state"].get(number, {})):
+            if name in parts:
+                raise ValueError(f"{_UNFIT}: {str(name)[:40]} of the {number}th stands there twice; {_ALLOWED}")
+            parts[name] = value
+        for name, value in parts.items():
+            if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts, averages):
+                raise ValueError(
+                    f"{_UNFIT}: {str(name)[:40]} of the {number}th, {tuple(weight.shape)}, is {value.dtype} of "
+                    f"{tuple(value.shape)}; {_ALLOWED}"
+                )
+
+
+def _leaves(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """What there is of a weight, with what stands in mappings: bitsandbytes puts some of it there, and takes it out."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield name, value
 
 
 def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any], averages: int) -> bool:
