@@ -1,0 +1,5 @@
+"""Figures of this project, and beside them those of others."""
+
+from grpo_lightning.distributed.alone import leave_checkout
+
+leave_checkout()  # a folder in it may be called as a package that libraries look for

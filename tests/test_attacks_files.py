@@ -210,11 +210,58 @@ def test_folders_in_a_checkout_are_not_run(kind, tmp_path):
         assert not mark.exists(), mark.read_text()
         assert json.loads((place / f"run{number}" / "summary.json").read_text())["status"] == "finished"
         (place / f"run{number}" / "triton").mkdir()
+    telling = f"import sys; sys.path.insert(0, {str(place / 'grpo_lightning/distributed/alone')!r})\n"
+    telling += "import grpo_lightning_alone, pathlib; from grpo_lightning.report.command import told_command\n"
+    telling += f"print(told_command(pathlib.Path({str(place / 'run0')!r})))"
+    for name in ("yaml", "rich", "csv"):
+        (place / name).mkdir()
+        (place / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
+    told = subprocess.run([python, "-P", "-c", telling], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert told.stdout.startswith(f"PYTHONPATH={place}/"), told.stderr
+    command = told.stdout.replace(" python ", f" {python} ")  # which is no other one's here
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "reward/total" in done.stdout, done.stderr[-2000:]
+    assert not mark.exists(), mark.read_text()
     if kind == "editable":
         for command in (["replay", "run0"], ["report", "run0", "run1"]):
             command = [python, "-P", "-m", f"grpo_lightning.{command[0]}", *command[1:]]
             subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
             assert not mark.exists(), mark.read_text()
+
+
+@provocation(
+    "folders such as `datasets/` and `triton/` that are unpacked in a checkout, at `python -m pytest` with rewards in "
+    "workers, `python -m benchmarks report` and `python -m tests.kills`",
+    "they are not run",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pytest -n 2 tests/test_strangers_data.py tests/test_reward_pool.py -k media or values_come",
+        "benchmarks report",
+        "tests.kills --count 1 --seed 0",
+        "benchmarks.gpu.apart tests.support.gpu_stage found.json 60 reduced",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_nor_are_they_by_tests_and_benchmarks(words, tmp_path):
+    place = tmp_path / "checkout"
+    for part in ("benchmarks", "conf", "docs", "grpo_lightning", "tests"):
+        shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("README.md", "pyproject.toml", "train.py"):
+        shutil.copy(ROOT / part, place)
+    mark = marked(place, *OPTIONAL)
+    for name in ("datasets", "triton", "pynvml", "hydra_plugins/mine", "sklearn"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+        (place / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
+    module, *rest = words.split(" -k ")[0].split()
+    command = [sys.executable, "-m", module, *rest, *(["-k", words.split(" -k ")[1]] if " -k " in words else [])]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PYTEST"))}
+    environment["STAGE"] = "passes"
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    assert not mark.exists(), mark.read_text()
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def with_path(directory: Path, checkout: Path) -> str:
@@ -550,7 +597,9 @@ def test_variables_for_launchers_are_taken_back(monkeypatch):
 def test_a_command_is_told_where_to_look(monkeypatch):
     alone = f"sys.path.insert(0, '{ROOT}/grpo_lightning/distributed/alone'); import grpo_lightning_alone; "
     monkeypatch.setattr(sys, "path", ["/a"])
-    assert fresh.safe(["python", "-c", "x()"])[-1] == f"import sys; sys.path[:] = ['/a']; {alone}x()"
+    loads = "grpo_lightning_alone.load('tests'); "  # which this process was started in
+    monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    assert fresh.safe(["python", "-c", "x()"])[-1] == f"import sys; sys.path[:] = ['/a']; {alone}{loads}x()"
     monkeypatch.setattr(sys, "path", ["/a", "/b'", str(ROOT)])
     assert fresh.safe(["python", "-O", "-c", "x()", "--more"]) == [
         *("python", "-O", "-P", "-c"),

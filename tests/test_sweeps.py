@@ -112,7 +112,8 @@ def test_the_command_for_the_table_is_the_one_that_works_there(tmp_path, monkeyp
     monkeypatch.chdir(ROOT)
     assert told_command(Path("a b")) == "python -m grpo_lightning.report 'a b'"
     monkeypatch.chdir(tmp_path)
-    assert told_command(Path("a")) == f"PYTHONPATH={ROOT} python -P -m grpo_lightning.report a"
+    place = f"{ROOT}/grpo_lightning/distributed/alone"
+    assert told_command(Path("a")) == f"PYTHONPATH={place} python -P -m grpo_lightning.report a"
     monkeypatch.setattr(command, "__file__", "/env/site-packages/grpo_lightning/report/command.py")
     assert told_command(Path("a")) == "python -P -m grpo_lightning.report a"
 

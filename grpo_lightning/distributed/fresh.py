@@ -20,7 +20,7 @@ from grpo_lightning import start
 from grpo_lightning.distributed import alone
 
 _SAFE_PATH, _PATH, _LIBRARIES = "PYTHONSAFEPATH", "PYTHONPATH", "LD_LIBRARY_PATH"
-_TOLD = ("GRPO_LIGHTNING_GIVEN", "GRPO_LIGHTNING_SETTINGS_FROM")
+_TOLD = ("GRPO_LIGHTNING_BEGUN", "GRPO_LIGHTNING_GIVEN", "GRPO_LIGHTNING_SETTINGS_FROM")
 _BETWEEN = re.compile("[:;]")
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
@@ -134,7 +134,9 @@ def safe(command: Sequence[Any]) -> list[Any]:
     found = list(command)
     if "-c" in found:
         at = found.index("-c")
-        load = "" if _ROOT in sys.path else f"sys.path.insert(0, {alone.PLACE!r}); import grpo_lightning_alone; "
+        load = f"sys.path.insert(0, {alone.PLACE!r}); import grpo_lightning_alone; "
+        load += "".join(f"grpo_lightning_alone.load({name!r}); " for name in alone.beside())
+        load = "" if _ROOT in sys.path else load
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""

@@ -8,9 +8,17 @@ grpo_lightning_path.leave_here()
 
 from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402, loads modules of Python
 
-_here, _root = __file__.rsplit("/", 1)[0], __file__.rsplit("/", 3)[0]
+_here, _root = __file__.rsplit("/", 1)[0], __file__.rsplit("/", 4)[0]
 sys.path[:] = [place for place in sys.path if place != _here]
-_spec = spec_from_file_location("grpo_lightning", f"{_root}/__init__.py")
-if "grpo_lightning" not in sys.modules and _spec is not None and _spec.loader is not None:
-    _package = sys.modules["grpo_lightning"] = module_from_spec(_spec)
-    _spec.loader.exec_module(_package)
+
+
+def load(*names: str) -> None:
+    """Import packages that lie beside this one in a checkout, which is not on the path; those that there are."""
+    for name in names:
+        spec = spec_from_file_location(name, f"{_root}/{name}/__init__.py")
+        if name not in sys.modules and spec is not None and spec.loader is not None:
+            package = sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(package)
+
+
+load("grpo_lightning")
