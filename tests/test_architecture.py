@@ -33,6 +33,7 @@ USED_BY = {
     "mlflow": {"logger"},
     "numpy": {"sampler", "data"},
     "omegaconf": {"composition"},
+    "google": {"report"},  # comes with tensorboard
     "pebble": {"reward"},
     "peft": {"policy", "reference"},
     "pyarrow": {"data"},

@@ -17,6 +17,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.settings import ConfigError, given, trust
 from grpo_lightning.settings.given import ungiven
 from tests.support.provocations import provocation
@@ -548,6 +549,10 @@ def test_files_may_say_what_a_sweep_is(here):
             "trainer.plugins.0",
         ),
         ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
+        ("hydra: {sweeper: {params: {data.verifier: a_1}}}", "hydra.sweeper.params.data.verifier=a_1"),
+        ("hydra: {sweeper: {params: {environment.tools: '[a]'}}}", "hydra.sweeper.params.environment.tools=[a]"),
+        ("hydra: {sweeper: {params: {data.task: 'b,bundle.e'}}}", "hydra.sweeper.params.data.task=b,bundle.e"),
+        ("hydra: {sweeper: {params: {data.task: é.e}}}", "hydra.sweeper.params.data.task=é.e"),
         ("hydra: {sweeper: {params: {+logger.csv.name: x}}}", "hydra.sweeper.params.+logger.csv.name=x"),
         *(
             (
@@ -715,7 +720,7 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     assert given.ungiven(config, []) == []
     for value in ("../answers.jsonl", {"_target_": "brought_file.score"}, ["../x"]):
         node[last]["cache"] = value
-        assert f"{key}.cache={value} stands in a file" in given.ungiven(config, [])[0]
+        assert f"{shell_word(f'{key}.cache={value}')} stands in a file" in given.ungiven(config, [])[0]
     del node[last]["cache"]
     for value in (2026, None, True):
         node[last][name] = value

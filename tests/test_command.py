@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.checkpoint.command import continue_command, say_begun
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
@@ -105,6 +105,11 @@ def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
     assert continue_command(["steps=3"], Path("/d")).startswith("grpo-lightning steps=3 hydra.run.dir=/d")
 
 
+@provocation(
+    "the command that a job of submitit, or a program of the user's own, offers where settings were brought along",
+    "it brings them along, so that they are not taken for the user's own",
+)
+@pytest.mark.parametrize("program", ["train.py", "submitit/core/_submit.py", "wrap.py"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,9 +119,15 @@ def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
         ["hydra.searchpath=[file://conf]"],
     ],
 )
-def test_where_settings_were_found_is_told(options, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", *options, "steps=3", "-m"])
+def test_where_settings_were_found_is_told(options, program, monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", "")
+    monkeypatch.setattr("sys.argv", ["wrap.py" if program == "wrap.py" else "train.py", *options, "steps=3", "-m"])
+    say_begun()
+    monkeypatch.setattr("sys.argv", [program, "/tmp/job"])  # of the process that has something to say
     line = continue_command(["steps=3"], Path("/d"))
     assert shlex.split(line) == ["python", "train.py", *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
-    monkeypatch.setattr("sys.argv", ["my_program.py", *options])
+
+
+def test_a_program_has_no_command_line_of_its_own(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["my_program.py", "--config-dir", "conf"])
     assert continue_command([], Path("/d")) == "python train.py hydra.run.dir=/d checkpoint=last"

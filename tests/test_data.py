@@ -201,6 +201,20 @@ def test_a_malformed_parquet_row_is_named_by_row(tmp_path):
         JsonLines(str(tmp_path / "a.parquet"))
 
 
+def test_a_parquet_file_whose_words_are_not_there_is_named(tmp_path):
+    """An index that leads behind the words of a column is found when rows are made of it."""
+    words = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([300] * 9, pyarrow.int32()), pyarrow.array(map(str, range(301)))
+    )
+    table = pyarrow.table({"prompt": ["p"] * 9, "word": words})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="none", write_statistics=False)
+    content, index = (tmp_path / "a.parquet").read_bytes(), b"\x12\x2c\x01"  # nine times 300
+    assert content.count(index) == 1
+    (tmp_path / "a.parquet").write_bytes(content.replace(index, b"\x12\x2f\x01"))
+    with pytest.raises(ValueError, match=r"a\.parquet: not a parquet file, or damaged: .*out-of-bounds"):
+        JsonLines(str(tmp_path / "a.parquet"))
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path):
     for name, content, message in [
         ("a.jsonl", "\n", r"a\.jsonl: there is no row"),

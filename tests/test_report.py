@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from scipy import stats
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.checkpoint import lock
@@ -146,6 +147,15 @@ def test_curves_come_from_csv_or_from_event_files(kind, tmp_path):
     write_run(tmp_path / "run", ["seed=0"], [0.25, 0.5], kind=kind, steps=(0, 1))
     assert curve(tmp_path / "run", METRIC) == [(0, 0.25), (1, 0.5)]
     assert curve(tmp_path / "run", "reward/format") == []
+
+
+def test_events_that_are_none_tell_nothing(tmp_path, capsys):
+    write_run(tmp_path / "run", ["seed=0"], [0.1, 0.4], kind="events")
+    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.1.x").open("wb").close()
+    with (tmp_path / "run" / "tensorboard" / "events.out.tfevents.1.x").open("ab") as file:
+        RecordWriter(file).write(b"\xff\xff")
+    assert curve(tmp_path / "run", METRIC) == []
+    assert METRIC in shown(capsys, tmp_path)
 
 
 def test_the_summary_is_enough_and_tensorboard_is_not_loaded(tmp_path):

@@ -73,7 +73,7 @@ def test_the_defaults_are_right():
         ("rollout.outcome=correct", "rollout.outcome=correct: allowed is one of the rewards: accuracy, format or null"),
         (
             "+reward.exact.weight=1.0",
-            "reward.exact: no such reward was chosen; allowed is reward=[accuracy, format, exact]",
+            "reward.exact: no such reward was chosen; allowed is reward=[accuracy,format,exact]",
         ),
         ("reward=[]", "reward=[]: allowed is at least one reward"),
         (
@@ -127,6 +127,13 @@ def test_the_defaults_are_right():
 def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
     (found,) = problems(override)
     assert message in found
+
+
+def test_a_name_is_offered_as_a_word_of_a_shell():
+    config = composed()
+    config["reward"]["$(touch HIT)"] = {"weight": 1.0}
+    with pytest.raises(ConfigError, match=r"chosen; allowed is 'reward=\[accuracy,format,\$\(touch HIT\)\]'$"):
+        check(config)
 
 
 def test_every_mistake_is_reported_at_once():

@@ -347,6 +347,21 @@ def test_torch_reads_no_older_files_of_a_data_set(path, tmp_path, monkeypatch):
         Hub(path, "train")
 
 
+def test_a_row_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    monkeypatch.setattr("grpo_lightning.data.hub._load", lambda *_: rows)
+    read = datasets.Dataset.__iter__
+
+    def broken(self):
+        yield next(read(self))
+        raise pa.lib.ArrowIndexError("tried to refer\nto element 9")
+
+    monkeypatch.setattr(datasets.Dataset, "__iter__", broken)
+    told = r"^org/name \(train\), row 2: cannot be read: ArrowIndexError: tried to refer to element 9$"
+    with pytest.raises(ValueError, match=told):
+        Hub("org/name", "train")
+
+
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.txt", "x.parquet", "x.arrow"])
 def test_tables_and_texts_are_read(name, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

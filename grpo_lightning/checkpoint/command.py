@@ -1,5 +1,7 @@
 """The command that continues a run, to be told to users."""
 
+import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,17 @@ from grpo_lightning.output.shell import shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _CONFIG = ("--config-", "-cd", "-cn", "-cp")
-_PLAIN = re.compile(r"[\w/.+@%-]+")
+_PLAIN = re.compile(r"[\w/.+@%-]+", re.ASCII)
+_BEGUN = "GRPO_LIGHTNING_BEGUN"
+
+
+def say_begun() -> None:
+    """Take note of how the command line begins, and where it finds settings, for the processes that it starts, too.
+
+    Jobs of a launcher are other programs. Without the place of its settings a command would be another one: a
+    stranger's would no longer be known as such.
+    """
+    os.environ[_BEGUN] = json.dumps([*_start(), *_options(sys.argv[1:])])
 
 
 def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: str = "last") -> str:
@@ -26,13 +38,15 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
-    program, options = Path(sys.argv[0]), list[str]()
-    start = ["python", sys.argv[0]] if program.name == "train.py" else ["python", "train.py"]
-    if program.name == "grpo-lightning":
-        start = [program.name]
-    if program.name in ("train.py", "grpo-lightning"):
-        options = list(_options(sys.argv[1:]))
-    return " ".join(shell_word(hide(word)) for word in [*start, *options, *kept, *own])
+    begun = json.loads(os.environ[_BEGUN]) if _BEGUN in os.environ else _start()
+    return " ".join(shell_word(hide(word)) for word in [*begun, *kept, *own])
+
+
+def _start() -> list[str]:
+    program = Path(sys.argv[0]).name
+    if program == "grpo-lightning":
+        return [program]
+    return ["python", sys.argv[0] if program == "train.py" else "train.py"]
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_lightning.allowed import PLACES
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 
 _TAKEN = {
@@ -119,7 +120,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
         if is_place or (isinstance(value, str) and (value == _REDACTED or "${" in value)):
             told = one_line(str(value))
-            raise ValueError(f"its {one_line(key)} is {told}; allowed is {one_line(key)}=… with the value")
+            raise ValueError(f"its {one_line(key)} is {told}; allowed is {shell_word(key)}=… with the value")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

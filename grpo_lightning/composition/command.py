@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from grpo_lightning import start
+from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes, printable
 from grpo_lightning.settings import given
@@ -38,6 +39,7 @@ def main() -> None:
 
     from grpo_lightning.composition.job import job
 
+    say_begun()
     given.say_words(get_args().overrides)  # the name of a folder is no override, whatever it is called
     start.pass_by_settings()
     fresh.protect_processes()

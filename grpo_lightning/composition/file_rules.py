@@ -26,9 +26,9 @@ _HYDRA = {
 """Key -> value, both as patterns, of what any file may say of Hydra."""
 _PROMISED = {
     *("trusted", "trust_remote_code", "path", "_target_", "_args_", "base_url", "api_key_env", "url", "entity"),
-    *("tracking_uri", "artifact_location", *PLACES),
+    *("tracking_uri", "artifact_location", "verifier", "tools", *PLACES),
 }
-_SWEPT = r"[\w.,+\-()\[\] ]*"
+_SWEPT = r"(?!.*[^\W\d]\w*\.[^\W\d])[\w.,+\-()\[\] ]*"  # no dotted name, which could be one of code
 """What a sweep of a file that the command brings along may not vary, and the values that it may give.
 
 They stand in the command that continues a job, where they would count as the user's own word.

@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -89,7 +89,7 @@ class Hub(Rows):
             table = table.select_columns(sorted(set(columns.values())))
         rows: list[Mapping[str, Any]] = []
         numbers: list[int] = []
-        for number, row in enumerate(table, 1):
+        for number, row in enumerate(_rows(table, f"{path} ({split})"), 1):
             try:
                 if filter and not filter(row):
                     continue
@@ -103,6 +103,17 @@ class Hub(Rows):
             numbers.append(number)
         source = f"{path} ({split})"
         super().__init__(rows, "prompt", lambda i: f"{source}, row {numbers[i]}" if numbers else source)
+
+
+def _rows(table: datasets.Dataset, where: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table, whose values may not be what their types say."""
+    rows = iter(table)
+    for number in range(1, len(table) + 1):
+        try:
+            yield next(rows)
+        except Exception as error:  # of pyarrow or of a feature of the library
+            told = printable(" ".join(str(error).split()))
+            raise ValueError(f"{where}, row {number}: cannot be read: {type(error).__name__}: {told}") from error
 
 
 def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> None:

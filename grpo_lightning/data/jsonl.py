@@ -148,10 +148,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     if path.suffix == _PARQUET:
         try:
             with path.open("rb") as file:  # by its name, such as hdfs:/x.parquet, it could be a place elsewhere
-                table = pyarrow.parquet.read_table(file)
+                rows = pyarrow.parquet.read_table(file).to_pylist()
         except pyarrow.ArrowException as error:
-            raise ValueError(f"{path}: not a parquet file: {error}") from error
-        return [(f"{path}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+            raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
+        return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
         return [
             (f"{path}, line {number}", _object(line, f"{path}, line {number}"))

@@ -1,5 +1,6 @@
 """Words of a command that is told to users, as a shell reads them back."""
 
+import re
 import shlex
 
 from grpo_lightning.output.terminal import printable
@@ -17,6 +18,11 @@ def shell_word(text: str) -> str:
         return text if shlex.quote(text) == text else f"'{text.translate(_QUOTED)}'"
     plain = text.replace("\\", "\\\\").replace("'", "\\x27")
     return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
+
+
+def setting_word(text: str) -> str:
+    """`shell_word`, of a setting that is told to users: ``reward=[accuracy,format]`` stays as people write it."""
+    return text if re.fullmatch(r"[\w.]+=\[[\w.,-]*\]", text, re.ASCII) else shell_word(text)
 
 
 def _escape(character: str) -> str:

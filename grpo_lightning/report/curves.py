@@ -88,11 +88,15 @@ def _of_csv(file: Path) -> dict[str, Points]:
 def _of_events(directory: Path) -> dict[str, Points]:
     if not directory.is_dir():
         return {}
+    from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.WARNING)
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    events.Reload()
+    try:
+        events.Reload()
+    except DecodeError:
+        return {}
     scalars: Collection[str] = events.Tags()["scalars"]
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in scalars}
 

@@ -102,10 +102,10 @@ def link_problem(directory: Path, *more: str) -> str | None:
     if part := linked_part(directory):
         return one_line(
             f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-            f"stranger may have made it; allowed is {os.path.realpath(part)} itself, if you know it"
+            f"stranger may have made it; allowed is {shell_word(os.path.realpath(part))} itself, if you know it"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
-        place = os.path.realpath(directory)
+        place = shell_word(os.path.realpath(directory))
         return one_line(
             f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {place} itself, if you "
             "know it, or a link in the directory of the start to an empty directory or a run's"

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import setting_word, shell_word
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.names import translated
 
@@ -149,8 +149,7 @@ def _ambiguous(override: str) -> str:
 
 
 def _listed(key: str, value: str) -> str:
-    word = f"{key}=[{value}]"
-    return word if re.fullmatch(r"[\w.]+=\[[\w.,-]*\]", word) else shell_word(word)
+    return setting_word(f"{key}=[{value}]")
 
 
 def _no_choice(path: str, conf: Path) -> str:

@@ -6,6 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from grpo_lightning.allowed import MODULES_OF_PEFT, PLACES
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
@@ -68,13 +69,13 @@ def target_problems(
 
 def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mapping[str, Parameter]) -> Iterator[str]:
     """The arguments by which a row or a model would say where code of the user's writes, in a stranger's settings."""
-    is_tool = ".tools." in key
+    who = "the model" if ".tools." in key else "the data"
     for place in PLACES:
         parameter = parameters.get(place)
-        if parameter is not None and place not in node and (is_tool or parameter.default is parameter.empty):
+        if parameter is not None and place not in node and (who == "the model" or parameter.default is parameter.empty):
             yield (
-                f"{key}: {place} of {name} would be said by {'the model' if is_tool else 'the data'}, which may be a "
-                f"stranger's as the settings that the command brings along; allowed is {key}.{place}=… or "
+                f"{key}: {place} of {name} would be said by {who}, which may be a stranger's as the settings that the "
+                f"command brings along; allowed is {shell_word(f'{key}.{place}')}=… or "
                 f"trusted=[{name.partition('.')[0]}] on the command line"
             )
 

@@ -111,6 +111,8 @@ class _Cascade(torch.autograd.Function):
 def _by_token(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Queries, keys and values with the token first, keys and values repeated for the query heads that read them."""
     repeats = query.shape[1] // key.shape[1]
+    if key.shape != value.shape or query.shape[1] != repeats * key.shape[1]:  # which the kernels do not compare
+        raise ValueError(f"attention of {list(query.shape)} to keys {list(key.shape)} and values {list(value.shape)}")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [1, H, N, D] -> [N, H, D]
     # [N, Hkv, D] -> [N, Hq, D]
     return [q, *(t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (k, v))]

@@ -92,6 +92,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         The output [n, Hkv, L, D] and the log-sum-exp of the attention scores [n, Hkv, L].
     """
     if query.device.type == "cpu":
+        if key.shape != value.shape or query.shape[1] != key.shape[1]:  # which the kernel does not compare
+            raise ValueError(
+                f"attention of {list(query.shape)} to keys {list(key.shape)} and values {list(value.shape)}"
+            )
         if bias is not None:
             bias = bias.expand(-1, -1, query.shape[2], -1)  # [n, 1, 1, S] -> [n, 1, L, S]
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
