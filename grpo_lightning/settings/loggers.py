@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from grpo_lightning.output.shell import setting_word
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.walk import each_target
 
@@ -28,9 +29,8 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         return
     for name, logger in loggers.items():
         if not isinstance(logger, Mapping) or "_target_" not in logger:
-            yield (
-                f"logger.{name}: no such logger was chosen; allowed is logger=[{', '.join([*_chosen(loggers), name])}]"
-            )
+            word = setting_word(f"logger=[{','.join([*_chosen(loggers), name])}]")
+            yield f"logger.{name}: no such logger was chosen; allowed is {word}"
         elif (package := _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])) and find_spec(package) is None:
             yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
     for key, node in each_target(config):  # also of one that a callback holds
