@@ -50,7 +50,7 @@ def test_what_differs_has_a_line_what_was_asked_for_first():
         "trainer.benchmark: true",
         "reward.format: left out",
         "algorithm: dapo",
-        "logger.token: <redacted>",
+        "logger.token: REDACTED",
         "loss: dapo",
         "reward: accuracy, length",
         "sweep: mine",
@@ -99,7 +99,7 @@ def test_all_settings_are_shown_without_secrets(capsys, monkeypatch):
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "settings"
     assert [line.lstrip("│├└─ ") for line in shown[1:]] == [
-        *("loss", "kl_coef: 0.04", "empty: {}", "api_key: <redacted>", r"note: x\x1b[2J")
+        *("loss", "kl_coef: 0.04", "empty: {}", "api_key: REDACTED", r"note: x\x1b[2J")
     ]
 
 

@@ -229,7 +229,7 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
         environment = {"MINE": "k-environment4", "BEARER": "k-bearer5", "QUOTED": "k-quoted6", "NAMED": "k-named7"}
         done = begun(tmp_path, *mode, *SMALL[:11], "trainer=cpu", "steps=1", *words, *reward, where, **environment)
         assert done.returncode == (reward == own), done.stderr[-3000:]
-        assert "<redacted>" in done.stderr
+        assert "REDACTED" in done.stderr
         files = [path for path in place.rglob("*") if path.is_file()]
         assert any(path.name == "overrides.yaml" for path in files)
         shown = {"stdout": done.stdout, "stderr": done.stderr}

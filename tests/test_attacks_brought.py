@@ -550,6 +550,8 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
         ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
         ("hydra: {sweeper: {params: {data.verifier: a_1}}}", "hydra.sweeper.params.data.verifier=a_1"),
+        ("hydra: {sweeper: {params: {++seed.trusted: a}}}", "hydra.sweeper.params.++seed.trusted=a"),
+        ("hydra: {sweeper: {params: {++trusted: a}}}", "hydra.sweeper.params.++trusted=a"),
         ("hydra: {sweeper: {params: {environment.tools: '[a]'}}}", "hydra.sweeper.params.environment.tools=[a]"),
         ("hydra: {sweeper: {params: {data.task: 'b,bundle.e'}}}", "hydra.sweeper.params.data.task=b,bundle.e"),
         ("hydra: {sweeper: {params: {data.task: é.e}}}", "hydra.sweeper.params.data.task=é.e"),

@@ -76,7 +76,8 @@ def test_a_shell_without_escapes_reads_one_word():
     "the quotes stay; the whole name is one word",
 )
 @pytest.mark.parametrize(
-    "token", ["'\"'\"'", "'checkpoint='\"'\"'/d/", ": python train.py 'check", "'/d/", "$(", "(touch"]
+    "token",
+    ["'\"'\"'", "'checkpoint='\"'\"'/d/", ": python train.py 'check", "'/d/", "$(", "(touch", "REDA", "ACTED 'check"],
 )
 def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
     monkeypatch.setattr(redaction, "_known", {token})
@@ -87,10 +88,28 @@ def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
+@provocation(
+    "settings of a stranger's with a `token` that begins in one word of the command that a message offers and ends in "
+    "another, and one that is part of what stands for secrets",
+    "the words stay apart, and none is a shell's own",
+)
+@pytest.mark.parametrize("tokens", [{"dir bundle --config-name ", "ACTED>"}, {"--config-dir bundle", "redacted>"}])
+def test_words_of_a_command_stay_apart_and_say_nothing_to_a_shell(tokens, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", "bundle", "--config-name", "theirs"])
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", "")
+    say_begun()
+    plain = continue_command(["note.a=p"], Path("/d"))
+    monkeypatch.setattr(redaction, "_known", tokens)
+    line = hide(continue_command(["note.a=p"], Path("/d")))
+    assert line != plain
+    assert len(shlex.split(line)) == len(shlex.split(plain))
+    assert set(line) <= {*plain, *"REDACTED"}  # no sign that a shell reads
+
+
 def test_secrets_in_a_command_are_hidden_in_quotes(monkeypatch):
     monkeypatch.setattr(redaction, "_known", {"abcd"})
     line = continue_command(["x.name=1abcd2"], Path("/d"))
-    assert line == "python train.py 'x.name=1<redacted>2' hydra.run.dir=/d checkpoint=last"
+    assert line == "python train.py x.name=1REDACTED2 hydra.run.dir=/d checkpoint=last"
 
 
 def test_what_named_the_old_run_is_left_out():

@@ -210,7 +210,7 @@ def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
             RewardError, match=rf"^reward 'judge': {server.url}/chat/completions answers {status}: "
         ) as e:
             asked(server, ["a", "b", "c"], retries=3, concurrency=1, settings={"api_key_env": "SOME_KEY"})
-        assert "<redacted>" in str(e.value)
+        assert "REDACTED" in str(e.value)
         assert KEY not in str(e.value)
         assert "\n" not in str(e.value)
         assert len(server.asked) < 4
@@ -323,9 +323,9 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
         assert asked(server, settings={"api_key_env": "SOME_KEY", "cache": str(cache)}) == [0.5]
     assert [headers["authorization"] for headers in server.headers] == [f"Bearer {KEY}"]
     assert KEY not in cache.read_text()
-    assert "your key is <redacted>" in cache.read_text()
+    assert "your key is REDACTED" in cache.read_text()
     assert KEY not in caplog.text
-    assert hide(f"text {KEY}") == "text <redacted>"
+    assert hide(f"text {KEY}") == "text REDACTED"
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "k\u00e9y-k\u00e9y", "a\nb-key"])

@@ -97,8 +97,8 @@ def test_what_the_user_says_wins():
             marks=provocation("`mode=export` of a checkpoint whose policy was a live object", "asks for `policy=NAME`"),
         ),
         pytest.param(
-            LOADED | {"path": "<redacted>"},
-            r"its policy.path is <redacted>; allowed is policy.path=… with the value",
+            LOADED | {"path": "REDACTED"},
+            r"its policy.path is REDACTED; allowed is policy.path=… with the value",
             marks=provocation("`mode=export` of a checkpoint with `policy.path` redacted", "asks for it"),
         ),
         pytest.param(

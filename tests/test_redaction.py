@@ -53,14 +53,15 @@ def test_tokens_of_well_known_services_are_hidden_wherever_they_stand(text):
 def test_passwords_in_addresses_and_private_keys_are_hidden():
     assert hide("http://me:pass@host:80/x and http://host:80/") == f"http://{HIDDEN}@host:80/x and http://host:80/"
     key = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----"
-    assert hide(f"<{key}>") == f"<{HIDDEN}>"
+    begin = f"{HIDDEN} {HIDDEN} {HIDDEN} {HIDDEN}"
+    assert hide(f"<{key}>") == f"<{begin}\n{HIDDEN}\n{begin}>"
 
 
 def test_quotes_of_secrets_stay_where_they_are():
     remember({"token": "ab'cd\"ef\\gh$ij`k", "tokens": ["'\"'\"'", "no quotes"]})
     assert hide("<ab'cd\"ef\\gh$ij`k>") == "<H'H\"H\\H$H`H>".replace("H", HIDDEN)
     assert hide("'a'\"'\"'b'") == "'a'\"'\"'b'"
-    assert hide("<no quotes>") == f"<{HIDDEN}>"
+    assert hide("<no quotes>") == f"<{HIDDEN} {HIDDEN}>"
     assert hide("://me:pa's'@x") == f"://{HIDDEN}'{HIDDEN}'@x"
 
 

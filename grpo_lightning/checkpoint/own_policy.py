@@ -8,6 +8,7 @@ from typing import Any
 from grpo_lightning.allowed import PLACES
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
+from grpo_lightning.output.redaction import FORMERLY, HIDDEN
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 
@@ -24,7 +25,6 @@ _COMES_WITH = {
     "reference": ("loss.kl_coef", "rollout.kl_penalty"),
 }
 """Part -> numbers that its settings file sets, or that contradict it if they are another's."""
-_REDACTED = "<redacted>"
 
 
 def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Callable[[str], Any]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         if key in given:
             continue
         is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
-        if is_place or (isinstance(value, str) and (value == _REDACTED or "${" in value)):
+        if is_place or (isinstance(value, str) and (value in (HIDDEN, FORMERLY) or "${" in value)):
             told = one_line(str(value))
             raise ValueError(f"its {one_line(key)} is {told}; allowed is {shell_word(key)}=… with the value")
 

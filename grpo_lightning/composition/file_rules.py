@@ -75,7 +75,7 @@ def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]
     for part in ("sweeper", "params"):
         swept = swept.get(part) if isinstance(swept, Mapping) else None
     for key, value in leaves_of(swept, "hydra.sweeper.params") if isinstance(swept, Mapping) else ():
-        if not _PROMISED.isdisjoint(key.split(".")) or not re.fullmatch(_SWEPT, str(value)):
+        if not _PROMISED.isdisjoint(re.split(r"[.+~]", key)) or not re.fullmatch(_SWEPT, str(value)):
             found.append((key, value))
     for part in ("callbacks", "logger", "trainer"):
         found += _places(said.get(part), part, own := list[str]())

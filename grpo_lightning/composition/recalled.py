@@ -95,7 +95,7 @@ def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Seque
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run is one of what is computed now: a part that is chosen anew begins afresh."""
-    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word:
+    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word or redaction.FORMERLY in word:
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):

@@ -9,8 +9,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-HIDDEN = "<redacted>"
-"""Stands where a secret was."""
+HIDDEN = "REDACTED"
+"""Stands where a secret was: a word that is one to every shell, as it may stand in a command that is told to users."""
+FORMERLY = "<redacted>"
+"""The same in what version 0.1 has written."""
 SHORTEST = 4
 """Characters of the shortest secret that is looked for inside other texts; shorter ones would be found by chance."""
 
@@ -33,8 +35,8 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
-_HIDDEN_OF_IT = re.compile(r"[^'\"\\$`]+")
-"""What is replaced in a secret: without its other characters the quotes of a command would not be what they were."""
+_HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s]+")
+"""What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
 _known: set[str] = set()
 _keys: set[str] = set()
@@ -49,16 +51,20 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
         texts: What is secret besides.
     """
     _keys.update(keys)
-    _known.update(text for text in (*_secrets(config, "", False), *texts) if len(text) >= SHORTEST and text != HIDDEN)
+    _known.update(
+        text
+        for text in (*_secrets(config, "", False), *texts)
+        if len(text) >= SHORTEST and text not in (HIDDEN, FORMERLY)
+    )
 
 
 def hide(text: str) -> str:
     """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``.
 
-    Quotes in them, and what a shell reads like quotes, stay where they are: a secret may be a stranger's word, made to
-    stand in a command that is told to users, whose quotes would be others without it.
+    Quotes in them, what a shell reads like quotes, and white space stay where they are: a secret may be a stranger's
+    word, made to stand in a command that is told to users, whose words would be others without it.
     """
-    for secret in sorted(_known, key=len, reverse=True):
+    for secret in sorted((one for one in _known if one not in HIDDEN), key=len, reverse=True):
         text = text.replace(secret, _masked(secret))
     return _TOKEN.sub(lambda found: _masked(found.group()), text)
 
