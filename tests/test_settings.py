@@ -3,6 +3,7 @@ import shlex
 import pytest
 
 from grpo_lightning.settings import ConfigError, arithmetic, cautions, check
+from grpo_lightning.settings.given import ungiven
 from tests.support.composed import composed
 
 
@@ -127,6 +128,15 @@ def test_the_defaults_are_right():
 def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override, message):
     (found,) = problems(override)
     assert message in found
+
+
+@pytest.mark.parametrize("part", ["reward", "callbacks", "logger"])
+@pytest.mark.parametrize("name", ["$(touch HIT)", "a b", "a;b", "<a", "a/b", "", "a\nb", 1.5])
+def test_names_of_parts_are_names(part, name):
+    config = composed("trusted=[]")
+    config[part][name] = config[part].get("accuracy", {"_target_": "a.b"})
+    told = [problem for problem in ungiven(config, []) if problem.startswith(f"{part}.")]
+    assert told[-1].endswith(": allowed are names of letters, digits, '_' and '-'")
 
 
 def test_a_name_is_offered_as_a_word_of_a_shell():

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.report.curves import Course, course, names
 from grpo_lightning.report.keys import UNSET, checked, given, order, seed_of, suggestion, swept, value_of
 from grpo_lightning.report.records import ReportError, RunRecord
@@ -222,12 +223,12 @@ def _without_steps(metric: str, lines: Sequence[Line], at: Sequence[int]) -> lis
 def _baseline(text: str, columns: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign or key not in columns:
-        listed = ", ".join(columns)
+        listed = ", ".join(map(shell_word, columns))
         raise ReportError(f"--baseline={text}: allowed is KEY=VALUE with a key that the lines differ in: {listed}")
     values = sorted({group[columns.index(key)] for group in groups})
     value = next(iter(given([text]).values()))
     if value not in values:
-        raise ReportError(f"--baseline={text}: no run has this value; allowed are {', '.join(values)}")
+        raise ReportError(f"--baseline={text}: no run has this value; allowed are {', '.join(map(shell_word, values))}")
     return key, value
 
 

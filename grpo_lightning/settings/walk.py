@@ -1,5 +1,6 @@
 """All settings one after the other, wherever they stand."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,10 @@ HELD: Mapping[str, tuple[str, ...]] = {
 }
 """Part -> others that it has as its own settings."""
 
+_NAMED = ("callbacks", "logger", "reward")
+"""Parts whose keys are names, of which metrics, files and messages are made."""
+_NAME = re.compile(r"[\w-]+")
+
 
 def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every mapping with a ``_target_``, wherever it stands, with its dotted key."""
@@ -34,6 +39,10 @@ def every_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
 def key_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that hold more than a name, so that what stands below would be taken for what stands at another place."""
     yield from _unnamed(config, {key: part for key, part in config.items() if key in PARTS})
+    for part in _NAMED:
+        for name in config[part] if isinstance(config.get(part), Mapping) else ():
+            if not _NAME.fullmatch(str(name)):
+                yield printable(f"{part}.{name}: allowed are names of letters, digits, '_' and '-'")
 
 
 def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
