@@ -153,7 +153,12 @@ class Disguised:
     ("made", "told"),
     [
         (Disguised(OrderedDict, values=OrderedDict), "an object of OrderedDict with attributes of its own"),
-        (Disguised(OrderedDict, _metadata=torch.zeros(2).to_sparse()), "a tensor that is torch.sparse_coo"),
+        (Disguised(OrderedDict, _metadata=torch.zeros(2).to_sparse()), "other metadata of a state than versions"),
+        (
+            Disguised(OrderedDict, _metadata={"": {"version": 1, "assign_to_params_buffers": True}}),
+            "other metadata of a state than versions",
+        ),
+        (Disguised(OrderedDict, _metadata={"": {"version": torch.zeros(2).to_sparse()}}), "a tensor that is torch.sp"),
         (
             Disguised(OrderedDict, _metadata=Disguised(OrderedDict, items=OrderedDict)),
             "an object of OrderedDict with attributes",

@@ -57,7 +57,8 @@ def test_passwords_in_addresses_and_private_keys_are_hidden():
     assert hide(f"<{key}>") == f"<{begin}\n{HIDDEN}\n{begin}>"
 
 
-def test_quotes_of_secrets_stay_where_they_are():
+def test_quotes_of_secrets_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(redaction, "_shown", {"train.py"})  # of which paths of other tests are none
     remember({"token": "ab'cd\"ef\\gh$ij`k", "tokens": ["'\"'\"'", "no quotes"]})
     assert hide("<ab'cd\"ef\\gh$ij`k>") == "<H'H\"H\\H$H`H>".replace("H", HIDDEN)
     assert hide("'a'\"'\"'b'") == "'a'\"'\"'b'"

@@ -245,7 +245,7 @@ def test_operators_of_a_task_are_operators(form, tmp_path):
     "another function of pyarrow's",
     "refused in one sentence; nothing is called",
 )
-@pytest.mark.parametrize("form", ["README", "saved", "parquet"])
+@pytest.mark.parametrize("form", ["README", "saved", "parquet", "extension", "lines"])
 def test_the_type_of_a_column_is_a_type(form, tmp_path, monkeypatch):
     monkeypatch.setattr(pyarrow, "have_libhdfs", lambda: pytest.fail("was called"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -256,6 +256,23 @@ def test_the_type_of_a_column_is_a_type(form, tmp_path, monkeypatch):
         info = place / "dataset_info.json"
         assert '"string"' in info.read_text()
         info.write_text(info.read_text().replace('"string"', '"have_libhdfs"'))
+    elif form in ("extension", "lines"):  # types of datasets' that say of what they are
+        name = datasets.features.features.Array2DExtensionType((1, 1), "int32").extension_name
+        about = {"ARROW:extension:name": name, "ARROW:extension:metadata": json.dumps([[1, 1], "have_libhdfs"])}
+        fields = [pa.field("prompt", pa.string()), pa.field("x", pa.list_(pa.list_(pa.int32())), metadata=about)]
+        table = pa.table({"prompt": ["own"], "x": [[[1]]]}, schema=pa.schema(fields))
+        rows.save_to_disk(str(place))
+        (file,) = place.glob("*.arrow")
+        if form == "lines":
+            file = place / "x.parquet"
+            pyarrow.parquet.write_table(table, file)
+        else:
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        if form == "lines":
+            with pytest.raises(ValueError, match=r"a column of the type 'have_libhdfs'"):
+                JsonLines(str(file))
+            return
     elif form == "parquet":
         place.mkdir()
         table = rows.data.table

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.redaction import hide, show
 from grpo_lightning.output.shell import shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
@@ -39,6 +39,7 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
     begun = json.loads(os.environ[_BEGUN]) if _BEGUN in os.environ else _start()
+    show(begun)
     return " ".join(shell_word(hide(word)) for word in [*begun, *kept, *own])
 
 

@@ -137,8 +137,8 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
     local = Path(path)
     try:
         if any((local / file).is_file() for file in _SAVED):
-            _check_saved(local)
             with contained(), no_pickles(), weights_only():
+                _check_saved(local)
                 return _of_saved(datasets.load_from_disk(path), path, split)
         if local.is_file():
             if local.suffix not in _KINDS:

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         try:
-            with path.open("rb") as file:  # by its name, such as hdfs:/x.parquet, it could be a place elsewhere
+            with (
+                _plain_types(),
+                path.open("rb") as file,
+            ):  # by its name, such as hdfs:/x.parquet, it could be a place elsewhere
                 rows = pyarrow.parquet.read_table(file).to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
@@ -158,6 +163,15 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
             for number, line in enumerate(file, 1)
             if line.strip()
         ]
+
+
+def _plain_types() -> AbstractContextManager[None]:
+    """Inside, a file names no function of pyarrow's as the type of a column, as datasets' own types would let it."""
+    if "datasets" not in sys.modules:  # which nothing has registered then
+        return nullcontext()
+    from grpo_lightning.data.archives import contained
+
+    return contained()
 
 
 def _object(line: bytes, where: str) -> Mapping[str, Any]:

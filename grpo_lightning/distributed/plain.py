@@ -31,8 +31,10 @@ def not_plain(content: Any) -> str | None:
             return f"a tensor that is {type(node).__name__}"
         if {*getattr(node, "__dict__", ())} - {"_metadata"}:
             return f"an object of {type(node).__name__} with attributes of its own"
-        if isinstance(node, OrderedDict):
-            left.append(vars(node).get("_metadata"))  # which torch puts there, of a module's state
+        if isinstance(node, OrderedDict) and (about := vars(node).get("_metadata")) is not None:
+            if not _says_versions(about):  # others would have torch put the file's tensors in place of the weights
+                return "other metadata of a state than versions"
+            left.append(about)
         if isinstance(node, Tensor):
             if kind := _not_dense(node):
                 return f"a tensor that is {kind}, which could lead beyond its memory"
@@ -43,6 +45,13 @@ def not_plain(content: Any) -> str | None:
         elif type(node) not in _VALUES:
             return f"an object of {type(node).__name__}"
     return None
+
+
+def _says_versions(about: Any) -> bool:
+    """Whether it is what torch notes of a module's state: the version of each part."""
+    if type(about) not in _MAPPINGS:
+        return False
+    return all(type(part) in _MAPPINGS and {*dict.keys(part)} <= {"version"} for part in dict.values(about))
 
 
 def _not_dense(tensor: Tensor) -> str | None:

@@ -38,6 +38,7 @@ _TOKEN = re.compile(
 _HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
+_shown: set[str] = {"python", "train.py", "grpo-lightning", "grpo_lightning.report", "tensorboard", "--logdir", "chmod"}
 _known: set[str] = set()
 _keys: set[str] = set()
 
@@ -58,6 +59,14 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
     )
 
 
+def show(words: Collection[str]) -> None:
+    """Take note of words in which nothing is hidden: those by which a command that is told to users begins.
+
+    A stranger's ``token`` may be a piece of one, without which it would be another program.
+    """
+    _shown.update(words)
+
+
 def hide(text: str) -> str:
     """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``.
 
@@ -70,7 +79,7 @@ def hide(text: str) -> str:
 
 
 def _masked(secret: str) -> str:
-    return _HIDDEN_OF_IT.sub(HIDDEN, secret)
+    return _HIDDEN_OF_IT.sub(lambda found: found[0] if any(found[0] in one for one in _shown) else HIDDEN, secret)
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
