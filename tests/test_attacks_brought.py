@@ -851,3 +851,31 @@ def test_the_files_of_this_project_could_be_brought_along(file, here):
     with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
         compose("train", [f"hydra.searchpath=[file://{here}/conf]", f"{file.parent.name}=theirs"])
     assert start.settings_from() == [str(here / "conf")]
+
+
+@provocation(
+    "settings that the command brings along with a folder called as a setting is, such as `policy.path/` or "
+    "`trusted/`, of which Hydra takes `policy.path=mine` for the choice of a file",
+    "refused, whoever chooses the file",
+)
+@pytest.mark.parametrize("chosen", ["by the command", "by a file"])
+@pytest.mark.parametrize("key", ["policy.path", "trusted", "checkpoint", "reward.model.function.path", "run_dir"])
+def test_no_folder_is_called_as_a_setting(key, chosen, here):
+    folder = here / "conf" / key
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\npolicy: {system_prompt: theirs}\n")
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(
+        f"# @package _global_\ndefaults: [{{/{key}: mine}}]\n" if chosen == "by a file" else "# @package _global_\n"
+    )
+    words = [f"+{key}=mine"] if chosen == "by the command" else []
+    told = rf"{re.escape(key)}/mine.yaml: {re.escape(key)} is a setting, and no name of a folder"
+    with pytest.raises((ConfigCompositionException, ConfigError), match=told):
+        grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *words, run_dir=here / "run")
+
+
+def test_folders_of_ones_own_are_chosen_from(here):
+    (here / "conf" / "mine").mkdir()
+    (here / "conf" / "mine" / "a.yaml").write_text("# @package _global_\nseed: 7\n")
+    (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ndefaults: [{/mine: a}]\n")
+    run = grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
+    assert run.config["seed"] == 7

@@ -34,6 +34,7 @@ from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.settings import TOP
 from grpo_lightning.settings.places import entry_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
@@ -114,7 +115,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            wrong += writing_problems(file, said, self._of_user)
+            wrong += [*_group_problems(file), *writing_problems(file, said, self._of_user)]
         if wrong:
             raise ConfigCompositionException(_listed(wrong))
         return loaded
@@ -137,6 +138,18 @@ def note_sources(hydra: DictConfig) -> None:
     sources: Any = OmegaConf.to_container(hydra.runtime.config_sources, resolve=False)  # a name may hold ${…}
     found = [str(source["path"]) for source in sources if source["schema"] == "file"]
     start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
+
+
+def _group_problems(file: str) -> list[str]:
+    """What is wrong with a file that is brought along in a folder called as a setting is.
+
+    Hydra takes ``policy.path=mine`` for the choice of a file where there is such a folder: what the user says would not
+    be the value, and be taken for given.
+    """
+    group = file.partition("/")[0] if "/" in file else ""
+    if "." not in group.strip(".") and (group not in TOP or (CONF / group).is_dir()):
+        return []
+    return [f"{printable(file)}: {printable(group)} is a setting, and no name of a folder of files to choose from"]
 
 
 def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
