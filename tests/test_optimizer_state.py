@@ -178,6 +178,9 @@ def test_a_tensor_has_no_gradient(tmp_path):
     assert not_plain([weight]) is None
     weight.grad = torch.zeros(2)
     assert not_plain([weight]) == "a tensor that is one with a gradient, which could lead beyond its memory"
+    weight.grad = None
+    weight.register_hook(lambda gradient: gradient)
+    assert not_plain([weight]) == "a tensor that is one with hooks, which could lead beyond its memory"
 
 
 def test_a_tensor_answers_as_tensors_do(tmp_path):

@@ -226,7 +226,7 @@ def _refuse_another(config: Mapping[str, Any], directory: Path, given: Path | No
     if (place / "last.ckpt").exists() or _others(place):
         raise ValueError(
             f"callbacks.checkpoint.directory={named}: holds the checkpoints of a run; allowed is a directory without "
-            f"any, and checkpoint={place / 'last.ckpt'} continues that run"
+            f"any, and {shell_word(f'checkpoint={place}/last.ckpt')} continues that run"
         )
 
 

@@ -59,6 +59,8 @@ def _not_dense(tensor: Tensor) -> str | None:
         return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
     if tensor.is_leaf and tensor.grad is not None:  # to which a backward pass would add, whatever it is
         return "one with a gradient"
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        return "one with hooks"
     return "overlapping itself" if _overlaps(tensor) else None
 
 

@@ -85,7 +85,7 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = ()) -> str:
             return printable(answer(match[1].strip()))
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
-        missing = f"a value is missing; allowed is {place[1]}=VALUE"
+        missing = f"a value is missing; allowed is {shell_word(place[1])}=VALUE"
         return printable(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException":
         return printable(_not_parsed(str(getattr(error, "override", "") or "")))
