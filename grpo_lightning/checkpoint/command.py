@@ -38,7 +38,8 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
-    begun = json.loads(os.environ[_BEGUN]) if _BEGUN in os.environ else _start()
+    told = os.environ.get(_BEGUN)
+    begun = json.loads(told) if told else _start()
     show(begun)
     return " ".join(shell_word(hide(word)) for word in [*begun, *kept, *own])
 

@@ -149,10 +149,8 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         try:
-            with (
-                _plain_types(),
-                path.open("rb") as file,
-            ):  # by its name, such as hdfs:/x.parquet, it could be a place elsewhere
+            # By its name, such as hdfs:/x.parquet, it could be a place elsewhere.
+            with _plain_types(), path.open("rb") as file:
                 rows = pyarrow.parquet.read_table(file).to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error

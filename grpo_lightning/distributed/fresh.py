@@ -134,9 +134,10 @@ def safe(command: Sequence[Any]) -> list[Any]:
     found = list(command)
     if "-c" in found:
         at = found.index("-c")
-        load = f"sys.path.insert(0, {alone.PLACE!r}); import grpo_lightning_alone; "
-        load += "".join(f"grpo_lightning_alone.load({name!r}); " for name in alone.beside())
-        load = "" if _ROOT in sys.path else load
+        load = ""
+        if _ROOT not in sys.path:
+            load = f"sys.path.insert(0, {alone.PLACE!r}); import grpo_lightning_alone; "
+            load += "".join(f"grpo_lightning_alone.load({name!r}); " for name in alone.beside())
         known = [place or process.ORIGINAL_DIR or os.getcwd() for place in sys.path]  # type: ignore[attr-defined]
         own = start.importable()  # where this process finds files of the user's, which are not on its path
         enter = f"enter(*{own!r}); " if own else ""
