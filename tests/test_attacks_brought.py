@@ -854,23 +854,25 @@ def test_the_files_of_this_project_could_be_brought_along(file, here):
 
 
 @provocation(
-    "settings that the command brings along with a folder called as a setting is, such as `policy.path/` or "
-    "`trusted/`, of which Hydra takes `policy.path=mine` for the choice of a file",
-    "refused, whoever chooses the file",
+    "settings that the command brings along with a folder called as a setting is that the command gives, such as "
+    "`policy.path/` or `trusted/`: Hydra takes `policy.path=mine` for the choice of a file there, or of none",
+    "refused, whatever is in the folder",
 )
-@pytest.mark.parametrize("chosen", ["by the command", "by a file"])
-@pytest.mark.parametrize("key", ["policy.path", "trusted", "checkpoint", "reward.model.function.path", "run_dir"])
-def test_no_folder_is_called_as_a_setting(key, chosen, here):
+@pytest.mark.parametrize("content", ["a file that is chosen", "a file that is optional", "nothing"])
+@pytest.mark.parametrize("key", ["policy.path", "trusted", "checkpoint", "reward.judge.function.cache", "run_dir"])
+def test_no_folder_is_called_as_a_setting(key, content, here):
     folder = here / "conf" / key
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# @package _global_\npolicy: {system_prompt: theirs}\n")
-    (here / "conf" / "experiment" / "theirs.yaml").write_text(
-        f"# @package _global_\ndefaults: [{{/{key}: mine}}]\n" if chosen == "by a file" else "# @package _global_\n"
-    )
-    words = [f"+{key}=mine"] if chosen == "by the command" else []
-    told = rf"{re.escape(key)}/mine.yaml: {re.escape(key)} is a setting, and no name of a folder"
-    with pytest.raises((ConfigCompositionException, ConfigError), match=told):
-        grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *words, run_dir=here / "run")
+    listed = {"a file that is chosen": f"/{key}: mine", "a file that is optional": f"optional /{key}: none"}
+    if content in listed:
+        (folder / "mine.yaml").write_text("# @package _global_\npolicy: {system_prompt: theirs}\n")
+    theirs = f"defaults: [{{{listed[content]}}}]\n" if content in listed else "steps: 3\n"
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{theirs}")
+    given = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs")
+    told = rf"{re.escape(key)}=mine: {re.escape(key)} is a setting, and where settings are looked for"
+    for sign in ("", "+", "++") if content == "nothing" else ("",):
+        with pytest.raises((ConfigCompositionException, ConfigError), match=told):
+            grpo.compose(*given, f"{sign}{key}=mine", run_dir=here / "run")
 
 
 def test_folders_of_ones_own_are_chosen_from(here):

@@ -17,6 +17,13 @@ from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import sentence
 from tests.support.provocations import provocation
 
+UNTOLD = "the command of this run (not shown, as it holds a secret) and "
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch):
+    monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
+
 
 @pytest.mark.parametrize("place", ["/a/b", "/a b/lr=0.1", "/it's", "/é\\'y", "/x\\", "/t(1),[2]{3}:4", '/q"q', "/a;b"])
 def test_a_directory_of_any_name_comes_through_shell_and_hydra(place):
@@ -91,34 +98,46 @@ def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
 @provocation(
     "settings of a stranger's with a `token` that begins in one word of the command that a message offers and ends in "
     "another, and one that is part of what stands for secrets",
-    "the words stay apart, and none is a shell's own",
+    "the command is as it was, or none is offered",
 )
 @pytest.mark.parametrize(
-    ("tokens", "hidden"),
+    ("tokens", "told"),
     [
-        ({"dir bundle --config-name ", "ACTED>"}, ""),
-        ({"--config-dir bundle", "redacted>", "<redac"}, ""),
-        ({"n.py", "train.py", "conf", "bundle"}, ""),
-        ({"theirs note.a=pq", "n.py --config-dir"}, "note.a=pq"),
-        ({"pq hydra.run"}, "pq hydra.run"),
+        ({"dir bundle --config-name ", "ACTED>"}, "all"),
+        ({"--config-dir bundle", "redacted>", "<redac"}, "all"),
+        ({"n.py", "train.py", "conf", "bundle"}, "all"),
+        ({"by: python clone/train.py --config-dir bundle --config-name theirs note.a=pq hyd"}, "all"),
+        ({"theirs note.a=pq", "n.py --config-dir"}, "the directory"),
+        ({"pq hydra.run"}, "the directory"),
+        ({"note.a=pq", "dir=/d"}, "neither"),
+        ({"dir=/d checkpoint"}, "neither"),
     ],
 )
-def test_words_of_a_command_stay_apart_and_say_nothing_to_a_shell(tokens, hidden, monkeypatch):
+def test_a_command_is_offered_whole_or_not_at_all(tokens, told, monkeypatch):
     monkeypatch.setattr("sys.argv", ["clone/train.py", "--config-dir", "bundle", "--config-name", "theirs"])
     monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", "")
-    monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
     say_begun()
     plain = continue_command(["note.a=pq"], Path("/d"))
     assert shlex.split(plain)[:6] == ["python", "clone/train.py", "--config-dir", "bundle", "--config-name", "theirs"]
+    monkeypatch.setattr(redaction, "_shown", set(redaction._shown) - set(plain.split()[6:]))  # of another process
     monkeypatch.setattr(redaction, "_known", tokens)
-    line = hide(continue_command(["note.a=pq"], Path("/d")))
-    assert line == plain.replace(hidden, " ".join("REDACTED" for _ in hidden.split())) if hidden else plain
+    expected = {
+        "all": plain,
+        "the directory": f"{UNTOLD}hydra.run.dir=/d checkpoint=last",
+        "neither": f"{UNTOLD}checkpoint=last, in the same hydra.run.dir",
+    }
+    line = hide(f"continued by: {continue_command(['note.a=pq'], Path('/d'))}")
+    assert line.partition(": " if line.startswith("continued by") else "REDACTED ")[2] == expected[told]
 
 
-def test_secrets_in_a_command_are_hidden_in_quotes(monkeypatch):
-    monkeypatch.setattr(redaction, "_known", {"abcd"})
-    line = continue_command(["x.name=1abcd2"], Path("/d"))
-    assert line == "python train.py x.name=1REDACTED2 hydra.run.dir=/d checkpoint=last"
+@provocation(
+    "settings of a stranger's whose `token` is a package that the user trusts, and a folder of his called `REDACTED`",
+    "no command is offered that would trust it",
+)
+def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {"my_package"})
+    line = continue_command(["trusted=[my_package]"], Path("/d"))
+    assert line == f"{UNTOLD}hydra.run.dir=/d checkpoint=last"
 
 
 def test_what_named_the_old_run_is_left_out():

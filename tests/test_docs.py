@@ -14,11 +14,14 @@ from grpo_lightning.environment.tools import Tools
 from grpo_lightning.settings import check
 from grpo_lightning.settings.values import REWARD, RULES
 from tests.support.composed import CONF, ROOT, composed
+from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_readme import FENCE, PAGES, README
 
 LINKING = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "CHANGELOG.md"]
 TEXT = {path: path.read_text(encoding="utf-8") for path in LINKING}
+PYTHON = re.compile(r"\bpython3? ((?:-[A-Zu]+ )*)-([mc]) ?[\"']?([a-z_.]+)")
+"""Flags, way and begin of what Python is told to run."""
 SETTINGS = TEXT[ROOT / "docs" / "settings.md"]
 METRICS = TEXT[ROOT / "docs" / "metrics.md"]
 STAGES = ("sft_tiny", "sft_tiny_flawed", "calculator_taught", "guess_taught")
@@ -57,6 +60,21 @@ def test_every_metric_of_a_run_is_documented(tmp_path):
     metrics = small_run(tmp_path, "rollout=dynamic_sampling").metrics
     assert len(metrics) > 35
     assert [metric for metric in metrics if not any(re.fullmatch(one, metric) for one in patterns)] == []
+
+
+@provocation(
+    "a folder called `pip/`, `datasets/` or `vllm/` in a checkout, by a command with `python -m` or `python -c` that a "
+    "page, a file of settings or the start of a program tells",
+    "Python does not look there, by `-P`, or finds a package of this project, of Python's own or pytest",
+)
+def test_no_command_that_is_told_looks_for_packages_in_a_checkout():
+    files = [*LINKING, ROOT / ".ci" / "run", *CONF.rglob("*.yaml")]
+    files += [file for part in ("grpo_lightning", "benchmarks") for file in (ROOT / part).rglob("*.py")]
+    told = [(file, *found) for file in files for found in PYTHON.findall(file.read_text())]
+    assert len(told) > 30
+    safe = ("grpo_lightning", "benchmarks", "tests", "pytest", "venv")
+    wrong = [one for one in told if "P" not in one[1] and not (one[2] == "m" and one[3].split(".")[0] in safe)]
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", LINKING, ids=name)

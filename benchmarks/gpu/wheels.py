@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.wheels                   the list
 python -m benchmarks.gpu.wheels --download DIR    for Python 3.12 on Linux, x86-64
 
-There: python3 -m pip install --no-index --no-deps --no-build-isolation --target /tmp/site DIR/*
+There: pip install --no-index --no-deps --no-build-isolation --target /tmp/site DIR/*
 and then: export PYTHONPATH=/tmp/site
 """
 
@@ -62,7 +62,7 @@ def needed(roots: Iterable[str] = ROOTS, present: Iterable[str] = tuple(PRESENT.
 
 def pip(python: str, *arguments: str) -> str:
     """What pip says when it fails; nothing if it did what it was asked."""
-    command = [python, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [python, "-P", "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return (done.stdout.strip() or "it failed") if done.returncode else ""
 

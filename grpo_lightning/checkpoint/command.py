@@ -14,6 +14,7 @@ _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _CONFIG = ("--config-", "-cd", "-cn", "-cp")
 _PLAIN = re.compile(r"[\w/.+@%-]+", re.ASCII)
 _BEGUN = "GRPO_LIGHTNING_BEGUN"
+_UNTOLD = "the command of this run (not shown, as it holds a secret)"
 
 
 def say_begun() -> None:
@@ -34,14 +35,22 @@ def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: s
         checkpoint: The checkpoint to go on from: "last", or a path.
 
     Returns:
-        A line for a shell, with what the shell and Hydra would read otherwise in quotes, and without secrets.
+        A line for a shell, with what the shell and Hydra would read otherwise in quotes. If it held a secret, a
+        description instead: with another word in place of a secret, which may be a stranger's ``token`` that is a word
+        of the user's, such as a package in ``trusted``, it would be another command.
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
     told = os.environ.get(_BEGUN)
     begun = json.loads(told) if told else _start()
     show(begun)
-    return " ".join(shell_word(hide(word)) for word in [*begun, *kept, *own])
+    words = [shell_word(word) for word in [*begun, *kept, *own]]
+    for said, is_whole in ((words, True), (words[-len(own) :], False)):
+        line = " ".join(said)
+        if hide(line) == line:
+            show(said)  # no longer text that is shown around it has part of it hidden
+            return line if is_whole else f"{_UNTOLD} and {line}"
+    return f"{_UNTOLD} and checkpoint=last, in the same hydra.run.dir"
 
 
 def _start() -> list[str]:

@@ -78,7 +78,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={str(path)!r} lacks {file.name}") from error
     except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
         raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
-    if found := not_plain(checkpoint):
+    if found := not_plain(checkpoint, has_numbers=str(map_location) != "meta"):
         raise ValueError(f"checkpoint={str(path)!r} holds {found}; allowed are dense tensors and plain values")
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):

@@ -5,11 +5,12 @@ smaller one in a stranger's checkpoint would have them read and write what lies 
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _FUSED = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers of torch's that have a fused step; AdamW is an Adam."""
@@ -25,6 +26,9 @@ _DOUBLE = "AdEMAMix"
 def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer refuse, from now on, state that does not fit its weights.
 
+    What it has made of a checkpoint is looked at, not the checkpoint: how it finds the state of a weight there is its
+    own affair.
+
     Args:
         optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own.
 
@@ -32,28 +36,25 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
         ValueError: Later, by ``load_state_dict``; names what does not fit.
     """
     if isinstance(optimizer, _FUSED):
-        optimizer.register_load_state_dict_pre_hook(_check)
+        optimizer.register_load_state_dict_post_hook(_check)
     elif type(optimizer).__module__.startswith("bitsandbytes."):  # which asks no hooks
         load = optimizer.load_state_dict
 
         @functools.wraps(load)
-        def checked(state: Any, *args: Any, **others: Any) -> None:
-            _check(optimizer, state)
-            load(state, *args, **others)
+        def checked(*args: Any, **others: Any) -> None:
+            load(*args, **others)
+            _check(optimizer)
 
-        optimizer.load_state_dict = checked  # type: ignore[assignment,method-assign]
+        optimizer.load_state_dict = checked  # type: ignore[method-assign]
 
 
-def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    named = [number for group in state["param_groups"] for number in group["params"]]
+def _check(optimizer: torch.optim.Optimizer) -> None:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     averages = 2 if any(kind.__name__ == _DOUBLE for kind in type(optimizer).__mro__) else 1
-    for number, weight in zip(named, weights, strict=False):  # torch refuses other numbers of them
-        parts: dict[Any, Any] = {}
-        for name, value in _leaves(state["state"].get(number, {})):
-            if name in parts:
-                raise ValueError(f"{_UNFIT}: {str(name)[:40]} of the {number}th stands there twice; {_ALLOWED}")
-            parts[name] = value
+    for number, weight in enumerate(weights):
+        parts: Any = optimizer.state.get(weight, {})
+        if not isinstance(parts, Mapping):
+            raise ValueError(f"{_UNFIT}: that of the {number}th is no mapping; {_ALLOWED}")
         for name, value in parts.items():
             if isinstance(value, Tensor) and not _fits(str(name), value, weight, parts, averages):
                 raise ValueError(
@@ -62,16 +63,8 @@ def _check(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
                 )
 
 
-def _leaves(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """What there is of a weight, with what stands in mappings: bitsandbytes puts some of it there, and takes it out."""
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value)
-        else:
-            yield name, value
-
-
 def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any], averages: int) -> bool:
+    value, weight = _own_part(value), _own_part(weight)
     if value.layout != torch.strided or value.is_quantized or value.is_meta or not value.is_contiguous():
         return False
     kind, held = name.rstrip("12"), averages if name.endswith("1") else 1
@@ -87,3 +80,8 @@ def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any], av
     if kind in _SIZES:
         return value.dtype == torch.float32 and value.numel() == _SIZES[kind]
     return value.shape == weight.shape
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that is shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

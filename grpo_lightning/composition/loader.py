@@ -43,6 +43,10 @@ _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
 _PLACE = re.compile(r"(file://)?[^:]*")
 
 
+class SettingsRefused(ConfigCompositionException):
+    """Settings that are refused while Hydra composes them; the text is for the user as it stands."""
+
+
 class CheckedLoader(ConfigLoaderImpl):
     """Composes settings as Hydra does, and refuses those of its own that would run code."""
 
@@ -66,6 +70,8 @@ class CheckedLoader(ConfigLoaderImpl):
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
             )
+        except SettingsRefused as error:
+            raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
         if foreign := foreign_parts(composed):
@@ -115,10 +121,17 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            wrong += [*_group_problems(file), *writing_problems(file, said, self._of_user)]
+            wrong += writing_problems(file, said, self._of_user)
         if wrong:
-            raise ConfigCompositionException(_listed(wrong))
+            raise SettingsRefused(_listed(wrong))
         return loaded
+
+    def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
+        """The overrides, none of which Hydra mistakes for the choice of a file, and where it looks for files."""
+        parsed, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        if wrong := list(_taken_for_choices(parsed, repo)):
+            raise SettingsRefused(_listed(wrong))
+        return parsed, repo
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:
         """Refuse places of settings other than directories before they are looked into: packages would be imported."""
@@ -127,9 +140,7 @@ class CheckedLoader(ConfigLoaderImpl):
         listed += [word.value() for word in parsed_overrides if word.get_key_element() == "hydra.searchpath"]
         for place in (place for places in listed for place in places or ()):
             if not _PLACE.fullmatch(str(place)):
-                raise ConfigCompositionException(
-                    f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf"
-                )
+                raise SettingsRefused(f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf")
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
 
 
@@ -140,23 +151,31 @@ def note_sources(hydra: DictConfig) -> None:
     start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
 
 
-def _group_problems(file: str) -> list[str]:
-    """What is wrong with a file that is brought along in a folder called as a setting is.
+def _taken_for_choices(overrides: Sequence[Any], repo: Any) -> Iterator[str]:
+    """What is wrong with overrides of settings that Hydra takes for the choice of a file.
 
-    Hydra takes ``policy.path=mine`` for the choice of a file where there is such a folder: what the user says would not
-    be the value, and be taken for given.
+    It does where there is a folder called as the setting is, be it empty: what the user says would not be the value,
+    and be taken for given.
+
+    Args:
+        overrides: As Hydra has parsed them.
+        repo: Where Hydra looks for files of settings.
     """
-    group = file.partition("/")[0] if "/" in file else ""
-    if "." not in group.strip(".") and (group not in TOP or (CONF / group).is_dir()):
-        return []
-    return [f"{printable(file)}: {printable(group)} is a setting, and no name of a folder of files to choose from"]
+    for override in overrides:
+        key = override.key_or_group
+        is_setting = "." in key or (key in TOP and not (CONF / key).is_dir())
+        if is_setting and repo.group_exists(key):
+            yield (
+                f"{printable(str(override.input_line))}: {printable(key)} is a setting, and where settings are looked "
+                "for there is a folder of this name; allowed are other names of folders"
+            )
 
 
 def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
     """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``).
 
     Raises:
-        ConfigCompositionException: It is none of Hydra's, and is found from among them, where Hydra looks first.
+        SettingsRefused: It is none of Hydra's, and is found from among them, where Hydra looks first.
     """
     root, file = _place(default, loaded)
     if root is None:
@@ -164,7 +183,7 @@ def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
     is_below = file.is_relative_to(root)
     if not loaded.path.startswith("file://"):
         if not is_below:
-            raise ConfigCompositionException(
+            raise SettingsRefused(
                 f"{printable(str(default.config_path))}: leads from Hydra's own settings to {printable(str(file))}; "
                 "allowed are settings of conf/ and of --config-dir DIR"
             )

@@ -12,7 +12,7 @@ _LISTS = (list, tuple, set, frozenset, torch.Size)
 _VALUES = (bool, bytes, bytearray, complex, float, int, str, NoneType, torch.device, torch.dtype)
 
 
-def not_plain(content: Any) -> str | None:
+def not_plain(content: Any, *, has_numbers: bool = False) -> str | None:
     """What in a checkpoint is neither a plain value nor a dense tensor of torch's own; None if nothing is.
 
     Torch does not look at the indices of other tensors, which could lead beyond their memory. What has attributes of
@@ -20,6 +20,7 @@ def not_plain(content: Any) -> str | None:
 
     Args:
         content: As torch reads it: mappings and lists, to any depth.
+        has_numbers: Whether more than the shapes of tensors is read, so that none may be one on ``meta``.
     """
     seen, left = set[int](), [content]
     while left:
@@ -36,6 +37,8 @@ def not_plain(content: Any) -> str | None:
                 return "other metadata of a state than versions"
             left.append(about)
         if isinstance(node, Tensor):
+            if has_numbers and node.is_meta:
+                return "a tensor without numbers"
             if kind := _not_dense(node):
                 return f"a tensor that is {kind}, which could lead beyond its memory"
         elif type(node) in _MAPPINGS:

@@ -60,9 +60,9 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
 
 
 def show(words: Collection[str]) -> None:
-    """Take note of words in which nothing is hidden: those by which a command that is told to users begins.
+    """Take note of words in which nothing is hidden: those of a command that is told to users.
 
-    A stranger's ``token`` may be a piece of one, without which it would be another program.
+    A stranger's ``token`` may be a piece of one, without which it would be another command.
     """
     _shown.update(words)
 
