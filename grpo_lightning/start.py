@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 START: Path | None = None
 """The directory in which the command line was started; None in a program, which has its own path."""
 
-_PLACES = "GRPO_LIGHTNING_SETTINGS_FROM"
+_PLACES, _WORDS = "GRPO_LIGHTNING_SETTINGS_FROM", "GRPO_LIGHTNING_GIVEN"
 _IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
 """How the files of functions begin that import on behalf of others."""
 
@@ -111,6 +111,16 @@ def settings_from() -> list[str]:
 def forget_settings_from() -> None:
     """Begin to compose settings anew."""
     os.environ.pop(_PLACES, None)
+
+
+def note_words(words: Sequence[str]) -> None:
+    """Take note of the overrides of the command line, without secrets, for this process and those that it starts."""
+    os.environ[_WORDS] = json.dumps(list(words))
+
+
+def words() -> list[str]:
+    """The overrides that were noted: what the user says, and no file."""
+    return list(json.loads(os.environ.get(_WORDS) or "[]"))
 
 
 def place() -> Path:

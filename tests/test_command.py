@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from grpo_lightning.checkpoint.command import continue_command, say_begun
+from grpo_lightning import start
+from grpo_lightning.checkpoint.command import continue_command, longer_command, say_begun
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
@@ -22,6 +23,7 @@ UNTOLD = "the command of this run (not shown, as it holds a secret) and "
 
 @pytest.fixture(autouse=True)
 def shown(monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "[]")
     monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
 
 
@@ -178,3 +180,32 @@ def test_where_settings_were_found_is_told(options, program, monkeypatch):
 def test_a_program_has_no_command_line_of_its_own(monkeypatch):
     monkeypatch.setattr("sys.argv", ["my_program.py", "--config-dir", "conf"])
     assert continue_command([], Path("/d")) == "python train.py hydra.run.dir=/d checkpoint=last"
+
+
+@provocation(
+    "the command that a job of a sweep offers, where files that the command brings along say what is swept",
+    "none is offered but the sweep's own, in which no word is theirs",
+)
+def test_no_word_of_a_file_stands_in_a_command(monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_SETTINGS_FROM", '["bundle"]')
+    start.note_words(["seed=0,1", "+a.b=2", "steps=3"])
+    own = ["seed=1", "+a.b=2", "steps=3"]
+    assert continue_command(own, Path("/d")).endswith("train.py seed=1 +a.b=2 steps=3 hydra.run.dir=/d checkpoint=last")
+    assert longer_command(own, Path("/d"), steps=3).endswith(
+        "train.py seed=1 +a.b=2 steps=6 hydra.run.dir=/d checkpoint=last"
+    )
+    for theirs in ("policy.path=[]", "data.batch=2", "~a.c", "b=1"):
+        line = continue_command([theirs, *own], Path("/d"))
+        assert line == (
+            "the command of this sweep and its hydra.sweep.dir (not shown, as files that it brings along say what is "
+            "swept)"
+        )
+    monkeypatch.delenv("GRPO_LIGHTNING_SETTINGS_FROM")
+    assert " policy.revision=x seed=1 " in continue_command(["policy.revision=x", *own], Path("/d"))
+
+
+def test_a_longer_run_is_of_the_users_words_where_settings_are_brought_along(monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_SETTINGS_FROM", '["bundle"]')
+    start.note_words(["seed=1"])
+    line = longer_command(["seed=1"], Path("/d"), steps=5)
+    assert line == "python train.py seed=1 steps=10 hydra.run.dir=/d checkpoint=last"

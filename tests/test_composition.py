@@ -26,6 +26,7 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.settings import ConfigError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
+from tests.support.provocations import provocation
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
 ROWS = [{"prompt": f"Spell {word}", "answer": word} for word in ("sun", "moon", "star", "tree", "lake", "wind")]
@@ -537,7 +538,7 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     trainer.save_checkpoint(tmp_path / "at3.ckpt")
     rest = grpo.compose(*settings, run_dir=tmp_path / "c")
     trainer = lightning.Trainer(**plain, enable_checkpointing=False)
-    trainer.fit(rest.module, datamodule=rest.data, ckpt_path=tmp_path / "at3.ckpt", weights_only=True)
+    trainer.fit(rest.module, datamodule=rest.data, ckpt_path=tmp_path / "at3.ckpt")
     assert rest.module.completed_steps == 5
     assert same(weights(rest.module), weights(whole.module))
     trainer = lightning.Trainer(**plain, enable_checkpointing=False)  # nothing is left to do
@@ -545,6 +546,23 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     done.module.completed_steps = 5
     trainer.fit(done.module, datamodule=done.data)
     assert done.module.completed_steps == 5
+
+
+@provocation(
+    "a checkpoint of a stranger's for a Trainer of the user's own (`ckpt_path`), as torch wrote it before version 1.6, "
+    "or with code",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_trainer_of_ones_own_reads_plain_checkpoints(weights_only, tmp_path):
+    content = {"step": {"completed": 1}, "others": [torch.ones(2)]}
+    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    torch.save(content | {"others": print}, tmp_path / "code.ckpt")
+    for name, told in (("old.ckpt", "is no checkpoint"), ("code.ckpt", "holds other objects")):
+        run = grpo.compose(*SETTINGS, run_dir=tmp_path)
+        trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+        with pytest.raises(ValueError, match=f"{name}' {told}"):
+            trainer.fit(run.module, datamodule=run.data, ckpt_path=tmp_path / name, weights_only=weights_only)
 
 
 @pytest.mark.slow

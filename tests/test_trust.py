@@ -385,7 +385,7 @@ def test_only_the_user_names_places_outside_of_the_run_directory(words, key, mon
     ]
     assert given.ungiven(config, words) == []
     monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "")
-    given.say_words(words)
+    start.note_words(words)
     assert given.ungiven(config) == []
 
 
@@ -492,7 +492,7 @@ def test_where_weights_are_sent_only_the_command_line_says(monkeypatch):
     told = [text.partition("=")[0] for text in given.ungiven(config, ["sampler=vllm_server"])]
     assert told == ["sampler.url", "sampler.directory"]
     assert given.ungiven(config, words) == []
-    given.say_words(words)
+    start.note_words(words)
     assert given.ungiven(config) == []
     assert given.ungiven(config, ["sampler={url: http://elsewhere:1, directory: /shared}"]) == []
     odd = {"sampler": config["sampler"] | {"directory": "http://127.0.0.1:8000"}}

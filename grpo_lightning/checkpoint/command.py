@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from grpo_lightning import start
 from grpo_lightning.output.redaction import hide, show
 from grpo_lightning.output.shell import shell_word
 
@@ -15,6 +16,9 @@ _CONFIG = ("--config-", "-cd", "-cn", "-cp")
 _PLAIN = re.compile(r"[\w/.+@%-]+", re.ASCII)
 _BEGUN = "GRPO_LIGHTNING_BEGUN"
 _UNTOLD = "the command of this run (not shown, as it holds a secret)"
+_OF_FILES = (
+    "the command of this sweep and its hydra.sweep.dir (not shown, as files that it brings along say what is swept)"
+)
 
 
 def say_begun() -> None:
@@ -26,21 +30,29 @@ def say_begun() -> None:
     os.environ[_BEGUN] = json.dumps([*_start(), *_options(sys.argv[1:])])
 
 
-def continue_command(overrides: Sequence[str], directory: Path, *, checkpoint: str = "last") -> str:
+def continue_command(
+    overrides: Sequence[str], directory: Path, *, checkpoint: str = "last", steps: int | None = None
+) -> str:
     """The command line that goes on with a run.
 
     Args:
         overrides: Those that the run was started with.
         directory: The run's directory.
         checkpoint: The checkpoint to go on from: "last", or a path.
+        steps: How many it is to make; None: as many as before.
 
     Returns:
-        A line for a shell, with what the shell and Hydra would read otherwise in quotes. If it held a secret, a
-        description instead: with another word in place of a secret, which may be a stranger's ``token`` that is a word
-        of the user's, such as a package in ``trusted``, it would be another command.
+        A line for a shell, with what the shell and Hydra would read otherwise in quotes. A description instead if it
+        held what the user has not said, which would become his word, or a secret: with another word in its place it
+        would be another command, as a stranger's ``token`` may be a word of the user's, such as a package that is
+        trusted.
     """
     kept = [word for word in overrides if not _REPLACED.match(word)]
+    if start.settings_from() and not set(map(_key, kept)) <= set(map(_key, start.words())):
+        return _OF_FILES
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
+    if steps is not None:
+        kept, own = [word for word in kept if _key(word) != "steps"], [f"steps={steps}", *own]
     told = os.environ.get(_BEGUN)
     begun = json.loads(told) if told else _start()
     show(begun)
@@ -71,8 +83,11 @@ def _options(words: Sequence[str]) -> Iterator[str]:
 
 def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:
     """The command line that goes on with a run of so many ``steps``, which it has made, for as many again."""
-    kept = [word for word in overrides if not word.startswith("steps=")]
-    return continue_command([*kept, f"steps={2 * steps}"], directory)
+    return continue_command(overrides, directory, steps=2 * steps)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _quoted(value: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
 from grpo_lightning.distributed.plain import not_plain
-from grpo_lightning.distributed.reading import is_archive
+from grpo_lightning.distributed.reading import is_archive, only_plain_names
 from grpo_lightning.output.terminal import one_line
 
 
@@ -68,7 +68,8 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
     if file.exists() and not is_archive(file):
         raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}")
     try:
-        checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
+        with only_plain_names():
+            checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"checkpoint={str(path)!r} holds other objects than tensors and plain values: they are not loaded "
@@ -78,7 +79,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={str(path)!r} lacks {file.name}") from error
     except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
         raise ValueError(f"checkpoint={str(path)!r} {_shape(file)}") from error
-    if found := not_plain(checkpoint, has_numbers=str(map_location) != "meta"):
+    if found := not_plain(checkpoint):
         raise ValueError(f"checkpoint={str(path)!r} holds {found}; allowed are dense tensors and plain values")
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
@@ -118,7 +119,8 @@ def weights(path: Path) -> dict[str, Any]:
     with parts.values_only(), TemporaryDirectory() as directory:
         whole = Path(directory) / "whole.pt"
         dcp_to_torch_save(path, whole)
-        content: dict[str, Any] = torch.load(whole, weights_only=True)
+        with only_plain_names():
+            content: dict[str, Any] = torch.load(whole, weights_only=True)
     joined: dict[str, Any] = content["state_dict"]
     return joined
 

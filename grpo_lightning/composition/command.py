@@ -9,8 +9,8 @@ from pathlib import Path
 from grpo_lightning import start
 from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
+from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import last_through_closed_pipes, printable
-from grpo_lightning.settings import given
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -40,7 +40,7 @@ def main() -> None:
     from grpo_lightning.composition.job import job
 
     say_begun()
-    given.say_words(get_args().overrides)  # the name of a folder is no override, whatever it is called
+    start.note_words(redacted_words(get_args().overrides))  # the name of a folder is no override, whatever it is called
     start.pass_by_settings()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path

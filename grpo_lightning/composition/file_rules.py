@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.allowed import PLACES
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import every_target
@@ -24,6 +24,8 @@ _HYDRA = {
     r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
 }
 """Key -> value, both as patterns, of what any file may say of Hydra."""
+_PARTS = ("hydra", "hydra.sweeper", "hydra.sweeper.params", "hydra.launcher")
+"""What may be empty in it."""
 _PROMISED = {
     *("trusted", "trust_remote_code", "path", "_target_", "_args_", "base_url", "api_key_env", "url", "entity"),
     *("tracking_uri", "artifact_location", "verifier", "tools", *PLACES),
@@ -55,10 +57,11 @@ def hydra_problems(file: str, said: Any) -> list[str]:
         said: What stands in it below ``hydra``, not resolved.
     """
     return [
-        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
+        f"{one_line(file)}: {one_line(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
         "hydra.sweeper.params, and numbers of trials, jobs and their resources; anything else on the command line"
         for key, value in leaves_of(said, "hydra")
-        if not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _HYDRA.items())
+        if not (value == {} and key in _PARTS)
+        and not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _HYDRA.items())
     ]
 
 
@@ -114,7 +117,7 @@ def _is_below(key: str, other: str) -> bool:
 
 def _told(file: str, key: str, value: Any) -> str:
     return (
-        f"{printable(file)}: {printable(f'{key}={value}')} stands in a file that the command brings along; allowed "
+        f"{one_line(file)}: {one_line(f'{key}={value}')} stands in a file that the command brings along; allowed "
         f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions (no "
         f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(WATCHING)}, and below hydra.sweeper.params numbers and "
         "names that say no place, server or code; anything else on the command line"
@@ -160,9 +163,9 @@ def _is_of_user(target: Any) -> bool:
 
 
 def leaves_of(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every plain value below a node, as pairs of its dotted key and itself."""
+    """Every plain value below a node, and every empty mapping and list, as pairs of its dotted key and itself."""
     pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
-    if pairs is None:
+    if not node or pairs is None:
         yield prefix, node
         return
     for key, value in pairs:

@@ -91,7 +91,7 @@ def problems(hydra: Any) -> list[str]:
                 f"sweeper optuna, a sampler of Optuna's in it, and what is defined in {files}"
             )
     for key, value in leaves_of(hydra, "hydra"):
-        part = key.split(".")[1]
+        part = key.partition(".")[2].partition(".")[0]
         if part in _LOGS:
             found += _log_problems(key, value)
         elif str(value).startswith(("ext://", "cfg://")) and str(value) not in _LOG_OBJECTS:

@@ -11,6 +11,7 @@ from typing import Any
 from hydra._internal import hydra as hydra_internal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
@@ -30,11 +31,11 @@ from grpo_lightning.composition.hydra_settings import (
 )
 from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.composition.resolvers import resolver_problems
+from grpo_lightning.composition.said import changed, taken_for_choices
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.terminal import printable
-from grpo_lightning.settings import TOP
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.places import entry_problem
 from grpo_lightning.settings.suggestions import explain, known_keys
 
@@ -80,6 +81,8 @@ class CheckedLoader(ConfigLoaderImpl):
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
         settings: Any = OmegaConf.to_container(composed, resolve=False)
         own = {key: part for key, part in settings.items() if key != "hydra"}
+        if start.settings_from():
+            wrong += changed(OverridesParser.create().parse_overrides(overrides), own)
         wrong += changed_problems(own, self._of_user, overrides) + resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
@@ -129,7 +132,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
         """The overrides, none of which Hydra mistakes for the choice of a file, and where it looks for files."""
         parsed, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
-        if wrong := list(_taken_for_choices(parsed, repo)):
+        if wrong := list(taken_for_choices(parsed, repo)):
             raise SettingsRefused(_listed(wrong))
         return parsed, repo
 
@@ -151,26 +154,6 @@ def note_sources(hydra: DictConfig) -> None:
     start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
 
 
-def _taken_for_choices(overrides: Sequence[Any], repo: Any) -> Iterator[str]:
-    """What is wrong with overrides of settings that Hydra takes for the choice of a file.
-
-    It does where there is a folder called as the setting is, be it empty: what the user says would not be the value,
-    and be taken for given.
-
-    Args:
-        overrides: As Hydra has parsed them.
-        repo: Where Hydra looks for files of settings.
-    """
-    for override in overrides:
-        key = override.key_or_group
-        is_setting = "." in key or (key in TOP and not (CONF / key).is_dir())
-        if is_setting and repo.group_exists(key):
-            yield (
-                f"{printable(str(override.input_line))}: {printable(key)} is a setting, and where settings are looked "
-                "for there is a folder of this name; allowed are other names of folders"
-            )
-
-
 def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
     """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``).
 
@@ -184,7 +167,7 @@ def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
     if not loaded.path.startswith("file://"):
         if not is_below:
             raise SettingsRefused(
-                f"{printable(str(default.config_path))}: leads from Hydra's own settings to {printable(str(file))}; "
+                f"{one_line(str(default.config_path))}: leads from Hydra's own settings to {one_line(str(file))}; "
                 "allowed are settings of conf/ and of --config-dir DIR"
             )
         return False

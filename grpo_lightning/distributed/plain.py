@@ -12,15 +12,14 @@ _LISTS = (list, tuple, set, frozenset, torch.Size)
 _VALUES = (bool, bytes, bytearray, complex, float, int, str, NoneType, torch.device, torch.dtype)
 
 
-def not_plain(content: Any, *, has_numbers: bool = False) -> str | None:
+def not_plain(content: Any) -> str | None:
     """What in a checkpoint is neither a plain value nor a dense tensor of torch's own; None if nothing is.
 
-    Torch does not look at the indices of other tensors, which could lead beyond their memory. What has attributes of
-    its own may answer otherwise than its class does: ``OrderedDict().values`` may be any class that torch reads.
+    Tensors of other kinds are not even made, see `reading.only_plain_names`. What has attributes of its own may answer
+    otherwise than its class does: ``OrderedDict().values`` may be any class that torch reads.
 
     Args:
         content: As torch reads it: mappings and lists, to any depth.
-        has_numbers: Whether more than the shapes of tensors is read, so that none may be one on ``meta``.
     """
     seen, left = set[int](), [content]
     while left:
@@ -37,8 +36,6 @@ def not_plain(content: Any, *, has_numbers: bool = False) -> str | None:
                 return "other metadata of a state than versions"
             left.append(about)
         if isinstance(node, Tensor):
-            if has_numbers and node.is_meta:
-                return "a tensor without numbers"
             if kind := _not_dense(node):
                 return f"a tensor that is {kind}, which could lead beyond its memory"
         elif type(node) in _MAPPINGS:
@@ -58,13 +55,24 @@ def _says_versions(about: Any) -> bool:
 
 
 def _not_dense(tensor: Tensor) -> str | None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-    if tensor.is_leaf and tensor.grad is not None:  # to which a backward pass would add, whatever it is
-        return "one with a gradient"
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         return "one with hooks"
+    if not tensor.is_meta and not _is_in_its_memory(tensor):
+        return "outside of its storage"
     return "overlapping itself" if _overlaps(tensor) else None
+
+
+def _is_in_its_memory(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor lie in its storage, and this in memory."""
+    if not tensor.numel():
+        return True
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    storage, begin = tensor.untyped_storage(), tensor.storage_offset()
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # there is no memory
+        return False
+    return address != 0 and begin >= 0 and (begin + last + 1) * tensor.element_size() <= storage.nbytes()
 
 
 def _overlaps(tensor: Tensor) -> bool:

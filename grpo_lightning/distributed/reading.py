@@ -1,5 +1,6 @@
 """What is read of files that may be a stranger's: tensors and plain values, never what could run code."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,14 @@ _ARCHIVE = b"PK\x03\x04"
 """By which torch tells an archive from an older file."""
 _is_readable: ContextVar[Callable[[str, str], bool] | None] = ContextVar("_is_readable", default=None)
 """What this thread reads of pickles, all if None; other threads may have results of worker processes to read."""
+
+
+_NAMES = {
+    *("collections.OrderedDict", "collections.Counter", "torch.Size", "torch.device", "torch.storage.UntypedStorage"),
+    *("builtins.bytearray", "builtins.set", "builtins.complex"),
+    *(f"torch._utils._rebuild_{what}" for what in ("parameter", "tensor_v2", "tensor_v3")),
+}
+"""What tensors and plain values are made by, besides names of types of numbers and of their storages."""
 
 
 class NotPlain(ValueError):
@@ -35,6 +44,45 @@ def is_archive(file: Any) -> bool:
         return bool(begin == _ARCHIVE)
     with open(file, "rb") as content:
         return content.read(len(_ARCHIVE)) == _ARCHIVE
+
+
+@contextmanager
+def only_plain_names() -> Iterator[None]:
+    """Inside, ``torch.load(weights_only=True)`` calls what makes dense tensors and plain values, and nothing else.
+
+    By itself torch calls a hundred things more: those for tensors of other kinds, one of which makes tensors that lie
+    wherever in memory a file says, and what libraries have added.
+    """
+    from torch import _weights_only_unpickler as unpickler
+
+    plain = _plain_names()
+    names, added = unpickler._get_allowed_globals, unpickler._get_user_allowed_globals
+    unpickler._get_allowed_globals = lambda: plain  # type: ignore[assignment]
+    unpickler._get_user_allowed_globals = dict
+    try:
+        yield
+    finally:
+        unpickler._get_allowed_globals, unpickler._get_user_allowed_globals = names, added
+
+
+@functools.cache
+def _plain_names() -> dict[str, Any]:
+    import torch
+    from torch._weights_only_unpickler import _get_allowed_globals
+    from torch.serialization import StorageType
+
+    def is_plain(name: str, made: Any) -> bool:
+        return name in _NAMES or isinstance(made, torch.dtype | StorageType)
+
+    known = {name: made for name, made in _get_allowed_globals().items() if is_plain(name, made)}
+    return known | {"_codecs.encode": _bytes}
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """Bytes, as Python writes them into pickles that every version reads."""
+    if encoding != "latin1":
+        raise UnpicklingError(f"bytes that are encoded as {encoding!r}")
+    return text.encode("latin1")
 
 
 @contextmanager
@@ -61,7 +109,12 @@ def weights_only() -> Iterator[None]:
                 "a file of weights is a plain pickle, as torch wrote before version 1.6, which could run code; allowed "
                 "are safetensors, and what later versions write"
             )
-        content = load(file, *args, **options)
+        try:
+            content = load(file, *args, **options)
+        except UnpicklingError as error:  # which torch tells in five lines
+            raise UnpicklingError(
+                "a file of weights holds other objects than dense tensors and plain values, which could run code"
+            ) from error
         if found := not_plain(content):
             raise NotPlain(f"a file of weights holds {found}; allowed are dense tensors and plain values")
         return content
@@ -70,7 +123,8 @@ def weights_only() -> Iterator[None]:
     os.environ[_FORCED] = "1"
     torch.load = load_plain  # type: ignore[assignment]
     try:
-        yield
+        with only_plain_names():
+            yield
     finally:
         torch.load = load
         del os.environ[_FORCED]

@@ -12,10 +12,12 @@ from typing import Any, cast
 
 import torch
 from lightning import LightningModule
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Prompts
 from grpo_lightning.checkpoint import adapter
+from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
@@ -143,6 +145,8 @@ class StepModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # in a Trainer of the user's own
+            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
 
     def configure_model(self) -> None:

@@ -4,7 +4,6 @@ It is whose code is trusted, where a key is sent, what of the environment is sen
 outside of its own directory.
 """
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,16 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_lightning import start
 from grpo_lightning.allowed import CACHE, PLACES
 from grpo_lightning.logger.known import STORE
-from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import each_target, key_problems
 from grpo_lightning.start import settings_from
 
-_WORDS = "GRPO_LIGHTNING_GIVEN"
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
 _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
@@ -40,14 +38,9 @@ _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
 """What sends values of its settings to other machines."""
 
 
-def say_words(words: Sequence[str]) -> None:
-    """Take note of the overrides of the command line, for this process and those that it starts."""
-    os.environ[_WORDS] = json.dumps(redacted_words(words))
-
-
 def is_said(key: str) -> bool:
     """Whether the command line sets a key, as a whole."""
-    return key in _keys(json.loads(os.environ.get(_WORDS) or "[]"))
+    return key in _keys(start.words())
 
 
 def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> list[str]:
@@ -57,11 +50,11 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
 
     Args:
         config: Resolved settings.
-        words: The user's overrides; None: those of the command line, see `say_words`.
+        words: The user's overrides; None: those of the command line, see `start.words`.
         drawn: Dotted keys whose values come from the environment, which may hold keys.
     """
     if words is None:
-        words = json.loads(os.environ.get(_WORDS) or "[]")
+        words = start.words()
     given = _keys(words)
     named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
     listed = config.get("trusted") or []

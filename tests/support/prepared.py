@@ -1,8 +1,7 @@
 """Commands of Python in processes that have the libraries already, each seconds shorter than one that imports them.
 
 A process that has imported torch and the like, and nothing of this package, is forked for every command. What a test
-asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own;
-so does one of several processes, since Lightning looks for its rank when it is imported.
+asks of the start of Python, such as which files are found first and what is imported at all, takes a Python of its own.
 """
 
 import atexit
@@ -47,9 +46,12 @@ class Process:
         arguments: A file, or ``-m`` and a module, and the arguments.
         cwd: The directory in which it starts.
         env: Its environment; this process's where none is given.
+        together: Whether what it writes to its errors stands in its output, too, as a terminal shows them.
     """
 
-    def __init__(self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, together: bool = False
+    ) -> None:
         self.returncode: int | None = None
         self._place = tempfile.TemporaryDirectory()
         self._out, self._errors = (Path(self._place.name) / name for name in ("out", "errors"))
@@ -59,7 +61,7 @@ class Process:
             cwd=str(cwd),
             env=dict(os.environ if env is None else env),
             out=str(self._out),
-            errors=str(self._errors),
+            errors=str(self._out if together else self._errors),
         )
 
     def poll(self) -> int | None:
@@ -179,6 +181,8 @@ def _ended() -> tuple[int, int] | None:
 
 def _begin(own: list[str], arguments: list[str], cwd: str, env: dict[str, str], out: str, errors: str) -> None:
     """Become the command, and end with its exit status."""
+    from lightning.fabric.utilities import rank_zero
+
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -189,6 +193,7 @@ def _begin(own: list[str], arguments: list[str], cwd: str, env: dict[str, str], 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # Lightning looks for it when it is imported
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "grpo_lightning")]:
         del sys.modules[name]
     sys.orig_argv = [sys.executable, *arguments]

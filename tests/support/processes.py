@@ -6,7 +6,6 @@ python -m tests.support.processes DIRECTORY TRAINER RUNS, with RUNS a JSON objec
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lightning import Callback
 
 from grpo_lightning.run import Run
 from tests.support.composed import ROOT, build, composed
+from tests.support.prepared import Process
 
 
 class Record(Callback):
@@ -53,18 +53,11 @@ def start(processes: int, directory: Path, trainer: str, runs: dict[str, list[st
             "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "test",
         }
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.processes", str(directory), trainer, json.dumps(runs)],
-                cwd=ROOT,
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1"}
-                | ({name: str(value) for name, value in several.items()} if processes > 1 else {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        given = os.environ | {"OMP_NUM_THREADS": "1"}
+        if processes > 1:
+            given |= {name: str(value) for name, value in several.items()}
+        arguments = ["-m", "tests.support.processes", str(directory), trainer, json.dumps(runs)]
+        started.append(Process(arguments, cwd=ROOT, env=given, together=True))
     return started
 
 

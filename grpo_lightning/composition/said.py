@@ -1,0 +1,72 @@
+"""Whether the settings are what the command says, by which ways soever files that it brings along may change them.
+
+What the user says has rules of its own, such as whose code is trusted. They go by the words of the command, so these
+have to be what the settings come to.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_lightning.composition import CONF
+from grpo_lightning.output.terminal import one_line
+from grpo_lightning.settings import TOP
+
+
+def taken_for_choices(overrides: Sequence[Any], repo: Any) -> Iterator[str]:
+    """What is wrong with overrides of settings that Hydra takes for the choice of a file.
+
+    It does where there is a folder called as the setting is, be it empty.
+
+    Args:
+        overrides: As Hydra has parsed them.
+        repo: Where Hydra looks for files of settings.
+    """
+    for override in overrides:
+        key = override.key_or_group
+        is_setting = "." in key or (key in TOP and not (CONF / key).is_dir())
+        if is_setting and repo.group_exists(key):
+            yield (
+                f"{one_line(str(override.input_line))}: {one_line(key)} is a setting, and where settings are looked "
+                "for there is a folder of this name; allowed are other names of folders"
+            )
+
+
+def changed(overrides: Sequence[Any], composed: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with settings that are not what the command says.
+
+    Looked at are plain values and lists of them that no other override is about; Hydra's own settings and choices of
+    files have other rules.
+
+    Args:
+        overrides: As Hydra has parsed them.
+        composed: All settings, not resolved.
+    """
+    keys = [override.key_or_group for override in overrides]
+    for override in overrides:
+        key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+        is_alone = sum(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in keys) == 1
+        is_value = override.value_type is not None and not override.is_delete() and not override.is_sweep_override()
+        is_choice = "/" in key or override.package is not None or (CONF / key).is_dir() or key.startswith("hydra.")
+        if is_alone and is_value and not is_choice and _is_plain(value) and (there := _at(composed, key)) != value:
+            yield (
+                f"{one_line(str(override.input_line))}: with the files that the command brings along it comes to "
+                f"{one_line(f'{key}={there}')}; allowed are files that leave it as it is"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(one) for one in value)
+    return value == value and not (isinstance(value, str) and {*"$\\"} & {*value}) and not isinstance(value, dict)
+
+
+def _at(node: Any, key: str) -> Any:
+    """What stands at a dotted key; a text where there is nothing."""
+    for part in key.split("."):
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, Mapping) and part in node:
+            node = node[part]
+        else:
+            return "nothing"
+    return node
