@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from grpo_lightning import start
+from grpo_lightning.distributed import fresh
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
 COLLECTED = pytest.StashKey[set[str]]()
 torch.set_num_threads(1)
+fresh.protect_processes()  # as any run does: what one starts finds the packages of the checkout
 
 
 def pytest_collection_finish():

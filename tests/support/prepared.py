@@ -103,6 +103,8 @@ class _Server:
         )
         self._asked: Any = self._process.stdin
         self._answers: Any = self._process.stdout
+        self._lines: list[bytes] = []
+        self._rest = b""
         self._ended: dict[int, int] = {}
         atexit.register(self._close)
 
@@ -118,15 +120,17 @@ class _Server:
                 return int(told["pid"])
 
     def ended(self, pid: int) -> int | None:
-        while pid not in self._ended and select.select([self._answers], [], [], 0)[0]:
+        while pid not in self._ended and (self._lines or select.select([self._answers], [], [], 0)[0]):
             self._told()
         return self._ended.pop(pid, None)
 
     def _told(self) -> dict[str, int]:
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError(f"the prepared process has ended with {self._process.wait()}")
-        told: dict[str, int] = json.loads(line)
+        while not self._lines:
+            block = os.read(self._answers.fileno(), 65536)
+            if not block:
+                raise RuntimeError(f"the prepared process has ended with {self._process.wait()}")
+            *self._lines, self._rest = (self._rest + block).split(b"\n")
+        told: dict[str, int] = json.loads(self._lines.pop(0))
         if "status" in told:
             self._ended[told["of"]] = told["status"]
         return told
