@@ -143,6 +143,12 @@ def test_a_run_does_not_go_on_with_such_state(tmp_path):
         small_run(tmp_path, "steps=2", "checkpoint=last")
 
 
+def _tensor_of(kind):
+    """A tensor of bytes as one of other numbers."""
+    bytes_ = torch.zeros(8, dtype=torch.uint8).untyped_storage()
+    return Disguised(torch._utils._rebuild_tensor_v3, bytes_, 0, (8,), (1,), False, OrderedDict(), kind)
+
+
 def _bytes_of(encoding):
     return Disguised(codecs.encode, "abc", encoding)
 
@@ -180,6 +186,8 @@ class Disguised:
         (torch.strided, "other objects than"),
         (OrderedDict, "an object of type"),
         (_bytes_of("rot13"), "other objects than"),
+        (_tensor_of(torch.qint8), "other objects than"),
+        (_tensor_of(torch.quint4x2), "other objects than"),
     ],
 )
 def test_a_checkpoint_is_what_it_seems(made, told, tmp_path):

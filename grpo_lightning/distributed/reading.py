@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ _NAMES = {
     *(f"torch._utils._rebuild_{what}" for what in ("parameter", "tensor_v2", "tensor_v3")),
 }
 """What tensors and plain values are made by, besides names of types of numbers and of their storages."""
+_QUANTIZED = re.compile(r"\bq(u?)int", re.IGNORECASE)
 
 
 class NotPlain(ValueError):
@@ -72,7 +74,8 @@ def _plain_names() -> dict[str, Any]:
     from torch.serialization import StorageType
 
     def is_plain(name: str, made: Any) -> bool:
-        return name in _NAMES or isinstance(made, torch.dtype | StorageType)
+        is_number = isinstance(made, torch.dtype | StorageType) and not _QUANTIZED.search(name)
+        return name in _NAMES or is_number
 
     known = {name: made for name, made in _get_allowed_globals().items() if is_plain(name, made)}
     return known | {"_codecs.encode": _bytes}
