@@ -11,7 +11,7 @@ from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
 
 COMPOSED = {
-    "policy": {"path": "theirs", "trust_remote_code": False, "adapter": None},
+    "policy": {"path": "theirs", "trust_remote_code": False, "adapter": None, "revision": None},
     "reward": {"accuracy": {"weights": [0.5, 1]}},
     "trusted": ["theirs"],
     "mode": "${policy.path}",
@@ -24,6 +24,7 @@ COMPOSED = {
     [
         (["policy.path=mine"], "policy.path=theirs"),
         (["policy.path='mine'"], "policy.path=theirs"),
+        (["policy=hf", "policy.path=mine", "policy.revision=null"], "policy.path=theirs"),
         (["++policy.path=mine"], "policy.path=theirs"),
         (["policy.trust_remote_code=true"], "policy.trust_remote_code=False"),
         (["policy.adapter=mine"], "policy.adapter=None"),
@@ -41,6 +42,9 @@ COMPOSED = {
         (["~policy.path"], None),
         (["policy=hf", "hydra/launcher=joblib", "algorithm@a.b=dapo", "hydra.mode=RUN"], None),
         (["policy.path=mine", "policy.path=theirs"], None),  # the last one counts
+        (["policy.path=mine", "policy={path: theirs}"], None),
+        (["policy={path: theirs}", "policy.path=mine"], "policy.path=theirs"),
+        (["policy.path=[]", "policy.path=mine"], "policy.path=theirs"),
         (["policy.path=${x}", "mode={a: b}"], None),
     ],
 )

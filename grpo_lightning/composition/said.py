@@ -34,24 +34,34 @@ def taken_for_choices(overrides: Sequence[Any], repo: Any) -> Iterator[str]:
 def changed(overrides: Sequence[Any], composed: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with settings that are not what the command says.
 
-    Looked at are plain values and lists of them that no other override is about; Hydra's own settings and choices of
+    Looked at are plain values and lists of them that no later override is about; Hydra's own settings and choices of
     files have other rules.
 
     Args:
         overrides: As Hydra has parsed them.
         composed: All settings, not resolved.
     """
-    keys = [override.key_or_group for override in overrides]
-    for override in overrides:
+    values = [override for override in overrides if not _is_choice(override)]
+    for number, override in enumerate(values, 1):
         key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
-        is_alone = sum(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in keys) == 1
-        is_value = override.value_type is not None and not override.is_delete() and not override.is_sweep_override()
-        is_choice = "/" in key or override.package is not None or (CONF / key).is_dir() or key.startswith("hydra.")
-        if is_alone and is_value and not is_choice and _is_plain(value) and (there := _at(composed, key)) != value:
+        is_value = not override.is_delete() and not override.is_sweep_override() and _is_plain(value)
+        is_last = not any(_are_related(key, later.key_or_group) for later in values[number:])
+        if is_value and is_last and (there := _at(composed, key)) != value:
             yield (
                 f"{one_line(str(override.input_line))}: with the files that the command brings along it comes to "
                 f"{one_line(f'{key}={there}')}; allowed are files that leave it as it is"
             )
+
+
+def _is_choice(override: Any) -> bool:
+    key = override.key_or_group
+    is_file = (CONF / key).is_dir() and (override.is_sweep_override() or not isinstance(override.value(), dict))
+    return "/" in key or override.package is not None or is_file or key.startswith("hydra.")
+
+
+def _are_related(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other one, or below it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _is_plain(value: Any) -> bool:
