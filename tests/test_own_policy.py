@@ -102,6 +102,13 @@ def test_what_the_user_says_wins():
             marks=provocation("`mode=export` of a checkpoint with `policy.path` redacted", "asks for it"),
         ),
         pytest.param(
+            LOADED | {"attn_implementation": "theirs/kernel"},
+            r"its policy.attn_implementation is theirs/kernel, a kernel of the hub; allowed is policy.attn_implementat",
+            marks=provocation(
+                "a stranger's checkpoint that names a kernel of the hub for attention", "refused by its key"
+            ),
+        ),
+        pytest.param(
             LOADED | {"trust_remote_code": True},
             r"it was trained with policy.trust_remote_code=true and policy.path=\S+, whose code would run, which",
             marks=provocation("a stranger's checkpoint that says `trust_remote_code: true`", "refused by its key"),

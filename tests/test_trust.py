@@ -466,6 +466,20 @@ def test_trust_is_in_what_the_command_names(words, found, monkeypatch):
     assert alone == (["policy.trust_remote_code"] if "policy.trust_remote_code=false" in words else [])
 
 
+@provocation(
+    "`--config-dir theirs policy.path=mine policy.trust_remote_code=true`, whose file has for attention a kernel of "
+    "the hub, `policy.attn_implementation: theirs/kernel`",
+    "refused by its key",
+)
+def test_kernels_are_what_the_command_names(monkeypatch):
+    config = composed("trusted=[]", "run_dir=runs/x", *CODE, "policy.attn_implementation=theirs/kernel")
+    words = [*CODE, "policy.attn_implementation=theirs/kernel"]
+    for brought, said, found in ((["x"], CODE, True), ([], CODE, False), (["x"], words, False)):
+        monkeypatch.setattr(given, "settings_from", lambda brought=brought: brought)
+        told = [one.partition(" ")[0] for one in given.ungiven(config, said)]
+        assert ("policy.attn_implementation," in told) == found
+
+
 @pytest.mark.parametrize("store", ["http://localhost:5000", "sqlite:///mlflow.db"])
 def test_a_settings_file_may_name_mlflows_usual_file_and_a_server_of_this_machine(store):
     assert (

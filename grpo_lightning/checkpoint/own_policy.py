@@ -100,6 +100,10 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
             f"it was trained with {trust}=true and {part}.path={path}, whose code would run, which only you can "
             "decide; allowed is to give both again"
         )
+    kernel = f"{part}.attn_implementation"
+    if "/" in str(own.get("attn_implementation")) and kernel not in given:
+        told = one_line(str(own["attn_implementation"]))
+        raise ValueError(f"its {kernel} is {told}, a kernel of the hub; allowed is {kernel}=… on the command line")
     builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
     if _LIVE in builders.values():
         raise ValueError(

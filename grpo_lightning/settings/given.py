@@ -60,15 +60,17 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
     for key, value in _nodes(config, "trust_remote_code"):
-        path = f"{key.rpartition('.')[0]}.path"
         if value in (False, None):
             continue
         if not _is_given(config, key, given) or _NO.fullmatch(given.get(key, "")):
             found.append(shell_word(key))
-        elif settings_from() and _at(config, path.split(".")) and not _is_given(config, path, given):
-            found.append(
-                f"{shell_word(path)}, with trust_remote_code=true,"
-            )  # else the trust goes to a model of their choice
+            continue
+        for name in ("path", "attn_implementation") if settings_from() else ():  # else it goes to code of their choice
+            place = f"{key.rpartition('.')[0]}.{name}"
+            value = _at(config, place.split("."))
+            is_code = value and (name == "path" or "/" in str(value))  # such is a kernel of the hub
+            if is_code and not _is_given(config, place, given):
+                found.append(f"{shell_word(place)}, with trust_remote_code=true,")
     # Whoever writes a file could otherwise have keys, prompts and completions sent to a server of his own.
     for place, node in each_target(config):
         address, variable = node.get("base_url"), node.get("api_key_env")
