@@ -133,6 +133,31 @@ def test_the_name_of_a_folder_says_nothing(tmp_path):
 
 
 @provocation(
+    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, or that "
+    "the user has typed, so that `python -P -m …` would be `python REDACTED -m …`",
+    "the words stay",
+)
+@pytest.mark.slow
+def test_no_token_is_a_word_of_a_command(tmp_path):
+    (tmp_path / "REDACTED").mkdir()
+    tokens = "[python -P, python -m, --config-name theirs, such.ckpt, --nproc_per_node=2, hunter22]"
+    (tmp_path / "REDACTED" / "theirs.yaml").write_text(
+        f"defaults: [train, _self_]\nnote: {{tokens: {{token: {tokens}}}, text: hunter22}}\n"
+    )
+    words = ("-m", "--config-dir", "REDACTED", "--config-name", "theirs", "seed=0,1", *TINY)
+    done = begun(tmp_path, *words, "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.strip()
+    assert re.search(r"this table again: PYTHONPATH=\S+ python -P -m grpo_lightning\.report sweep$", told), told
+    assert "hunter22" not in (tmp_path / "sweep" / "seed=0" / ".hydra" / "config.yaml").read_text()
+    failed = begun(tmp_path, *words, "checkpoint=missing/such.ckpt", "hydra.sweep.dir=other")
+    assert failed.stderr.count("missing/such.ckpt") >= 2
+    assert "missing/REDACTED" not in failed.stderr
+    several = begun(tmp_path, *words, "trainer=ddp", "trainer.devices=2", "hydra.sweep.dir=third")
+    assert "torchrun --nproc_per_node=2 train.py -m ... hydra.sweep.dir=DIRECTORY" in several.stderr
+
+
+@provocation(
     "a settings file with `hydra.sweeper.params: {seed: 1, ++seed: 7}`, which Hydra would put after the command's own "
     "`seed=5` (so, too, `policy.path` and a judge's `base_url`)",
     "the command's words come last",

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from hydra import initialize_config_dir
 from lightning import Callback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -553,16 +554,19 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     "or with code",
     "refused in one sentence",
 )
-@pytest.mark.parametrize("weights_only", [None, False])
-def test_a_trainer_of_ones_own_reads_plain_checkpoints(weights_only, tmp_path):
+@pytest.mark.parametrize("way", ["fit", "fit, trusting", "validate", "asynchronously"])
+def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
     content = {"step": {"completed": 1}, "others": [torch.ones(2)]}
     torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     torch.save(content | {"others": print}, tmp_path / "code.ckpt")
+    trust = {"weights_only": False} if way == "fit, trusting" else {}
+    plugins = [AsyncCheckpointIO()] if way == "asynchronously" else []
+    run = grpo.compose(*SETTINGS, run_dir=tmp_path)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=plugins)
     for name, told in (("old.ckpt", "is no checkpoint"), ("code.ckpt", "holds other objects")):
-        run = grpo.compose(*SETTINGS, run_dir=tmp_path)
-        trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+        work = trainer.validate if way == "validate" else trainer.fit
         with pytest.raises(ValueError, match=f"{name}' {told}"):
-            trainer.fit(run.module, datamodule=run.data, ckpt_path=tmp_path / name, weights_only=weights_only)
+            work(run.module, datamodule=run.data, ckpt_path=tmp_path / name, **trust)
 
 
 @pytest.mark.slow

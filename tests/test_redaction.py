@@ -1,7 +1,15 @@
+import ast
+import json
+import re
+from itertools import pairwise
+
 import pytest
 
+from grpo_lightning import start
+from grpo_lightning.checkpoint.command import show_said
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words, remember, remember_words
+from tests.support.composed import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +100,40 @@ def test_overrides_lose_the_values_of_secret_keys():
 def test_a_long_number_of_the_environment_is_hidden_in_every_text_and_a_short_one_is_not():
     remember({"a": {"pin": 48151623, "steps": 2000}, "b": 48151624}, keys=["a.pin", "a.steps"])
     assert hide("48151623 48151624 2000") == f"{HIDDEN} 48151624 2000"
+
+
+def commands():
+    """What messages of this package offer, as far as it stands in the source."""
+    for file in sorted((ROOT / "grpo_lightning").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                yield from COMMAND.findall(node.value)
+
+
+COMMAND = re.compile(r"\b(?:python -|torchrun -|pip install |tensorboard --|chmod ).*")
+
+
+def test_nothing_is_hidden_in_commands_that_are_offered(monkeypatch):
+    found = list(commands())
+    assert len(found) > 6
+    for line in found:
+        command = re.split(r"[)'] | \(|; | brings", line)[0]
+        words = command.split()
+        monkeypatch.setattr(redaction, "_known", {command, *words, *(" ".join(pair) for pair in pairwise(words))})
+        assert hide(command) == command, line
+
+
+def test_nothing_but_secrets_is_hidden_in_what_the_user_has_typed(monkeypatch):
+    monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "[]")
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "my/train.py", "--config-dir", "REDACTED"]))
+    words = ["trusted=[my_package]", "logger.wandb.api_key=hunter22", "+note=hf_abcdefghijklmnopqrst"]
+    start.note_words(redacted_words([*words, "policy.path=./mine"]))
+    remember({"a_token": "my_package", "b": {"token": ["my/train.py", "h=./mine", "hunter22"]}})
+    line = "python my/train.py --config-dir REDACTED 'trusted=[my_package]' policy.path=./mine"
+    assert hide(line) != line
+    show_said()
+    assert hide(line) == line
+    assert hide("hunter22, hf_abcdefghijklmnopqrst") == "REDACTED, REDACTED"

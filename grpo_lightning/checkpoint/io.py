@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
@@ -103,6 +104,22 @@ def check(path: Path, *, every_byte: bool = True) -> None:
             raise ValueError(f"checkpoint={str(path)!r} {found}")
     elif every_byte and (broken := _broken_member(path)):
         raise ValueError(f"checkpoint={str(path)!r} is damaged: its {one_line(broken)[:80]} is not what was written")
+
+
+def check_before_reading(strategy: Strategy) -> None:
+    """Let a strategy of Lightning's `check` checkpoints before it reads them, from now on.
+
+    It reads them by the ways of its plugins and libraries, some of which could run code or write anywhere in memory.
+    """
+    if "load_checkpoint" in vars(strategy):
+        return
+    load = strategy.load_checkpoint
+
+    def checked(path: Any, *args: Any, **options: Any) -> Any:
+        check(Path(path))
+        return load(path, *args, **options)
+
+    strategy.load_checkpoint = checked  # type: ignore[assignment,method-assign]
 
 
 def weights(path: Path) -> dict[str, Any]:

@@ -8,16 +8,15 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from lightning import LightningModule
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Prompts
 from grpo_lightning.checkpoint import adapter
-from grpo_lightning.checkpoint.io import AtomicCheckpointIO
+from grpo_lightning.checkpoint.io import AtomicCheckpointIO, check_before_reading
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
@@ -143,10 +142,21 @@ class StepModule(LightningModule):
             self.training_step(prompts)
         return dict(self.metrics)
 
+    @classmethod
+    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:  # type: ignore[override]
+        """Not a way to get a module, which is made of settings.
+
+        Raises:
+            TypeError: Always, with the way there is.
+        """
+        raise TypeError(
+            f"{cls.__name__}.load_from_checkpoint: allowed is compose(…, 'checkpoint=PATH', 'mode=validate')"
+        )
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # in a Trainer of the user's own
-            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if not isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):  # of a Trainer of the user's own
+            check_before_reading(self.trainer.strategy)
         self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
 
     def configure_model(self) -> None:

@@ -35,10 +35,17 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
-_HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s]+")
+_HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s=]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
-_shown: set[str] = {"python", "train.py", "grpo-lightning", "grpo_lightning.report", "tensorboard", "--logdir", "chmod"}
+_COMMANDS = """
+python train.py -m -P grpo_lightning.report grpo_lightning.replay PYTHONPATH torchrun --nproc_per_node ... DIRECTORY
+hydra.run.dir hydra.sweep.dir checkpoint=last tensorboard --logdir chmod u+r pip install -r requirements-vllm.txt
+grpo-lightning[gymnasium] grpo-lightning[mlflow] grpo-lightning[plot] grpo-lightning[wandb]
+hydra-joblib-launcher hydra-optuna-sweeper hydra-submitit-launcher
+"""
+"""The words of all commands that messages offer."""
+_shown: set[str] = set(_COMMANDS.split())
 _known: set[str] = set()
 _keys: set[str] = set()
 
@@ -60,7 +67,7 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
 
 
 def show(words: Collection[str]) -> None:
-    """Take note of words in which nothing is hidden: those of a command that is told to users.
+    """Take note of words in which nothing is hidden: what the user has typed, and commands that are told to users.
 
     A stranger's ``token`` may be a piece of one, without which it would be another command.
     """
@@ -79,7 +86,12 @@ def hide(text: str) -> str:
 
 
 def _masked(secret: str) -> str:
-    return _HIDDEN_OF_IT.sub(lambda found: found[0] if any(found[0] in one for one in _shown) else HIDDEN, secret)
+    return _HIDDEN_OF_IT.sub(lambda found: found[0] if _is_shown(found[0]) else HIDDEN, secret)
+
+
+def _is_shown(piece: str) -> bool:
+    is_small = piece.isdecimal() and len(piece) < SHORTEST
+    return is_small or any(piece in one for one in _shown)
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
