@@ -133,8 +133,8 @@ def test_the_name_of_a_folder_says_nothing(tmp_path):
 
 
 @provocation(
-    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, or that "
-    "the user has typed, so that `python -P -m …` would be `python REDACTED -m …`",
+    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, or "
+    "that the user has typed, so that `python -P -m …` would be `python REDACTED -m …`",
     "the words stay",
 )
 @pytest.mark.slow

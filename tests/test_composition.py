@@ -569,6 +569,12 @@ def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
             work(run.module, datamodule=run.data, ckpt_path=tmp_path / name, **trust)
 
 
+def test_a_module_is_made_by_settings(tmp_path):
+    torch.save({"step": {"completed": 1}}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
+    with pytest.raises(TypeError, match=r"GRPOLightningModule.load_from_checkpoint: allowed is compose\('checkpoint=P"):
+        grpo.GRPOLightningModule.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sanity", "validated_at"), [({}, -1), ({"num_sanity_val_steps": -1}, 0)])
 def test_a_look_at_two_batches_is_no_validation(tmp_path, sanity, validated_at):

@@ -143,15 +143,13 @@ class StepModule(LightningModule):
         return dict(self.metrics)
 
     @classmethod
-    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:  # type: ignore[override]
+    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
         """Not a way to get a module, which is made of settings.
 
         Raises:
             TypeError: Always, with the way there is.
         """
-        raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint: allowed is compose(…, 'checkpoint=PATH', 'mode=validate')"
-        )
+        raise TypeError(f"{cls.__name__}.load_from_checkpoint: allowed is compose('checkpoint=PATH', …).module")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
