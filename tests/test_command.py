@@ -140,6 +140,7 @@ def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatc
     monkeypatch.setattr(redaction, "_known", {"my_package"})
     line = continue_command(["trusted=[my_package]"], Path("/d"))
     assert line == f"{UNTOLD}hydra.run.dir=/d checkpoint=last"
+    assert continue_command(["logger.wandb.api_key=REDACTED"], Path("/d")) == line  # hidden already, it is another key
 
 
 def test_what_named_the_old_run_is_left_out():

@@ -66,7 +66,7 @@ def continue_command(
     words = [shell_word(word) for word in [*begun, *kept, *own]]
     for said, is_whole in ((words, True), (words[-len(own) :], False)):
         line = " ".join(said)
-        if hide(line) == line:
+        if hide(line) == line and not (is_whole and any(HIDDEN in word for word in kept)):
             show(said)  # no longer text that is shown around it has part of it hidden
             return line if is_whole else f"{_UNTOLD} and {line}"
     return f"{_UNTOLD} and checkpoint=last, in the same hydra.run.dir"
