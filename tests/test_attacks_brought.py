@@ -150,7 +150,8 @@ def test_no_token_is_a_word_of_a_command(tmp_path):
     told = done.stderr.strip()
     assert re.search(r"this table again: PYTHONPATH=\S+ python -P -m grpo_lightning\.report sweep$", told), told
     assert "hunter22" not in (tmp_path / "sweep" / "seed=0" / ".hydra" / "config.yaml").read_text()
-    failed = begun(tmp_path, *words, "checkpoint=missing/such.ckpt", "hydra.sweep.dir=other")
+    at_once = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")  # whose jobs are other processes
+    failed = begun(tmp_path, *words, *at_once, "checkpoint=missing/such.ckpt", "hydra.sweep.dir=other")
     assert failed.stderr.count("missing/such.ckpt") >= 2
     assert "missing/REDACTED" not in failed.stderr
     several = begun(tmp_path, *words, "trainer=ddp", "trainer.devices=2", "hydra.sweep.dir=third")

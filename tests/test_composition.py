@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lightning as grpo
 from grpo_lightning.advantage import leave_one_out
+from grpo_lightning.checkpoint.io import check_before_reading
 from grpo_lightning.data import PromptData
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
@@ -567,6 +568,9 @@ def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
         work = trainer.validate if way == "validate" else trainer.fit
         with pytest.raises(ValueError, match=f"{name}' {told}"):
             work(run.module, datamodule=run.data, ckpt_path=tmp_path / name, **trust)
+        reader = trainer.strategy.load_checkpoint
+        check_before_reading(trainer.strategy)  # which is so already
+        assert trainer.strategy.load_checkpoint is reader
 
 
 def test_a_module_is_made_by_settings(tmp_path):

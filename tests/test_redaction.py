@@ -123,6 +123,10 @@ def test_nothing_is_hidden_in_commands_that_are_offered(monkeypatch):
         words = command.split()
         monkeypatch.setattr(redaction, "_known", {command, *words, *(" ".join(pair) for pair in pairwise(words))})
         assert hide(command) == command, line
+    monkeypatch.setattr(redaction, "_known", {"--nproc_per_node=2 train.py", "node=16"})
+    assert hide("torchrun --nproc_per_node=2 train.py; --nproc_per_node=16") == (
+        "torchrun --nproc_per_node=2 train.py; --nproc_per_node=16"
+    )
 
 
 def test_nothing_but_secrets_is_hidden_in_what_the_user_has_typed(monkeypatch):

@@ -35,7 +35,7 @@ def show_said() -> None:
 
     Sentences with commands are told by one process of a run and handed on by others.
     """
-    show([*_begun(), *(word for word in start.words() if HIDDEN not in word)])
+    show([*_begun(), *start.words()])
 
 
 def continue_command(
