@@ -910,3 +910,5 @@ def test_folders_of_ones_own_are_chosen_from(here):
     (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ndefaults: [{/mine: a}]\n")
     run = grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     assert run.config["seed"] == 7
+    run = grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "+mine=a", "steps=2", run_dir=here / "run")
+    assert (run.config["seed"], run.config["steps"]) == (7, 2)

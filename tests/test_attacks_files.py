@@ -579,7 +579,7 @@ def test_a_library_that_settings_may_name_is_no_file_of_the_directory(tmp_path, 
 
 
 def test_variables_for_launchers_are_taken_back(monkeypatch):
-    for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONSAFEPATH": "1", "PYTHONPATH": "/a"}):
+    for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONSAFEPATH": "1", "PYTHONPATH": "/a"}, {"PYTHONSAFEPATH": ""}):
         for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
             monkeypatch.delenv(name, raising=False)
         for name, value in before.items():
@@ -587,11 +587,12 @@ def test_variables_for_launchers_are_taken_back(monkeypatch):
         fresh.protect_jobs()
         fresh.protect_jobs()
         assert os.environ["PYTHONSAFEPATH"]
-        if before.get("PYTHONPATH") == "/a:/b":
-            assert os.environ["PYTHONPATH"] == f"{ROOT}/grpo_lightning/distributed/alone:/a:/b"
+        known = [f"{ROOT}/grpo_lightning/distributed/alone", *filter(None, [before.get("PYTHONPATH")])]
+        assert os.environ["PYTHONPATH"] == ":".join(known)
         fresh.forget()
         fresh.forget()
-        assert {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if name in os.environ} == before
+        after = {name: os.environ.get(name, "") for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+        assert after == {"PYTHONPATH": "", "PYTHONSAFEPATH": ""} | before
 
 
 def test_a_command_is_told_where_to_look(monkeypatch):

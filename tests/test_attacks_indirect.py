@@ -228,6 +228,9 @@ def test_compiled_code_is_kept_in_a_directory_of_ones_own(tmp_path, monkeypatch)
     assert len(others) == 4
     assert all(name.startswith(f"{usual.parent}/torchinductor_") and name != str(usual) for name in others)
     assert all(stat.S_IMODE(os.stat(name).st_mode) == 0o700 for name in others)
+    monkeypatch.setenv(caches.VARIABLE, "")  # to torch the working directory
+    caches.use_private_cache()
+    assert os.environ[caches.VARIABLE].startswith(f"{usual.parent}/torchinductor_")
     monkeypatch.setenv(caches.VARIABLE, "mine")
     monkeypatch.delenv(headers)
     caches.use_private_cache()

@@ -10,6 +10,7 @@ from grpo_lightning.checkpoint.command import show_said
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words, remember, remember_words
 from tests.support.composed import ROOT
+from tests.support.provocations import provocation
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,18 @@ def test_nothing_is_hidden_in_commands_that_are_offered(monkeypatch):
     assert hide("torchrun --nproc_per_node=2 train.py; --nproc_per_node=16") == (
         "torchrun --nproc_per_node=2 train.py; --nproc_per_node=16"
     )
+
+
+@provocation(
+    "settings of a stranger's whose `token` is the user's package, which a message offers to trust, and a folder of "
+    "his called `REDACTED`",
+    "no name is offered",
+)
+def test_no_other_package_is_offered_to_be_trusted(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {"my_rewards"})
+    assert hide("my_rewards.f: allowed is trusted=[my_rewards], or") == "REDACTED.f: allowed is trusted=[…], or"
+    assert hide("allowed is trusted=[trl, my_rewards]") == "allowed is trusted=[…]"
+    assert hide("allowed is trusted=[trl]") == "allowed is trusted=[trl]"
 
 
 def test_nothing_but_secrets_is_hidden_in_what_the_user_has_typed(monkeypatch):

@@ -82,7 +82,7 @@ class CheckedLoader(ConfigLoaderImpl):
         settings: Any = OmegaConf.to_container(composed, resolve=False)
         own = {key: part for key, part in settings.items() if key != "hydra"}
         if start.settings_from():
-            wrong += changed(OverridesParser.create().parse_overrides(overrides), own)
+            wrong += changed(OverridesParser.create().parse_overrides(overrides), own, self._is_group)
         wrong += changed_problems(own, self._of_user, overrides) + resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
@@ -134,6 +134,7 @@ class CheckedLoader(ConfigLoaderImpl):
         parsed, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         if wrong := list(taken_for_choices(parsed, repo)):
             raise SettingsRefused(_listed(wrong))
+        self._is_group = repo.group_exists
         return parsed, repo
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:

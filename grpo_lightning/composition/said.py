@@ -4,7 +4,7 @@ What the user says has rules of its own, such as whose code is trusted. They go 
 have to be what the settings come to.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.composition import CONF
@@ -23,15 +23,14 @@ def taken_for_choices(overrides: Sequence[Any], repo: Any) -> Iterator[str]:
     """
     for override in overrides:
         key = override.key_or_group
-        is_setting = "." in key or (key in TOP and not (CONF / key).is_dir())
-        if is_setting and repo.group_exists(key):
+        if _is_setting(key) and repo.group_exists(key):
             yield (
                 f"{one_line(str(override.input_line))}: {one_line(key)} is a setting, and where settings are looked "
                 "for there is a folder of this name; allowed are other names of folders"
             )
 
 
-def changed(overrides: Sequence[Any], composed: Mapping[str, Any]) -> Iterator[str]:
+def changed(overrides: Sequence[Any], composed: Mapping[str, Any], is_group: Callable[[str], bool]) -> Iterator[str]:
     """What is wrong with settings that are not what the command says.
 
     Looked at are plain values and lists of them that no later override is about; Hydra's own settings and choices of
@@ -40,8 +39,9 @@ def changed(overrides: Sequence[Any], composed: Mapping[str, Any]) -> Iterator[s
     Args:
         overrides: As Hydra has parsed them.
         composed: All settings, not resolved.
+        is_group: Whether Hydra finds a folder of files to choose from.
     """
-    values = [override for override in overrides if not _is_choice(override)]
+    values = [override for override in overrides if not _is_choice(override, is_group)]
     for number, override in enumerate(values, 1):
         key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
         is_value = not override.is_delete() and not override.is_sweep_override() and _is_plain(value)
@@ -53,9 +53,15 @@ def changed(overrides: Sequence[Any], composed: Mapping[str, Any]) -> Iterator[s
             )
 
 
-def _is_choice(override: Any) -> bool:
+def _is_setting(key: str) -> bool:
+    """Whether no folder may be called so, for a user to choose from."""
+    return "." in key or (key in TOP and not (CONF / key).is_dir())
+
+
+def _is_choice(override: Any, is_group: Callable[[str], bool]) -> bool:
     key = override.key_or_group
-    is_file = (CONF / key).is_dir() and (override.is_sweep_override() or not isinstance(override.value(), dict))
+    is_file = not _is_setting(key) and is_group(key)
+    is_file = is_file and (override.is_sweep_override() or not isinstance(override.value(), dict))
     return "/" in key or override.package is not None or is_file or key.startswith("hydra.")
 
 

@@ -32,7 +32,7 @@ def use_private_cache() -> None:
         is_own = _is_own(usual)
         if not is_own:
             os.environ.setdefault(_HEADERS, "0")
-        if VARIABLE not in os.environ:
+        if not os.environ.get(VARIABLE):  # to torch an empty one is the working directory
             os.environ[VARIABLE] = str(usual) if is_own else tempfile.mkdtemp(prefix="torchinductor_")
 
 

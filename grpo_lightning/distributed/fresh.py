@@ -150,8 +150,9 @@ def safe(command: Sequence[Any]) -> list[Any]:
 
 def protect_jobs() -> None:
     """Let launchers start Python so until `forget`, by variables: their commands are their own."""
-    if _SAFE_PATH not in os.environ:
-        os.environ[_SAFE_PATH] = _HERE
+    before = os.environ.get(_SAFE_PATH, "")  # to Python an empty one is none
+    if not before.startswith(_HERE):
+        os.environ[_SAFE_PATH] = f"{_HERE}{before}"
         os.environ[_PATH] = os.pathsep.join([alone.PLACE, *filter(None, [os.environ.get(_PATH)])])
 
 
@@ -173,7 +174,8 @@ def forget() -> None:
     """
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method(None, force=True)
-    if os.environ.get(_SAFE_PATH) == _HERE:
-        del os.environ[_SAFE_PATH]
+    if os.environ.get(_SAFE_PATH, "").startswith(_HERE):
+        if before := os.environ.pop(_SAFE_PATH).removeprefix(_HERE):
+            os.environ[_SAFE_PATH] = before
         if rest := os.environ.pop(_PATH, "").removeprefix(alone.PLACE).removeprefix(os.pathsep):
             os.environ[_PATH] = rest
