@@ -102,6 +102,9 @@ def test_what_the_user_says_wins():
             marks=provocation("`mode=export` of a checkpoint with `policy.path` redacted", "asks for it"),
         ),
         pytest.param(
+            LOADED | {"path": "./my-REDACTED"}, r"its policy.path is ./my-REDACTED; allowed is policy.path=… w"
+        ),
+        pytest.param(
             LOADED | {"attn_implementation": "theirs/kernel"},
             r"its policy.attn_implementation is theirs/kernel, a kernel of the hub; allowed is policy.attn_implementat",
             marks=provocation(

@@ -122,7 +122,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         if key in given:
             continue
         is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
-        if is_place or (isinstance(value, str) and (value in (HIDDEN, FORMERLY) or "${" in value)):
+        if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
             told = one_line(str(value))
             raise ValueError(f"its {one_line(key)} is {told}; allowed is {shell_word(key)}=… with the value")
 
