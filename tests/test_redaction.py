@@ -140,6 +140,19 @@ def test_no_other_package_is_offered_to_be_trusted(monkeypatch):
     assert hide("my_rewards.f: allowed is trusted=[my_rewards], or") == "REDACTED.f: allowed is trusted=[…], or"
     assert hide("allowed is trusted=[trl, my_rewards]") == "allowed is trusted=[…]"
     assert hide("allowed is trusted=[trl]") == "allowed is trusted=[trl]"
+    for token in (
+        "[my_rewards]",
+        "[my_rewards",
+        "my_rewards], if",
+        "[my_rewards], if you",
+        "=[my_rewards]",
+        "d=[my_rewards],",
+    ):
+        monkeypatch.setattr(redaction, "_known", {token})
+        for names in ("my_rewards", "trl, my_rewards"):
+            told = hide(f"allowed is trusted=[{names}], if you know it")
+            assert "trusted=[…]" in told or f"trusted=[{names}]" in told, told
+            assert "REDACTED" not in told.replace("trusted=[…]", "").partition("trusted")[2].partition(" if")[0], told
 
 
 def test_nothing_but_secrets_is_hidden_in_what_the_user_has_typed(monkeypatch):

@@ -35,8 +35,8 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
-_OFFERED = re.compile(rf"trusted=\[[^\]]*{HIDDEN}[^\]]*\]")
-"""What a message offers of a package whose name is hidden: it would be that of another one."""
+_OFFERED = re.compile(r"trusted=(\[[^\]]*(\]|$)|\S*)")
+"""What a message offers to trust, which is no name if that is hidden: it would be another one's."""
 _HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s=]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
@@ -84,7 +84,8 @@ def hide(text: str) -> str:
     """
     for secret in sorted((one for one in _known if one not in HIDDEN), key=len, reverse=True):
         text = text.replace(secret, _masked(secret))
-    return _OFFERED.sub("trusted=[…]", _TOKEN.sub(lambda found: _masked(found.group()), text))
+    text = _TOKEN.sub(lambda found: _masked(found.group()), text)
+    return _OFFERED.sub(lambda found: "trusted=[…]" if HIDDEN in found.group() else found.group(), text)
 
 
 def _masked(secret: str) -> str:
