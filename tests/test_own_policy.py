@@ -13,6 +13,7 @@ from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
 
 TASK = [setting for setting in SMALL if not setting.startswith(("policy", "rollout.max_new_tokens"))]
+ATTENTION = "theirs/kernel"
 LOADED = {
     "_target_": "grpo_lightning.policy.hf.load",
     "path": "/models/a",
@@ -105,7 +106,7 @@ def test_what_the_user_says_wins():
             LOADED | {"path": "./my-REDACTED"}, r"its policy.path is ./my-REDACTED; allowed is policy.path=… w"
         ),
         pytest.param(
-            LOADED | {"attn_implementation": "theirs/kernel"},
+            LOADED | {"attn_implementation": ATTENTION},
             r"its policy.attn_implementation is theirs/kernel, a kernel of the hub; allowed is policy.attn_implementat",
             marks=provocation(
                 "a stranger's checkpoint that names a kernel of the hub for attention", "refused by its key"
@@ -150,10 +151,11 @@ def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
     torch.save(content, tmp_path / "checkpoints" / "last.ckpt")
     with pytest.raises(ValueError, match=r"^checkpoint=last: " + message):
         grpo.compose("mode=export", "checkpoint=last", run_dir=tmp_path)
-    value = {"policy.trust_remote_code": True, "policy.path": "x"}.get
+    value = {"policy.trust_remote_code": True, "policy.path": "x", "policy.attn_implementation": ATTENTION}.get
     if "adapter" in policy and not isinstance(policy["adapter"].get("_target_"), str):
-        given = own_settings(recorded(policy=policy), ["policy.path=x", "policy.trust_remote_code=true"], value)
-        assert given["policy"] == policy | {"path": "x", "trust_remote_code": True}
+        words = ["policy.path=x", "policy.trust_remote_code=true", f"policy.attn_implementation={ATTENTION}"]
+        given = own_settings(recorded(policy=policy), words, value)
+        assert given["policy"] == policy | {"path": "x", "trust_remote_code": True, "attn_implementation": ATTENTION}
 
 
 @provocation(
