@@ -15,6 +15,7 @@ from datasets import Dataset
 from hydra import initialize_config_dir
 from lightning import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -571,6 +572,23 @@ def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
         reader = trainer.strategy.load_checkpoint
         check_before_reading(trainer.strategy)  # which is so already
         assert trainer.strategy.load_checkpoint is reader
+
+
+@provocation(
+    "a directory of parts for a Trainer of the user's own with a strategy that reads them in ways of its own, also in "
+    "a validation",
+    "the strategy is refused by its name; nothing is read",
+)
+def test_a_strategy_that_reads_checkpoints_itself_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelParallelStrategy, "setup_environment", lambda strategy: None)
+    monkeypatch.setattr(ModelParallelStrategy, "load_checkpoint", lambda *_, **__: pytest.fail("it was read"))
+    run = grpo.compose(*SETTINGS, run_dir=tmp_path)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, strategy=ModelParallelStrategy()
+    )
+    for work in (trainer.fit, trainer.validate):
+        with pytest.raises(ValueError, match="trainer.strategy=ModelParallelStrategy: allowed are a single device"):
+            work(run.module, datamodule=run.data, ckpt_path=tmp_path)
 
 
 def test_a_module_is_made_by_settings(tmp_path):

@@ -9,6 +9,22 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 
 
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy whose gradients cannot be added up, and which may read checkpoints in ways of its own.
+
+    Raises:
+        ValueError: It is one.
+    """
+    is_known = isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy | DDPStrategy)
+    if not is_known or (isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None):
+        hook = " with a ddp_comm_hook" if is_known else ""
+        raise ValueError(
+            f"trainer.strategy={type(strategy).__name__}{hook}: allowed are a single device, DDP without a "
+            "ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own) and "
+            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp), whose gradients can be added up"
+        )
+
+
 def add_up_gradients(strategy: Strategy) -> None:
     """Make a strategy add gradients up over its processes instead of averaging them.
 
@@ -16,17 +32,11 @@ def add_up_gradients(strategy: Strategy) -> None:
     parts of one sum. Called once the strategy has wrapped the module.
 
     Raises:
-        ValueError: The strategy exchanges gradients in a way that cannot be changed to a sum.
+        ValueError: As `check_strategy`.
     """
-    if isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy):
+    check_strategy(strategy)
+    if not isinstance(strategy, DDPStrategy):
         return
-    if not isinstance(strategy, DDPStrategy) or strategy._ddp_comm_hook is not None:
-        hook = " with a ddp_comm_hook" if isinstance(strategy, DDPStrategy) else ""
-        raise ValueError(
-            f"trainer.strategy={type(strategy).__name__}{hook}: allowed are a single device, DDP without a "
-            "ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own) and "
-            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp), whose gradients can be added up"
-        )
     # Multiplying the loss by the number of processes would do the same but for rounding.
     wrapped: Any = strategy.model
     wrapped.register_comm_hook(None, _add_up)

@@ -19,6 +19,7 @@ from grpo_lightning.checkpoint import adapter
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, check_before_reading
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
+from grpo_lightning.distributed.gradients import check_strategy
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.module.gradient_step import GradientStep
 from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
@@ -153,6 +154,7 @@ class StepModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        check_strategy(self.trainer.strategy)
         if not isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):  # of a Trainer of the user's own
             check_before_reading(self.trainer.strategy)
         self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
