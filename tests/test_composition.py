@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 
 import lightning
 import pytest
@@ -589,6 +590,22 @@ def test_a_strategy_that_reads_checkpoints_itself_is_refused(tmp_path, monkeypat
     for work in (trainer.fit, trainer.validate):
         with pytest.raises(ValueError, match="trainer.strategy=ModelParallelStrategy: allowed are a single device"):
             work(run.module, datamodule=run.data, ckpt_path=tmp_path)
+
+
+def test_the_checkpoint_that_is_checked_is_the_one_that_is_read(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "start" / "~").mkdir(parents=True)
+    torch.save({"step": {"completed": 1}}, tmp_path / "start" / "~" / "x.ckpt")
+    torch.save({"step": {"completed": 1}, "others": print}, tmp_path / "home" / "x.ckpt")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "start")
+    run = grpo.compose(*SETTINGS, run_dir=tmp_path)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"home/x.ckpt' holds other objects"):
+        trainer.validate(run.module, datamodule=run.data, ckpt_path="~/x.ckpt")
+    monkeypatch.setattr("grpo_lightning.checkpoint.io.check", lambda path: None)
+    with pytest.raises(UnpicklingError, match="a file of weights holds other objects than dense tensors"):
+        trainer.validate(run.module, datamodule=run.data, ckpt_path=tmp_path / "home" / "x.ckpt")
 
 
 def test_a_module_is_made_by_settings(tmp_path):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed import parts
 from grpo_lightning.distributed.plain import not_plain
-from grpo_lightning.distributed.reading import is_archive, only_plain_names
+from grpo_lightning.distributed.reading import is_archive, only_plain_names, weights_only
 from grpo_lightning.output.terminal import one_line
 
 
@@ -116,8 +116,10 @@ def check_before_reading(strategy: Strategy) -> None:
     load = strategy.load_checkpoint
 
     def checked(path: Any, *args: Any, **options: Any) -> Any:
-        check(Path(path))
-        return load(path, *args, **options)
+        place = Path(path).expanduser().absolute()  # which Lightning takes for no other one
+        check(place)
+        with weights_only():
+            return load(place, *args, **options)
 
     strategy.load_checkpoint = checked  # type: ignore[assignment,method-assign]
 
