@@ -167,3 +167,23 @@ def test_nothing_but_secrets_is_hidden_in_what_the_user_has_typed(monkeypatch):
     show_said()
     assert hide(line) == line
     assert hide("hunter22, hf_abcdefghijklmnopqrst") == "REDACTED, REDACTED"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+note={api_key: s3cr3tXY99}",
+        "+note=[{a: 1, 'api_key': s3cr3tXY99}]",
+        "+note={a: {api\\_key : s3cr3tXY99}}",
+        "+wandb.auth.header=s3cr3tXY99",
+        "+note={auth: {a: s3cr3tXY99}}",
+        "+note.api_key=s3cr3tXY99",
+    ],
+)
+def test_what_the_user_types_of_a_secret_stays_hidden(word, monkeypatch):
+    monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "[]")
+    start.note_words(redacted_words([word]))
+    show_said()
+    remember({"token": "s3cr3tXY99"})
+    assert "s3cr3tXY99" not in hide(word)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_lightning import start
-from grpo_lightning.output.redaction import HIDDEN, hide, show
+from grpo_lightning.output.redaction import HIDDEN, hide, show, show_overrides
 from grpo_lightning.output.shell import shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
@@ -35,7 +35,8 @@ def show_said() -> None:
 
     Sentences with commands are told by one process of a run and handed on by others.
     """
-    show([*_begun(), *start.words()])
+    show(_begun())
+    show_overrides(start.words())
 
 
 def continue_command(

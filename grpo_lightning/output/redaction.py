@@ -35,14 +35,15 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
-_OFFERED = re.compile(r"trusted=(\[[^\]]*(\]|$)|\S*)")
+_OFFERED = re.compile(r"trusted=(\[[^\];:\n]*(\]|(?=[;:\n])|$)|\S*)")
 """What a message offers to trust, which is no name if that is hidden: it would be another one's."""
 _HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s=]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
 _COMMANDS = """
 python train.py -m -P grpo_lightning.report grpo_lightning.replay PYTHONPATH torchrun --nproc_per_node ... DIRECTORY
-hydra.run.dir hydra.sweep.dir checkpoint=last tensorboard --logdir chmod u+r pip install -r requirements-vllm.txt
+hydra.run.dir hydra.sweep.dir checkpoint=last --cfg job timeout -s TERM 4h
+tensorboard --logdir chmod u+r pip install -r requirements-vllm.txt
 grpo-lightning[gymnasium] grpo-lightning[mlflow] grpo-lightning[plot] grpo-lightning[wandb]
 hydra-joblib-launcher hydra-optuna-sweeper hydra-submitit-launcher
 """
@@ -74,6 +75,17 @@ def show(words: Collection[str]) -> None:
     A stranger's ``token`` may be a piece of one, without which it would be another command.
     """
     _shown.update(words)
+
+
+def show_overrides(words: Sequence[str]) -> None:
+    """Take note of overrides in which nothing is hidden: those that the user has typed, but for any with a secret."""
+    _shown.update(word for word in words if not _names_a_secret(word))
+
+
+def _names_a_secret(word: str) -> bool:
+    """Whether an override such as ``note={api_key: abc}`` may give a secret, at any depth."""
+    names = re.findall(r"[\w.-]+(?=\s*[:=])", re.sub(r"[\\'\"]", "", word))
+    return HIDDEN in word or any(_is_secret(part) for name in names for part in name.split("."))
 
 
 def hide(text: str) -> str:
