@@ -440,7 +440,14 @@ def test_what_libraries_ask_of_python_is_not_asked_here(tmp_path):
     assert mark.read_text() == "json "
 
 
-def test_python_that_libraries_start_gets_the_variables_that_it_is_given(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_named(monkeypatch):
+    """Whatever other tests have named in this process, such as ``tests``, whose code would be the user's."""
+    monkeypatch.setattr(place_of_start._finder, "named", set())
+    monkeypatch.setattr(place_of_start._finder, "found", set())
+
+
+def test_python_that_libraries_start_gets_the_variables_that_it_is_given(tmp_path, monkeypatch, nothing_named):
     fresh.protect_processes()
     monkeypatch.setattr(place_of_start, "START", tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).resolve() != ROOT])
@@ -485,7 +492,7 @@ def test_shared_libraries_do_not_come_from_here(monkeypatch):
     "a `libgcc_s.so.1` in the working directory, which a linker finds there when Triton has kernels compiled",
     "compilers are run elsewhere, where they are given no relative paths",
 )
-def test_compilers_do_not_look_here(tmp_path, monkeypatch):
+def test_compilers_do_not_look_here(tmp_path, monkeypatch, nothing_named):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "gcc").write_text(f"#!/bin/sh\npwd > {tmp_path}/where\n")
