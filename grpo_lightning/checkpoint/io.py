@@ -138,8 +138,7 @@ def weights(path: Path) -> dict[str, Any]:
     with parts.values_only(), TemporaryDirectory() as directory:
         whole = Path(directory) / "whole.pt"
         dcp_to_torch_save(path, whole)
-        with only_plain_names():
-            content: dict[str, Any] = torch.load(whole, weights_only=True)
+        content: dict[str, Any] = torch.load(whole, weights_only=True)
     joined: dict[str, Any] = content["state_dict"]
     return joined
 
