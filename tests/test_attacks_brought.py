@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -133,31 +134,33 @@ def test_the_name_of_a_folder_says_nothing(tmp_path):
 
 
 @provocation(
-    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, or "
-    "that the user has typed, so that `python -P -m …` would be `python REDACTED -m …`",
-    "the words stay",
+    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, so "
+    "that `python -P -m …` would be `python REDACTED -m …`",
+    "what stands there is the name of nothing: the command does not run",
 )
 @pytest.mark.slow
-def test_no_token_is_a_word_of_a_command(tmp_path):
+def test_no_token_makes_another_command_of_what_a_sweep_offers(tmp_path):
     (tmp_path / "REDACTED").mkdir()
-    tokens = "[python -P, python -m, --config-name theirs, such.ckpt, --nproc_per_node=2, hunter22]"
+    (tmp_path / "REDACTED" / "__main__.py").write_text("open('HIT', 'w')\n")
+    tokens = "[python -P, such.ckpt, --nproc_per_node=2, hunter22]"
     (tmp_path / "REDACTED" / "theirs.yaml").write_text(
         f"defaults: [train, _self_]\nnote: {{tokens: {{token: {tokens}}}, text: hunter22}}\n"
     )
     words = ("-m", "--config-dir", "REDACTED", "--config-name", "theirs", "seed=0,1", *TINY)
     done = begun(tmp_path, *words, "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr
-    told = done.stderr.strip()
-    assert re.search(r"this table again: PYTHONPATH=\S+ python -P -m grpo_lightning\.report sweep$", told), told
+    told = re.search(
+        r"this table again: (PYTHONPATH=\S+ (REDACTED-\w+) \2 -m grpo_lightning\.report sweep)$", done.stderr.strip()
+    )
+    assert told, done.stderr
+    assert subprocess.run(["bash", "-c", told[1]], cwd=tmp_path, capture_output=True, timeout=60).returncode
+    assert not (tmp_path / "HIT").exists()
     assert "hunter22" not in (tmp_path / "sweep" / "seed=0" / ".hydra" / "config.yaml").read_text()
     at_once = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")  # whose jobs are other processes
     failed = begun(tmp_path, *words, *at_once, "checkpoint=missing/such.ckpt", "hydra.sweep.dir=other")
-    assert failed.stderr.count("missing/such.ckpt") >= 2
     logs = [log.read_text() for log in (tmp_path / "other").rglob("train.log")]
-    assert not any("missing/REDACTED" in text for text in (failed.stderr, *logs))
-    assert sum("missing/such.ckpt" in log for log in logs) == 2
-    several = begun(tmp_path, *words, "trainer=ddp", "trainer.devices=2", "hydra.sweep.dir=third")
-    assert "torchrun --nproc_per_node=2 train.py -m ... hydra.sweep.dir=DIRECTORY" in several.stderr
+    assert sum("missing/REDACTED-" in log for log in logs) == 2
+    assert not any(re.search("REDACTED(?!-)", text.replace("dir REDACTED", "")) for text in (failed.stderr, *logs))
 
 
 @provocation(

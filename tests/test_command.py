@@ -21,12 +21,6 @@ from tests.support.provocations import provocation
 UNTOLD = "the command of this run (not shown, as it holds a secret) and "
 
 
-@pytest.fixture(autouse=True)
-def shown(monkeypatch):
-    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "[]")
-    monkeypatch.setattr(redaction, "_shown", set(redaction._shown))
-
-
 @pytest.mark.parametrize("place", ["/a/b", "/a b/lr=0.1", "/it's", "/é\\'y", "/x\\", "/t(1),[2]{3}:4", '/q"q', "/a;b"])
 def test_a_directory_of_any_name_comes_through_shell_and_hydra(place):
     line = continue_command(["steps=3", "data.path='x y'"], Path(place), checkpoint=f"{place}/best.ckpt")
@@ -80,8 +74,8 @@ def test_a_shell_without_escapes_reads_one_word():
 
 
 @provocation(
-    "settings or a checkpoint of a stranger's with a `token` made of quotes, which would be taken out of the command "
-    "that a message offers, and a checkpoint of his called `$(touch x).ckpt`",
+    "settings or a checkpoint of a stranger's with a `token` made of quotes, or of words around them, which would be "
+    "taken out of the command that a message offers, and a checkpoint of his called `$(touch x).ckpt`",
     "the quotes stay; the whole name is one word",
 )
 @pytest.mark.parametrize(
@@ -89,12 +83,13 @@ def test_a_shell_without_escapes_reads_one_word():
     ["'\"'\"'", "'checkpoint='\"'\"'/d/", ": python train.py 'check", "'/d/", "$(", "(touch", "REDA", "ACTED 'check"],
 )
 def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
+    whole = continue_command([], tmp_path, checkpoint="/d/$(touch x).ckpt")
     monkeypatch.setattr(redaction, "_known", {token})
-    line = continue_command([], tmp_path, checkpoint="/d/$(touch x).ckpt")
-    told = sentence(ValueError(f"is continued by: {line}"))
-    assert hide(told) == told
-    subprocess.run(["bash", "-c", told.rpartition(" by: ")[2]], cwd=tmp_path, capture_output=True, timeout=60)
-    assert not any(tmp_path.iterdir())
+    for line in (whole, continue_command([], tmp_path, checkpoint="/d/$(touch x).ckpt")):
+        told = sentence(ValueError(f"is continued by: {line}"))
+        assert hide(told) == told
+        subprocess.run(["bash", "-c", told.rpartition(" by: ")[2]], cwd=tmp_path, capture_output=True, timeout=60)
+        assert not any(tmp_path.iterdir())
 
 
 @provocation(
@@ -105,10 +100,9 @@ def test_secrets_take_no_quotes_out_of_a_command(token, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "told"),
     [
-        ({"dir bundle --config-name ", "ACTED>"}, "all"),
-        ({"--config-dir bundle", "redacted>", "<redac"}, "all"),
-        ({"n.py", "train.py", "conf", "bundle"}, "all"),
-        ({"by: python clone/train.py --config-dir bundle --config-name theirs note.a=pq hyd"}, "all"),
+        ({"REDA", "ACTED-", "redacted>", "<redac"}, "all"),
+        ({"dir bundle --config-name ", "ACTED>"}, "the directory"),
+        ({"n.py"}, "the directory"),
         ({"theirs note.a=pq", "n.py --config-dir"}, "the directory"),
         ({"pq hydra.run"}, "the directory"),
         ({"note.a=pq", "dir=/d"}, "neither"),
@@ -121,22 +115,37 @@ def test_a_command_is_offered_whole_or_not_at_all(tokens, told, monkeypatch):
     say_begun()
     plain = continue_command(["note.a=pq"], Path("/d"))
     assert shlex.split(plain)[:6] == ["python", "clone/train.py", "--config-dir", "bundle", "--config-name", "theirs"]
-    monkeypatch.setattr(redaction, "_shown", set(redaction._shown) - set(plain.split()[6:]))  # of another process
     monkeypatch.setattr(redaction, "_known", tokens)
-    expected = {
-        "all": plain,
-        "the directory": f"{UNTOLD}hydra.run.dir=/d checkpoint=last",
-        "neither": f"{UNTOLD}checkpoint=last, in the same hydra.run.dir",
-    }
-    line = hide(f"continued by: {continue_command(['note.a=pq'], Path('/d'))}")
-    assert line.partition(": " if line.startswith("continued by") else "REDACTED ")[2] == expected[told]
+    assert (
+        continue_command(["note.a=pq"], Path("/d"))
+        == {
+            "all": plain,
+            "the directory": f"{UNTOLD}hydra.run.dir=/d checkpoint=last",
+            "neither": f"{UNTOLD.removesuffix(' and ')} and checkpoint=last, in the same hydra.run.dir",
+        }[told]
+    )
 
 
 @provocation(
-    "settings of a stranger's whose `token` is a package that the user trusts, and a folder of his called `REDACTED`",
-    "no command is offered that would trust it",
+    "settings of a stranger's whose `token` is a package that the user trusts, or a word of the command that a message "
+    "offers (`-P -m`), and a folder of his called `REDACTED`",
+    "in place of the token stands what nothing can be called, new in each process; no command is offered that would "
+    "trust it",
 )
 def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatch):
+    offered = {
+        "my_rewards": "my_rewards.f: allowed is trusted=[trl, my_rewards], if you know it",
+        "[my_rewards": "my_rewards.f: allowed is trusted=[my_rewards]",
+        "-P -m": "python -P -m grpo_lightning.report sweep",
+        "--config-dir": "python train.py --config-dir mine",
+        "n.py -m": "torchrun --nproc_per_node=2 train.py -m ...",
+    }
+    for token, text in offered.items():
+        monkeypatch.setattr(redaction, "_known", {token})
+        told = hide(text)
+        assert token not in told
+        assert set(re.findall(r"REDACTED[\w-]*", told)) == {redaction.MASK}
+        assert len(shlex.split(told)) == len(shlex.split(text))
     monkeypatch.setattr(redaction, "_known", {"my_package"})
     line = continue_command(["trusted=[my_package]"], Path("/d"))
     assert line == f"{UNTOLD}hydra.run.dir=/d checkpoint=last"

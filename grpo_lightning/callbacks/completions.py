@@ -7,7 +7,7 @@ import torch
 
 from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.logger.table import Cell, Table
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.rollout.episodes import turn_ends
 
@@ -104,7 +104,7 @@ def fence(text: str) -> str:
 def _clean(text: str, max_characters: int) -> str:
     """``text`` without secrets, cut, control characters as escapes."""
     cut = text[:max_characters] + (" […]" if len(text) > max_characters else "")
-    return printable(hide(cut))
+    return printable(hide(cut, HIDDEN))
 
 
 def as_text(prompt: Prompt) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_lightning import start
-from grpo_lightning.output.redaction import HIDDEN, hide, show, show_overrides
+from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.output.shell import shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
@@ -28,15 +28,6 @@ def say_begun() -> None:
     stranger's would no longer be known as such.
     """
     os.environ[_BEGUN] = json.dumps([*_start(), *_options(sys.argv[1:])])
-
-
-def show_said() -> None:
-    """Let nothing be hidden of what the user has typed, but secrets, in this process.
-
-    Sentences with commands are told by one process of a run and handed on by others.
-    """
-    show(_begun())
-    show_overrides(start.words())
 
 
 def continue_command(
@@ -62,13 +53,10 @@ def continue_command(
     own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
     if steps is not None:
         kept, own = [word for word in kept if _key(word) != "steps"], [f"steps={steps}", *own]
-    begun = _begun()
-    show(begun)
-    words = [shell_word(word) for word in [*begun, *kept, *own]]
+    words = [shell_word(word) for word in [*_begun(), *kept, *own]]
     for said, is_whole in ((words, True), (words[-len(own) :], False)):
         line = " ".join(said)
         if hide(line) == line and not (is_whole and any(HIDDEN in word for word in kept)):
-            show(said)  # no longer text that is shown around it has part of it hidden
             return line if is_whole else f"{_UNTOLD} and {line}"
     return f"{_UNTOLD} and checkpoint=last, in the same hydra.run.dir"
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from grpo_lightning import start
-from grpo_lightning.checkpoint.command import say_begun, show_said
+from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.terminal import last_through_closed_pipes, printable
@@ -41,7 +41,6 @@ def main() -> None:
 
     say_begun()
     start.note_words(redacted_words(get_args().overrides))  # the name of a folder is no override, whatever it is called
-    show_said()
     start.pass_by_settings()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path

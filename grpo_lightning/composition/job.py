@@ -17,7 +17,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning import settings, start
-from grpo_lightning.checkpoint.command import show_said
 from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
@@ -58,7 +57,6 @@ def _hydra_job(cfg: DictConfig) -> float:
     fresh.forget()
     fresh.protect_processes()
     loader.note_sources(given)
-    show_said()
     words: Any = OmegaConf.to_container(given.overrides, resolve=False)
     overrides = words["task"]
     try:

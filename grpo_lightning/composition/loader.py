@@ -235,7 +235,7 @@ def _link_of_sweep(composed: DictConfig) -> str | None:
 def _hide_in(file: Path) -> None:
     """Take the secrets out of what Hydra has written of a sweep."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (hidden := redaction.hide(text)) != text:
+    if (hidden := redaction.hide(text, redaction.HIDDEN)) != text:
         replace(file, hidden, by=f".{file.name}")
 
 

@@ -6,11 +6,18 @@ texts, too: overrides, messages, tracebacks.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 HIDDEN = "REDACTED"
-"""Stands where a secret was: a word that is one to every shell, as it may stand in a command that is told to users."""
+"""Stands where a secret was, in what is written: a word that is one to every shell."""
+MASK = f"{HIDDEN}-{token_hex(4)}"
+"""The same in messages of this process, which offer commands.
+
+A secret may be a stranger's word, made to stand in a command, which is another one without it. Nobody can have called a
+file, a folder or a package like this before, so that the other command leads nowhere.
+"""
 FORMERLY = "<redacted>"
 """The same in what version 0.1 has written."""
 SHORTEST = 4
@@ -35,20 +42,10 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
-_OFFERED = re.compile(r"trusted=(\[[^\];:\n]*(\]|(?=[;:\n])|$)|\S*)")
-"""What a message offers to trust, which is no name if that is hidden: it would be another one's."""
 _HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s=]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
-_COMMANDS = """
-python train.py -m -P grpo_lightning.report grpo_lightning.replay PYTHONPATH torchrun --nproc_per_node ... DIRECTORY
-hydra.run.dir hydra.sweep.dir checkpoint=last --cfg job timeout -s TERM 4h
-tensorboard --logdir chmod u+r pip install -r requirements-vllm.txt
-grpo-lightning[gymnasium] grpo-lightning[mlflow] grpo-lightning[plot] grpo-lightning[wandb]
-hydra-joblib-launcher hydra-optuna-sweeper hydra-submitit-launcher
-"""
-"""The words of all commands that messages offer."""
-_shown: set[str] = set(_COMMANDS.split())
+_HIDDEN_ALREADY = re.compile(rf"{HIDDEN}(-[0-9a-f]{{8}})?")
 _known: set[str] = set()
 _keys: set[str] = set()
 
@@ -69,44 +66,45 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
     )
 
 
-def show(words: Collection[str]) -> None:
-    """Take note of words in which nothing is hidden: what the user has typed, and commands that are told to users.
+def hide(text: str, mask: str = MASK) -> str:
+    """``text`` with all known secrets, and what looks like the token of a service, replaced.
 
-    A stranger's ``token`` may be a piece of one, without which it would be another command.
+    Quotes in them, what a shell reads like quotes, and white space stay where they are, so that all words of a command
+    remain words.
+
+    Args:
+        text: Of any length.
+        mask: Stands for each secret: `HIDDEN` in what is written, which is the same whenever it is written.
     """
-    _shown.update(words)
+    shown, begin = list[str](), 0
+    for start, stop in _merged(_spans(text)):
+        shown += text[begin:start], _HIDDEN_OF_IT.sub(mask, text[start:stop])
+        begin = stop
+    return "".join((*shown, text[begin:]))
 
 
-def show_overrides(words: Sequence[str]) -> None:
-    """Take note of overrides in which nothing is hidden: those that the user has typed, but for any with a secret."""
-    _shown.update(word for word in words if not _names_a_secret(word))
+def _spans(text: str) -> Iterator[tuple[int, int]]:
+    """(begin, end) of all that is secret in a text; they may overlap."""
+    already = [found.span() for found in _HIDDEN_ALREADY.finditer(text)]
+    for secret in _known:
+        for found in re.finditer(f"(?={re.escape(secret)})", text):
+            span = found.start(), found.start() + len(secret)
+            if not any(begin <= span[0] and span[1] <= end for begin, end in already):
+                yield span
+    yield from (found.span() for found in _TOKEN.finditer(text))
 
 
-def _names_a_secret(word: str) -> bool:
-    """Whether an override such as ``note={api_key: abc}`` may give a secret, at any depth."""
-    names = re.findall(r"[\w.-]+(?=\s*[:=])", re.sub(r"[\\'\"]", "", word))
-    return any(_is_secret(part) for name in names for part in name.split("."))
-
-
-def hide(text: str) -> str:
-    """``text`` with all known secrets, and what looks like the token of a service, replaced by ``HIDDEN``.
-
-    Quotes in them, what a shell reads like quotes, and white space stay where they are: a secret may be a stranger's
-    word, made to stand in a command that is told to users, whose words would be others without it.
-    """
-    for secret in sorted((one for one in _known if one not in HIDDEN), key=len, reverse=True):
-        text = text.replace(secret, _masked(secret))
-    text = _TOKEN.sub(lambda found: _masked(found.group()), text)
-    return _OFFERED.sub(lambda found: "trusted=[…]" if HIDDEN in found.group() else found.group(), text)
-
-
-def _masked(secret: str) -> str:
-    return _HIDDEN_OF_IT.sub(lambda found: found[0] if _is_shown(found[0]) else HIDDEN, secret)
-
-
-def _is_shown(piece: str) -> bool:
-    is_small = piece.isdecimal() and len(piece) < SHORTEST
-    return is_small or any(piece in one for one in _shown)
+def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Those that overlap as one, in order."""
+    begin = end = 0
+    for start, stop in sorted(spans):
+        if start >= end:
+            if end:
+                yield begin, end
+            begin = start
+        end = max(end, stop)
+    if end:
+        yield begin, end
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def remember_words(words: Sequence[str]) -> None:
 
 def redacted_words(words: Sequence[str]) -> list[str]:
     """Overrides such as ``logger.api_key=abc`` without the values of keys that name secrets."""
-    return [hide(_word(word)) for word in words]
+    return [hide(_word(word), HIDDEN) for word in words]
 
 
 def _word(word: str) -> str:
@@ -150,7 +148,7 @@ def _redacted(value: Any, key: str, is_secret: bool) -> Any:
         return [_redacted(one, f"{key}.{index}", is_secret) for index, one in enumerate(value)]
     if is_secret and value is not None and not _is_reference(value):
         return HIDDEN
-    return hide(value) if isinstance(value, str) else value
+    return hide(value, HIDDEN) if isinstance(value, str) else value
 
 
 def _secrets(value: Any, key: str, is_secret: bool) -> Iterator[str]:

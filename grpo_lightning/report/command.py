@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.distributed import alone
-from grpo_lightning.output.redaction import hide, show
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
@@ -58,7 +58,6 @@ def told_command(directory: Path) -> str:
     root, place = Path(__file__).resolve().parents[2], shell_word(str(directory))
     if root == Path.cwd().resolve():
         return f"python -m grpo_lightning.report {place}"
-    show([alone.PLACE])
     known = "" if root.name in ("site-packages", "dist-packages") else f"PYTHONPATH={shell_word(alone.PLACE)} "
     return f"{known}python -P -m grpo_lightning.report {place}"
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import RunRecord
@@ -47,7 +47,7 @@ def _mean(value: Estimate | None) -> str:
 
 def write(comparison: Comparison, form: str, *, deviation: bool = False) -> str:
     """The comparison in one of `FORMS`."""
-    return hide(FORMS[form](comparison, deviation).replace("\u00a0", " "))
+    return hide(FORMS[form](comparison, deviation).replace("\u00a0", " "), HIDDEN)
 
 
 @dataclass(frozen=True)
