@@ -3,6 +3,7 @@
 import codecs
 import copy
 import os
+import zipfile
 from collections import Counter, OrderedDict
 
 import bitsandbytes as bnb
@@ -215,6 +216,22 @@ def test_no_tensor_lies_where_a_file_says(tmp_path):
     with pytest.raises(ValueError, match=r"last\.ckpt' holds other objects than tensors and plain values"):
         read(file)
     assert len(torch.load(file, weights_only=True)["others"]) == 1  # what torch may call is as it was
+
+
+@provocation(
+    "a checkpoint whose archive says that another kind of machine has written it (`byteorder`: big), which torch would "
+    "turn around also where a tensor has no memory",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bytes_are_not_turned_around(device, tmp_path):
+    torch.save({"step": {"completed": 1}, "w": torch.arange(4.0)}, tmp_path / "last.ckpt")
+    with zipfile.ZipFile(tmp_path / "last.ckpt") as own, zipfile.ZipFile(tmp_path / "big.ckpt", "w") as other:
+        for name in own.namelist():
+            other.writestr(name, b"big" if name.endswith("/byteorder") else own.read(name))
+    with pytest.raises(ValueError, match=r"big\.ckpt' is damaged"):
+        read(tmp_path / "big.ckpt", map_location=device)
+    assert torch.load(tmp_path / "big.ckpt", weights_only=True)["w"].tolist() != [0, 1, 2, 3]  # torch is as it was
 
 
 def test_whatever_torch_writes_of_plain_values_is_read(tmp_path):

@@ -53,18 +53,23 @@ def only_plain_names() -> Iterator[None]:
     """Inside, ``torch.load(weights_only=True)`` calls what makes dense tensors and plain values, and nothing else.
 
     By itself torch calls a hundred things more: those for tensors of other kinds, one of which makes tensors that lie
-    wherever in memory a file says, and what libraries have added.
+    wherever in memory a file says, and what libraries have added. Nor does it turn bytes around where a file says that
+    another kind of machine has written it, which may be said of tensors without memory.
     """
+    from torch import UntypedStorage
     from torch import _weights_only_unpickler as unpickler
 
     plain = _plain_names()
     names, added = unpickler._get_allowed_globals, unpickler._get_user_allowed_globals
+    swap = UntypedStorage.byteswap
     unpickler._get_allowed_globals = lambda: plain  # type: ignore[assignment]
     unpickler._get_user_allowed_globals = dict
+    UntypedStorage.byteswap = _refuse_other_order  # type: ignore[method-assign]
     try:
         yield
     finally:
         unpickler._get_allowed_globals, unpickler._get_user_allowed_globals = names, added
+        UntypedStorage.byteswap = swap  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -79,6 +84,10 @@ def _plain_names() -> dict[str, Any]:
 
     known = {name: made for name, made in _get_allowed_globals().items() if is_plain(name, made)}
     return known | {"_codecs.encode": _bytes}
+
+
+def _refuse_other_order(storage: Any, dtype: Any) -> None:
+    raise ValueError("the bytes of its numbers are in another order than this machine's")
 
 
 def _bytes(text: str, encoding: str) -> bytes:
