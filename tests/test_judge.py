@@ -323,7 +323,7 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
         assert asked(server, settings={"api_key_env": "SOME_KEY", "cache": str(cache)}) == [0.5]
     assert [headers["authorization"] for headers in server.headers] == [f"Bearer {KEY}"]
     assert KEY not in cache.read_text()
-    assert "your key is REDACTED" in cache.read_text()
+    assert "your key is REDACTED\\n" in cache.read_text()
     assert KEY not in caplog.text
     assert hide(f"text {KEY}") == f"text {redaction.MASK}"
 

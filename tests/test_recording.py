@@ -11,6 +11,7 @@ import torch
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
 from grpo_lightning.batch.rows import Kept
+from grpo_lightning.output import redaction
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
 from tests.support.composed import HEADER
@@ -87,6 +88,12 @@ def test_a_line_says_what_the_tensors_hold():
     assert rows[3]["scores"] == [None, 0.400000006]
     assert rows[2]["prompt_ids"] == [4]
     assert "logprobs" not in rows[0]
+
+
+def test_what_is_hidden_in_a_line_is_the_same_whenever_it_is_written(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {"ask", "b\nc"})
+    _, first, second, *_ = made()
+    assert (first["prompt"], second["completion"]) == ("REDACTED", "REDACTED\nREDACTED")
 
 
 def test_what_is_read_is_bitwise_what_was_written(tmp_path):

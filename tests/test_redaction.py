@@ -71,13 +71,16 @@ def test_quotes_and_white_space_of_secrets_stay_where_they_are():
 
 
 def test_secrets_that_overlap_are_hidden_as_one():
-    remember({"tokens": ["abcd", "cdefgh", "ghgh", "xyz1", "1234"]})
+    remember({"tokens": ["abcd", "cdefgh", "ghgh", "xyz1", "1234", "bcd "]})
     assert hide("<abcdefghgh> abc <ghghgh>xyz1 12 xyz1234", HIDDEN) == "<H> abc <H>H 12 H".replace("H", HIDDEN)
     assert hide("abcdxyz1", HIDDEN) == HIDDEN * 2
+    remember({"tokens": ["<abcdef", "ef>tail", "1REDACTED"]})
+    assert hide("<abcdef>tail") == MASK
+    assert hide("<abcdef> a1REDACTED") == f"{MASK}> a{MASK}"
 
 
 def test_what_is_hidden_stays_as_it_is():
-    remember({"tokens": ["REDACTED", "ACTE", MASK[-6:], "x REDACTED", "ED-"]})
+    remember({"tokens": ["REDA", "ACTE", MASK[-6:], "x REDACTED", "ED-"]})
     once = f"{HIDDEN} {MASK} {HIDDEN}-0123abcd"
     assert hide(once) == once
     assert hide("ACTE", HIDDEN) == HIDDEN
