@@ -18,7 +18,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.settings import ConfigError, given, trust
 from grpo_lightning.settings.given import ungiven
 from tests.support.provocations import provocation
@@ -526,7 +526,7 @@ def test_files_say_next_to_nothing_of_hydra(lines, here):
     with pytest.raises(ConfigCompositionException) as caught:
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     told = str(caught.value)
-    assert re.search(r"\S+\.yaml: hydra\S*=.* stands in a file; allowed there are hydra\.mode", told), told
+    assert re.search(r"\S+\.yaml: \$?'?hydra\S*=.* stands in a file; allowed there are hydra\.mode", told), told
 
 
 def test_files_may_say_what_a_sweep_is(here):
@@ -606,21 +606,25 @@ def test_files_may_say_what_a_sweep_is(here):
             )
         ),
         ("hydra: {sweeper: {params: {seed: '${x}'}}}", "hydra.sweeper.params.seed=${x}"),
-        ("hydra: {sweeper: {params: {trusted: '$\\{x.$\\{c\\}\\}'}}}", "hydra.sweeper.params.trusted=$\\{x.$\\{c"),
+        (
+            "hydra: {sweeper: {params: {trusted: '$\\{x.$\\{c\\}\\}'}}}",
+            "hydra.sweeper.params.trusted=$\\{x.$\\{c\\}\\}",
+        ),
     ],
 )
 def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
     with pytest.raises(ConfigCompositionException) as caught:
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
-    assert f"experiment/theirs.yaml: {key}" in str(caught.value)
+    name, sign, value = key.partition("=")
+    assert f"experiment/theirs.yaml: {typed(name, value) if sign else key}" in str(caught.value)
     assert "stands in a file" in str(caught.value)
 
 
 @pytest.mark.parametrize("word", ["${tags}", "$\\{tags\\}", "[$\\{tags.0\\}]"])
 def test_no_file_has_references_in_a_sweep(word):
     (told,) = hydra_problems("own.yaml", {"sweeper": {"params": {"seed": word}}})
-    assert told.startswith(f"own.yaml: hydra.sweeper.params.seed={word} stands in a file")
+    assert told.startswith(f"own.yaml: {typed('hydra.sweeper.params.seed', word)} stands in a file")
     assert hydra_problems("own.yaml", {"sweeper": {"params": {"policy.path": "a/b,c/d"}}}) == []
 
 
@@ -713,7 +717,7 @@ def test_nothing_else_is_put_below_a_node_of_the_users(here):
     )
     (here / "conf" / "experiment" / "plain.yaml").write_text(f"# @package _global_\n{said}")
     words = (f"hydra.searchpath=[file://{here}/conf]",)
-    told = r"first\.yaml: logger\.mine\.\S+=\$\{\S+\} stands in a file that the command brings along"
+    told = r"first\.yaml: 'logger\.mine\.\S+=\"\$\{\S+\}\"' stands in a file that the command brings along"
     with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
         with pytest.raises(ConfigCompositionException, match=told):
             compose("train", [*words, "experiment=first"])
@@ -756,7 +760,7 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     assert given.ungiven(config, []) == []
     for value in ("../answers.jsonl", {"_target_": "brought_file.score"}, ["../x"]):
         node[last]["cache"] = value
-        assert f"{shell_word(f'{key}.cache={value}')} stands in a file" in given.ungiven(config, [])[0]
+        assert f"{typed(f'{key}.cache', value)} stands in a file" in given.ungiven(config, [])[0]
     del node[last]["cache"]
     for value in (2026, None, True):
         node[last][name] = value

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 import grpo_lightning as grpo
 from grpo_lightning.composition.environment import drawn
 from grpo_lightning.composition.recalled import recalled
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.sampler.vllm.http import Connection
 from grpo_lightning.settings import ConfigError, given
 from tests.support.composed import composed, settings
@@ -161,7 +161,7 @@ def test_where_results_are_sent_only_the_user_says(words, found, monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "WANDB_ENTITY"):
         monkeypatch.delenv(name, raising=False)
     config = composed("trusted=[]", "run_dir=runs/x", *words)
-    assert refused(config) == ([shell_word(found)] if found else [])
+    assert refused(config) == ([typed(*found.split("=", 1)) if "=" in found else found] if found else [])
     assert refused(config, words) == []
     monkeypatch.setenv("WANDB_ENTITY", "stranger")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://x.org")
@@ -198,7 +198,7 @@ def test_callbacks_write_into_the_run_directory_wherever_they_stand(name):
 def test_a_judges_answers_are_kept_where_the_user_says(place):
     words = [*NEAR, f"reward.judge.function.cache='{place}'"]
     config = composed("trusted=[]", "run_dir=.", *words) if "~" in place else composed("run_dir=runs/x", *words)
-    assert refused(config | {"trusted": []}) == [shell_word(f"reward.judge.function.cache={place}")]
+    assert refused(config | {"trusted": []}) == [typed("reward.judge.function.cache", place)]
     assert refused(config | {"trusted": []}, words) == []
 
 

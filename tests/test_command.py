@@ -14,7 +14,7 @@ from grpo_lightning import start
 from grpo_lightning.checkpoint.command import continue_command, longer_command, say_begun
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import hydra_text, shell_word, typed, typed_key
 from grpo_lightning.output.terminal import sentence
 from tests.support.provocations import provocation
 
@@ -150,6 +150,54 @@ def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatc
     line = continue_command(["trusted=[my_package]"], Path("/d"))
     assert line == f"{UNTOLD}hydra.run.dir=/d checkpoint=last"
     assert continue_command(["logger.wandb.api_key=REDACTED"], Path("/d")) == line  # hidden already, it is another key
+
+
+@provocation(
+    "settings of a stranger's with `artifact_location: '{_target_: …, trust_remote_code: true}'`, a text that is a "
+    "mapping where a message offers it to be typed, or one with a command of a shell in it",
+    "what is offered is the text, to Hydra and to a shell",
+)
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{_target_: grpo_lightning.reward.another_model, trust_remote_code: true}", "[a, b]", "a,b", "f(x)", "a b"),
+        *(
+            "model`touch HIT`",
+            "$(touch x)",
+            "it's",
+            '"',
+            "'\"",
+            "\\",
+            "a\\'b",
+            'a\\"',
+            "\\\\",
+            "é",
+            "~/x",
+            "",
+            " a",
+            "x=y",
+            "#",
+        ),
+        *("http://localhost:80/x?a=b&c", "range(1,3)", "a:b", "+x", "${x}", "$\\{x}", "a\nb", "null", "1e5"),
+    ],
+)
+def test_what_a_file_says_is_offered_as_the_same_text(text, is_list):
+    (word,) = (
+        shlex.split(typed("reference.x", [text, "b"] if is_list else text))
+        if "\n" not in text
+        else [f"reference.x={'[' * is_list}{hydra_text(text)}{',b]' * is_list}"]
+    )
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert override.key_or_group == "reference.x"
+    plain = {"null": None, "1e5": 1e5}.get(text, text)
+    assert override.value() == ([plain, "b"] if is_list else plain)
+
+
+def test_a_key_of_a_file_is_offered_without_a_value_of_its_own():
+    assert typed("policy={_target_: x}.trust", True) == "'policy…_target_…x….trust=True'"
+    assert typed_key("a b;c") == "a…b…c"
+    assert typed("+reward.a_b-c", ["x", "y.z"]) == "+reward.a_b-c=[x,y.z]"
 
 
 def test_what_named_the_old_run_is_left_out():

@@ -219,11 +219,9 @@ def test_a_run_killed_before_its_export_finishes(trained):
     assert json.loads((trained / "summary.json").read_text())["steps"] == 1
 
 
-@provocation(
-    "`mode=export` of a checkpoint with a setting whose name is a command of a shell", "it is told as a word to a shell"
-)
+@provocation("`mode=export` of a checkpoint with a setting whose name is a command of a shell", "it is told as a name")
 def test_a_setting_is_asked_for_as_a_word():
     node = LOADED | {"x; touch HIT #": "<redacted>"}
-    told = r"^its policy\.x; touch HIT # is <redacted>; allowed is 'policy\.x; touch HIT #'=… with the value$"
+    told = r"^its policy\.x; touch HIT # is <redacted>; allowed is policy\.x…touch…HIT…=… with the value$"
     with pytest.raises(ValueError, match=told):
         own_settings(recorded(policy=node), [], {}.get)

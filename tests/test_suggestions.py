@@ -123,7 +123,7 @@ def test_what_is_offered_is_a_word_to_a_shell(before):
 
 
 def test_a_model_that_is_offered_is_a_word_to_a_shell():
-    assert " policy=hf 'policy.path=a/$(touch x)' for " in _no_choice("policy/a/$(touch x)", CONF)
+    assert " policy=hf 'policy.path=\"a/$(touch x)\"' for " in _no_choice("policy/a/$(touch x)", CONF)
 
 
 def test_control_characters_of_an_override_stay_in_it():

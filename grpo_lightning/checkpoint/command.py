@@ -9,11 +9,10 @@ from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.output.redaction import HIDDEN, hide
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import hydra_text, shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _CONFIG = ("--config-", "-cd", "-cn", "-cp")
-_PLAIN = re.compile(r"[\w/.+@%-]+", re.ASCII)
 _BEGUN = "GRPO_LIGHTNING_BEGUN"
 _UNTOLD = "the command of this run (not shown, as it holds a secret)"
 _OF_FILES = (
@@ -50,7 +49,7 @@ def continue_command(
     kept = [word for word in overrides if not _REPLACED.match(word)]
     if start.settings_from() and not set(map(_key, kept)) <= set(map(_key, start.words())):
         return _OF_FILES
-    own = [f"hydra.run.dir={_quoted(str(directory))}", f"checkpoint={_quoted(checkpoint)}"]
+    own = [f"hydra.run.dir={hydra_text(str(directory))}", f"checkpoint={hydra_text(checkpoint)}"]
     if steps is not None:
         kept, own = [word for word in kept if _key(word) != "steps"], [f"steps={steps}", *own]
     words = [shell_word(word) for word in [*_begun(), *kept, *own]]
@@ -89,11 +88,3 @@ def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> 
 
 def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
-
-
-def _quoted(value: str) -> str:
-    """``value`` as Hydra reads it back."""
-    if _PLAIN.fullmatch(value):
-        return value
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes count before a quote only
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

@@ -9,7 +9,7 @@ from grpo_lightning.allowed import PLACES
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line
 
 _TAKEN = {
@@ -124,7 +124,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
         if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
             told = one_line(str(value))
-            raise ValueError(f"its {one_line(key)} is {told}; allowed is {shell_word(key)}=… with the value")
+            raise ValueError(f"its {one_line(key)} is {told}; allowed is {typed_key(key)}=… with the value")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.allowed import PLACES
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
@@ -57,7 +58,7 @@ def hydra_problems(file: str, said: Any) -> list[str]:
         said: What stands in it below ``hydra``, not resolved.
     """
     return [
-        f"{one_line(file)}: {one_line(f'{key}={value}')} stands in a file; allowed there are hydra.mode, "
+        f"{one_line(file)}: {typed(key, value)} stands in a file; allowed there are hydra.mode, "
         "hydra.sweeper.params, and numbers of trials, jobs and their resources; anything else on the command line"
         for key, value in leaves_of(said, "hydra")
         if not (value == {} and key in _PARTS)
@@ -117,7 +118,7 @@ def _is_below(key: str, other: str) -> bool:
 
 def _told(file: str, key: str, value: Any) -> str:
     return (
-        f"{one_line(file)}: {one_line(f'{key}={value}')} stands in a file that the command brings along; allowed "
+        f"{one_line(file)}: {typed(key, value)} stands in a file that the command brings along; allowed "
         f"there below callbacks, logger and trainer are numbers, texts of {', '.join(_TEXTS)}, your own functions (no "
         f"${{…}} but {', '.join(_REFERENCES)}) and {', '.join(WATCHING)}, and below hydra.sweeper.params numbers and "
         "names that say no place, server or code; anything else on the command line"

@@ -2,11 +2,16 @@
 
 import re
 import shlex
+from typing import Any
 
 from grpo_lightning.output.terminal import printable
 
 _QUOTED = str.maketrans({"'": "'\"'\"'", "\\": "'\"\\\\\"'"})
 """What has no plain meaning between single quotes: a backslash there is one to bash and dash, and not to fish."""
+
+_LIST = re.compile(r"[\w.+-]+=\[[\w.,-]*\]", re.ASCII)
+_PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
+_NO_KEY = re.compile(r"[^\w.+-]+")
 
 
 def shell_word(text: str) -> str:
@@ -20,11 +25,33 @@ def shell_word(text: str) -> str:
     return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
 
 
-def setting_word(text: str) -> str:
-    """`shell_word`, of a setting that is told to users: ``reward=[accuracy,format]`` stays as people write it."""
-    return text if re.fullmatch(r"[\w.]+=\[[\w.,-]*\]", text, re.ASCII) else shell_word(text)
+def typed(key: str, value: Any) -> str:
+    """A setting that a file may have said, as a user would type it: ``reward=[accuracy,format]``, ``policy.path=DIR``.
+
+    Hydra and a shell read it as the same text, or a list of such, and as nothing else: typed as it stands,
+    a text could be a mapping to Hydra that says whose code is trusted.
+    """
+    if isinstance(value, list | tuple):
+        word = f"{typed_key(key)}=[{','.join(hydra_text(str(one)) for one in value)}]"
+        return word if _LIST.fullmatch(word) else shell_word(word)
+    return shell_word(f"{typed_key(key)}={hydra_text(str(value))}")
+
+
+def typed_key(key: str) -> str:
+    """A dotted key that a file may have said, as users would type it: nothing in it is a value."""
+    return _NO_KEY.sub("…", key)
 
 
 def _escape(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def hydra_text(value: str) -> str:
+    """``value`` as Hydra reads it back: a text, but for numbers and the like, which have no quotes."""
+    if _PLAIN.fullmatch(value):
+        return value
+    if not {*'"\\'} & {*value}:
+        return f'"{value}"'
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes count before a quote only
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts
-from grpo_lightning.output.shell import setting_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import Restored, fingerprint, restored
@@ -120,7 +120,7 @@ class Recorded(Collector):
         weights: Sequence[float] = header["weights"]  # type: ignore[assignment]
         told = " (rollout.rescore=true computes rewards anew)"
         if list(names) != list(self.reward):
-            allowed = setting_word(f"reward=[{','.join(names)}]")
+            allowed = typed("reward", names)
             raise ValueError(f"reward=[{','.join(self.reward)}]: allowed is {allowed}, as in {path}{told}")
         for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
             if then != now:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.shell import hydra_text, typed_key
 from grpo_lightning.output.terminal import one_line, printable
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
@@ -155,7 +156,7 @@ TOP = (
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
     for key, value in config.items():
-        if key not in TOP and (said := unknown_key(key, str(value), TOP)):
+        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
             yield printable(said)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from grpo_lightning.distributed.chosen import settings_shard
-from grpo_lightning.output.shell import setting_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.reward.engine.gate import Gate
 
 
@@ -56,7 +56,7 @@ def _outcome(get: Reader) -> list[str]:
 
 def _complete_rewards(get: Reader) -> list[str]:
     chosen = [name for name, reward in get("reward").items() if "_target_" in reward]
-    listed = {name: setting_word(f"reward=[{','.join([*chosen, name])}]") for name in get("reward").keys() - chosen}
+    listed = {name: typed("reward", [*chosen, name]) for name in get("reward").keys() - chosen}
     return [f"reward.{name}: no such reward was chosen; allowed is {word}" for name, word in listed.items()]
 
 

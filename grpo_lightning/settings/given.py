@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from grpo_lightning import start
 from grpo_lightning.allowed import CACHE, PLACES
 from grpo_lightning.logger.known import STORE
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
 from grpo_lightning.settings.walk import each_target, key_problems
@@ -63,31 +63,31 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
         if value in (False, None):
             continue
         if not _is_given(config, key, given) or _NO.fullmatch(given.get(key, "")):
-            found.append(shell_word(key))
+            found.append(typed_key(key))
             continue
         for name in ("path", "attn_implementation") if settings_from() else ():  # else it goes to code of their choice
             place = f"{key.rpartition('.')[0]}.{name}"
             value = _at(config, place.split("."))
             is_code = value and (name == "path" or "/" in str(value))  # such is a kernel of the hub
             if is_code and not _is_given(config, place, given):
-                found.append(f"{shell_word(place)}, with trust_remote_code=true,")
+                found.append(f"{typed_key(place)}, with trust_remote_code=true,")
     # Whoever writes a file could otherwise have keys, prompts and completions sent to a server of his own.
     for place, node in each_target(config):
         address, variable = node.get("base_url"), node.get("api_key_env")
         is_asked = "api_key_env" in node and (variable is not None or address is not None)
         is_near = variable is None and _is_of_this_machine(address)
         if is_asked and not is_near and not _is_given(config, f"{place}.base_url", given):
-            found.append(shell_word(f"{place}.base_url"))
+            found.append(typed_key(f"{place}.base_url"))
     for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
-            found.append(shell_word(f"{key}={value}"))
+            found.append(typed(key, value))
     key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
     strategy = _at(config, key.split("."))
     is_own = strategy is not None and not is_of_library(str(strategy))
     if is_own and settings_from() and not _is_given(config, key, given):
         found.append(key)
     # The value itself is not said: it may be a secret.
-    found += [f"{shell_word(key)}=${{oc.env:…}}" for key in _sent(config, drawn) if not _is_given(config, key, given)]
+    found += [f"{typed_key(key)}=${{oc.env:…}}" for key in _sent(config, drawn) if not _is_given(config, key, given)]
     told = [
         f"{key} stands in a file; allowed is to give it on the command line, or to compose"
         for key in dict.fromkeys(found)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_lightning.output.shell import setting_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.walk import each_target
 
@@ -29,7 +29,7 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         return
     for name, logger in loggers.items():
         if not isinstance(logger, Mapping) or "_target_" not in logger:
-            word = setting_word(f"logger=[{','.join([*_chosen(loggers), name])}]")
+            word = typed("logger", [*_chosen(loggers), name])
             yield f"logger.{name}: no such logger was chosen; allowed is {word}"
         elif (package := _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])) and find_spec(package) is None:
             yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"

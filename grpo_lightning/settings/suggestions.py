@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_lightning.output.shell import setting_word, shell_word
+from grpo_lightning.output.shell import shell_word, typed, typed_key
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.names import translated
 
@@ -18,6 +18,7 @@ _THERE_ALREADY = re.compile(r"An item is already at '([^']*)'")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
+_PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
@@ -85,7 +86,7 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = ()) -> str:
             return printable(answer(match[1].strip()))
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
-        missing = f"a value is missing; allowed is {shell_word(place[1])}=VALUE"
+        missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
         return printable(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException":
         return printable(_not_parsed(str(getattr(error, "override", "") or "")))
@@ -149,7 +150,8 @@ def _ambiguous(override: str) -> str:
 
 
 def _listed(key: str, value: str) -> str:
-    return setting_word(f"{key}=[{value}]")
+    word = f"{key}=[{value}]"
+    return word if _PLAIN_LIST.fullmatch(word) else shell_word(word)
 
 
 def _no_choice(path: str, conf: Path) -> str:
@@ -163,7 +165,7 @@ def _no_choice(path: str, conf: Path) -> str:
     known = choices(conf, group)
     listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name:
-        word = shell_word(f"policy.path={name}")
+        word = typed("policy.path", name)
         return f"{listed}: allowed is policy=hf {word} for a model of the hub or of a directory"
     meant = nearest(name, known)
     return f"{listed}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"

@@ -6,7 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from grpo_lightning.allowed import MODULES_OF_PEFT, PLACES
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
@@ -75,7 +75,7 @@ def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mappi
         if parameter is not None and place not in node and (who == "the model" or parameter.default is parameter.empty):
             yield (
                 f"{key}: {place} of {name} would be said by {who}, which may be a stranger's as the settings that the "
-                f"command brings along; allowed is {shell_word(f'{key}.{place}')}=… or "
+                f"command brings along; allowed is {typed_key(f'{key}.{place}')}=… or "
                 f"trusted=[{name.partition('.')[0]}] on the command line"
             )
 
