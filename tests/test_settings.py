@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from grpo_lightning.settings import ConfigError, arithmetic, cautions, check
+from grpo_lightning.settings import ConfigError, _unknown, arithmetic, cautions, check
 from grpo_lightning.settings.given import ungiven
 from tests.support.composed import composed
 
@@ -144,6 +144,13 @@ def test_a_name_is_offered_as_a_word_of_a_shell():
     config["reward"]["$(touch HIT)"] = {"weight": 1.0}
     with pytest.raises(ConfigError, match=r"chosen; allowed is 'reward=\[accuracy,format,\"\$\(touch HIT\)\"\]'$"):
         check(config)
+
+
+def test_a_text_is_offered_as_a_text():
+    (said,) = _unknown({"polcy": "{path: x, trust_remote_code: true}"})
+    assert said.endswith("""; the nearest is 'policy="{path: x, trust_remote_code: true}"'""")
+    (said,) = ungiven({"policy={a: b}": {"x; y": {"trust_remote_code": True}}}, [])[-1:]
+    assert said.startswith("policy…a…b….x…y.trust_remote_code stands in a file")
 
 
 def test_every_mistake_is_reported_at_once():
