@@ -1,13 +1,14 @@
 """What a value may be, said once: beside the part that takes it, for its own check and for that of the settings."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.shell import shell_word
 
 MODULES_OF_PEFT = ("megatron_config", "megatron_core")
 """Arguments of peft's ``LoraConfig`` with which it imports a module of any name."""
@@ -18,6 +19,26 @@ CACHE = "cache"
 """An argument that says where answers are kept, or whether."""
 PLACES = ("directory", "events_directory", "dirpath", "log_dir", "save_dir", CACHE)
 """Arguments that say where something is written, which is the user's to say."""
+_WRITTEN = re.compile(
+    r"(^|_)(cache|debug|dump|export|log|out|output|record|result|save|store|trace|write)s?_?"
+    r"(dir|directory|file|filename|folder|path|to)s?$",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(
+    r"(^|_)(caches?|dest|destination|dump|logs?|out|outputs?|root|save|store|to)(_|$)"
+    r"|(^|_)(dirs?|directory|directories|files?|filenames?|folders?|paths?)(_|$)|(dir|filename|logfile|outfile|path)s?$",
+    re.IGNORECASE,
+)
+
+
+def is_written(name: str) -> bool:
+    """Whether an argument of a user's function is called as what says where something is written: ``log_file``."""
+    return name in PLACES or bool(_WRITTEN.search(name))
+
+
+def may_be_place(name: str) -> bool:
+    """Whether an argument of a user's function is called as what says where anything is, such as ``path``."""
+    return is_written(name) or bool(_PLACE.search(name))
 
 
 @dataclass(frozen=True)
@@ -104,7 +125,7 @@ def local_or_hub(path: str, key: str) -> str:
         return str(expanded) if path.startswith("~") else path
     there = [one.name for one in expanded.parent.iterdir()] if expanded.parent.is_dir() else []
     near = get_close_matches(expanded.name, there, n=1)
-    hint = f" (there is {printable(str(expanded.parent / near[0]))})" if near else ""
+    hint = f" (there is {shell_word(str(expanded.parent / near[0]))})" if near else ""
     raise ValueError(
         f"{key}={path!r}: no such file or directory{hint}; allowed is one that exists, or NAME or ORG/NAME of the hub"
     )

@@ -21,6 +21,8 @@ START: Path | None = None
 """The directory in which the command line was started; None in a program, which has its own path."""
 
 _PLACES, _WORDS = "GRPO_LIGHTNING_SETTINGS_FROM", "GRPO_LIGHTNING_GIVEN"
+_BEGUN = "GRPO_LIGHTNING_BEGUN"
+_CHECKOUT = Path(__file__).resolve().parents[1]
 _IMPORTING = ("<frozen importlib", str(Path(importlib.__file__).parent))
 """How the files of functions begin that import on behalf of others."""
 
@@ -121,6 +123,41 @@ def note_words(words: Sequence[str]) -> None:
 def words() -> list[str]:
     """The overrides that were noted: what the user says, and no file."""
     return list(json.loads(os.environ.get(_WORDS) or "[]"))
+
+
+def note_begun(options: Sequence[str]) -> None:
+    """Take note of how the command line begins, for this process and those that it starts.
+
+    Jobs of a launcher are other programs, and what a program is called is not what has started it.
+
+    Args:
+        options: Where settings are found, as the user has said it.
+    """
+    os.environ.pop(_BEGUN, None)
+    name = Path(sys.argv[0]).name
+    own = [name] if name == "grpo-lightning" else ["python", sys.argv[0]] if name.endswith(".py") else begun()
+    os.environ[_BEGUN] = json.dumps([*own, *options])
+
+
+def begun() -> list[str]:
+    """How the command line begins that messages offer: as the user has begun it.
+
+    A program has none, and in its directory a ``train.py`` may be somebody else's: this package's own is named.
+    """
+    if told := os.environ.get(_BEGUN):
+        return list(json.loads(told))
+    return ["python", str(_CHECKOUT / "train.py")] if (_CHECKOUT / "train.py").is_file() else ["grpo-lightning"]
+
+
+def program() -> list[str]:
+    """The words of `begun` that name the program, without options."""
+    words = begun()
+    return words[: 1 + (words[0] == "python")]
+
+
+def file_of_checkout(name: str) -> Path | None:
+    """A file beside this package, in a checkout; None if there is none, as where it is installed."""
+    return _CHECKOUT / name if (_CHECKOUT / name).is_file() else None
 
 
 def place() -> Path:

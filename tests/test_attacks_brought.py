@@ -768,6 +768,38 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
 
 
 @provocation(
+    "settings that the command brings along which give a function of the user's own another argument that may say "
+    "where it writes, such as `log_file: ${oc.env:HOME}/.bashrc`",
+    "refused by its key; allowed on the command line",
+)
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("log_file", "/home/me/.bashrc", "log_file"),
+        ("answers_path", "../x", "answers_path"),
+        ("outputFile", "~/x", "outputFile"),
+        ("output", ".bashrc", "output"),
+        ("to", ["a.txt"], "to.0"),
+        ("options", {"file": "my_rewards.py"}, "options.file"),
+        ("paths", {"x": "a.txt"}, "paths.x"),
+        ("log_every", 10, None),
+        ("path", None, None),
+        ("text", "../x", None),
+        ("profile", "a.txt", None),
+    ],
+)
+def test_files_of_the_users_code_are_named_by_the_user(name, value, place, here):
+    node = {"_target_": "brought_file.Logged", name: value}
+    config = {"run_dir": str(here / "run"), "reward": {"mine": {"function": node}}}
+    assert given.ungiven(config, []) == []
+    start.note_settings_from([str(here / "conf")])
+    found = [told.partition("=")[0].strip("'") for told in given.ungiven(config, [])]
+    assert found == ([f"reward.mine.function.{place}"] if place else [])
+    said = f"reward.mine.function.{name}=[x]" if isinstance(value, list) else f"reward.mine.function.{place}=x"
+    assert given.ungiven(config, [said]) == []
+
+
+@provocation(
     "settings that the command brings along with a `directory` among the `kwargs` that an environment hands on to a "
     "function of the user's own",
     "refused by its key; allowed on the command line",

@@ -1,10 +1,12 @@
 """The command that a message offers is one that the shell and Hydra read as it was meant."""
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from grpo_lightning import start
 from grpo_lightning.checkpoint.command import continue_command, longer_command, say_begun
+from grpo_lightning.distributed.strategies import check_processes
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import hydra_text, shell_word, typed, typed_key
+from grpo_lightning.output.shell import hydra_text, program, shell_word, typed, typed_key
 from grpo_lightning.output.terminal import sentence
+from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
 UNTOLD = "the command of this run (not shown, as it holds a secret) and "
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch):
+    """The command line is begun by ``python train.py``."""
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "train.py"]))
 
 
 @pytest.mark.parametrize("place", ["/a/b", "/a b/lr=0.1", "/it's", "/é\\'y", "/x\\", "/t(1),[2]{3}:4", '/q"q', "/a;b"])
@@ -209,6 +219,7 @@ def test_what_named_the_old_run_is_left_out():
 
 def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-lightning", "steps=3"])
+    say_begun()
     assert continue_command(["steps=3"], Path("/d")).startswith("grpo-lightning steps=3 hydra.run.dir=/d")
 
 
@@ -228,16 +239,46 @@ def test_the_installed_command_is_offered_to_those_who_used_it(monkeypatch):
 )
 def test_where_settings_were_found_is_told(options, program, monkeypatch):
     monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", "")
-    monkeypatch.setattr("sys.argv", ["wrap.py" if program == "wrap.py" else "train.py", *options, "steps=3", "-m"])
+    started = "wrap.py" if program == "wrap.py" else "train.py"
+    monkeypatch.setattr("sys.argv", [started, *options, "steps=3", "-m"])
     say_begun()
     monkeypatch.setattr("sys.argv", [program, "/tmp/job"])  # of the process that has something to say
     line = continue_command(["steps=3"], Path("/d"))
-    assert shlex.split(line) == ["python", "train.py", *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
+    assert shlex.split(line) == ["python", started, *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
 
 
-def test_a_program_has_no_command_line_of_its_own(monkeypatch):
+@provocation(
+    "a program of the user's own, or a command that has been started elsewhere, where a stranger's `train.py` lies",
+    "what is offered names this package's own file, or what the user has started",
+)
+def test_the_program_that_is_offered_is_the_one_that_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["my_program.py", "--config-dir", "conf"])
-    assert continue_command([], Path("/d")) == "python train.py hydra.run.dir=/d checkpoint=last"
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", "")
+    assert continue_command([], Path("/d")) == f"python {ROOT}/train.py hydra.run.dir=/d checkpoint=last"
+    monkeypatch.setattr(start, "_CHECKOUT", tmp_path)
+    assert continue_command([], Path("/d")) == "grpo-lightning hydra.run.dir=/d checkpoint=last"
+    for words, begun, script in (
+        (["-c"], "grpo-lightning", "--no-python grpo-lightning"),
+        (["/bin/grpo-lightning"], "grpo-lightning", "--no-python grpo-lightning"),
+        (["/a b/train.py"], "python '/a b/train.py'", "'/a b/train.py'"),
+    ):
+        monkeypatch.setattr("sys.argv", [*words, "--config-dir", "conf"])
+        say_begun()
+        assert program() == begun
+        assert continue_command([], Path("/d")).startswith(f"{begun} --config-dir conf hydra.run.dir=/d")
+        with pytest.raises(ValueError, match=f"torchrun --nproc_per_node=2 {script} -m "):
+            check_processes({"trainer": {"devices": 2, "accelerator": "cpu"}}, directory_given=True, multirun=True)
+
+
+def test_what_is_typed_elsewhere_is_told_with_the_place(tmp_path):
+    (tmp_path / "train.py").write_text("open('HIT', 'w')\n")
+    for words in (["zzzqq=1"], ["--help"]):
+        done = subprocess.run(
+            [sys.executable, ROOT / "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        told = re.findall(r"python (\S*train\.py)", done.stdout + done.stderr)
+        assert set(told) == {str(ROOT / "train.py")}
 
 
 @provocation(

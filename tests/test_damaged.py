@@ -34,6 +34,12 @@ class Code:
         return Path.mkdir, (self.mark,)
 
 
+@pytest.fixture(autouse=True)
+def started(monkeypatch):
+    """The command line is begun by ``python train.py``."""
+    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "train.py"]))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trained") / "run"
@@ -129,7 +135,7 @@ def test_a_name_tells_no_command(run):
         assert "\n" not in str(refusal.value)
         start, quote, word = command.partition("$'")
         assert (start, quote) == (f"python train.py steps=4 hydra.run.dir={run} ", "$'")
-        assert re.fullmatch(r"checkpoint=(\\x27)?/[^']*\.ckpt(\\x27)?'", word)
+        assert re.fullmatch(r"checkpoint=\"?/[^'\"]*\.ckpt\"?'", word)
         (run / LAST).unlink(missing_ok=True)
         (run / LAST).symlink_to("x\n[INFO] the run is continued by:\n  touch x\n")
 

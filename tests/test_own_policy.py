@@ -99,11 +99,11 @@ def test_what_the_user_says_wins():
         ),
         pytest.param(
             LOADED | {"path": "REDACTED"},
-            r"its policy.path is REDACTED; allowed is policy.path=… with the value",
+            r"its policy.path is “REDACTED”; allowed is policy.path=… with the value",
             marks=provocation("`mode=export` of a checkpoint with `policy.path` redacted", "asks for it"),
         ),
         pytest.param(
-            LOADED | {"path": "./my-REDACTED"}, r"its policy.path is ./my-REDACTED; allowed is policy.path=… w"
+            LOADED | {"path": "./my-REDACTED"}, r"its policy.path is “./my-REDACTED”; allowed is policy.path=… w"
         ),
         pytest.param(
             LOADED | {"attn_implementation": ATTENTION},
@@ -140,7 +140,7 @@ def test_what_the_user_says_wins():
         ),
         pytest.param(
             LOADED | {"path": "${oc.env:HOME}"},
-            r"its policy.path is \$\{oc.env:HOME\}; allowed is policy.path=",
+            r"its policy.path is “\$\{oc.env:HOME\}”; allowed is policy.path=",
             marks=provocation("a stranger's checkpoint with `path: ${oc.env:…}`", "refused by its key"),
         ),
     ],
@@ -198,7 +198,7 @@ def test_a_policy_of_another_shape_is_named_by_its_settings(mode, trained, tmp_p
     run = grpo.compose(best, *wide, run_dir=tmp_path)
     with pytest.raises(ValueError, match=r"^checkpoint=.*best.ckpt: its policy has other settings: ") as error:
         getattr(run, mode)()
-    assert "policy.hidden_size was 16 and is 32 (" in str(error.value)
+    assert "policy.hidden_size was “16” and is “32” (" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -222,6 +222,6 @@ def test_a_run_killed_before_its_export_finishes(trained):
 @provocation("`mode=export` of a checkpoint with a setting whose name is a command of a shell", "it is told as a name")
 def test_a_setting_is_asked_for_as_a_word():
     node = LOADED | {"x; touch HIT #": "<redacted>"}
-    told = r"^its policy\.x; touch HIT # is <redacted>; allowed is policy\.x…touch…HIT…=… with the value$"
+    told = r"^its policy\.x…touch…HIT… is “<redacted>”; allowed is policy\.x…touch…HIT…=… with the value$"
     with pytest.raises(ValueError, match=told):
         own_settings(recorded(policy=node), [], {}.get)

@@ -182,7 +182,7 @@ def test_without_values_and_curves_the_last_value_is_known(tmp_path, capsys):
 def test_paths_are_not_broken(length, sweep, capsys):
     place = sweep / ("n" * length)  # which ends before, at and behind the end of a line
     write_run(place / "9", ["seed=9"], [], kind="none", status="failed", error="of memory " * 20)
-    assert f"  {place / '9'} (seed=9): failed, of memory" in shown(capsys, sweep).replace("\n(seed", " (seed")
+    assert f"  {place / '9'} (seed=9): failed, “of memory" in shown(capsys, sweep).replace("\n(seed", " (seed")
 
 
 def test_what_did_not_finish_is_listed_with_its_reason(sweep, capsys):
@@ -199,7 +199,7 @@ def test_what_did_not_finish_is_listed_with_its_reason(sweep, capsys):
         text = " ".join(printed.split())
     assert "5 of 14 runs without a result:" in text
     for said in (
-        "9 (seed=9): failed, reward 'x' crashed",
+        "9 (seed=9): failed, “reward 'x' crashed more”",
         "10 (seed=10): killed, it has begun",
         "11 (seed=11): running, a process",
         "12: failed, summary.json cannot be read",

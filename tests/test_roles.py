@@ -146,11 +146,14 @@ def test_columns_are_no_settings_of_functions_of_this_package():
 
 
 @provocation(
-    "a data set with a column `cache`, `directory`, `dirpath`, `log_dir` or `save_dir`, where a reward or environment "
+    "a data set with a column `cache`, `directory`, `dirpath`, `log_dir`, `save_dir`, `log_file` and the like, where "
+    "a reward or environment "
     "of the user's own has such an argument with a default, or hands on all that it is given",
     "the default holds",
 )
-@pytest.mark.parametrize("name", ["directory", "events_directory", "dirpath", "log_dir", "save_dir", "cache"])
+@pytest.mark.parametrize(
+    "name", ["directory", "events_directory", "dirpath", "log_dir", "save_dir", "cache", "log_file", "savePath"]
+)
 def test_columns_say_not_where_something_is_written(name):
     space: dict[str, Any] = {"__name__": "mine"}
     exec(f"def mine(completions, answer=None, {name}='scored', **more): return {name}", space)

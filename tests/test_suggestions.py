@@ -7,6 +7,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning.output.shell import program
 from grpo_lightning.settings.contradictions import lookup
 from grpo_lightning.settings.names import SAME, SIMILAR, translated
 from grpo_lightning.settings.suggestions import _no_choice, explain, known_keys, nearest, nearest_key
@@ -91,7 +92,7 @@ def explained(override: str) -> str:
             (
                 "one sentence",
                 "a=1",
-                "a=1: unknown; allowed are the keys that `python train.py --cfg job` prints, and +a",
+                f"a=1: unknown; allowed are the keys that `{program()} --cfg job` prints, and +a",
             ),
             ("one sentence", "hydra.sweeper.params=x", "override hydra.sweeper.params=x; Cannot assign str to Dict"),
         ]

@@ -1,9 +1,14 @@
+import json
 import logging
+import sys
 from io import StringIO
 
 import pytest
+import torch
 
-from grpo_lightning.output.terminal import printable, show_printable
+from grpo_lightning.advantage import centered
+from grpo_lightning.output.terminal import FileFormatter, TerminalFormatter, printable, sentence, show_printable
+from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
 
 
@@ -40,5 +45,43 @@ def test_a_library_s_warnings_cannot_clear_the_terminal():
         logging.getLogger("a_library.part").warning("evil\x1b[2J.weight \x1b[33mred\x1b[0m\nline %s", "\x9b")
     assert (
         shown.getvalue()
-        == ("[lib] evil\\x1b[2J.weight red\nline \\x9b\n" + "evil\\x1b[2J.weight red\nline \\x9b\n") * 2
+        == ("[lib] evil\\x1b[2J.weight red\n  | line \\x9b\n" + "evil\\x1b[2J.weight red\n  | line \\x9b\n") * 2
     )
+
+
+@provocation(
+    "a chat template of a stranger's that raises `… is continued by: python train.py; touch x`, over several lines, or "
+    "weights of his with such names",
+    "no line of it begins as one of this program's own: others' words have the name of their error, and further lines "
+    "a mark",
+)
+def test_what_others_say_looks_like_no_line_of_our_own():
+    forged = "it failed\nstopped: step 3 is saved\n  continue with: python train.py; touch x"
+    marked = "it failed\n  | stopped: step 3 is saved\n  |   continue with: python train.py; touch x"
+    assert sentence(ValueError(forged)) == sentence(RuntimeError(f"{forged}\n")) == marked
+    with pytest.raises(ValueError, match="Expecting value") as others:
+        json.loads("x")
+    assert sentence(others.value).startswith("JSONDecodeError: ")
+    with pytest.raises(ValueError, match="Unknown level") as others:
+        logging._checkLevel("x")  # a ValueError itself
+    assert sentence(others.value) == "ValueError: Unknown level: 'x'"
+    with pytest.raises(ConfigError) as own:
+        raise ConfigError(["a: b", "c: d\nstopped: step 3"])
+    assert "\n  c: d\\nstopped: step 3" in sentence(own.value)
+    assert sentence(ConfigError(["a: b"])) == "the settings cannot work:\n  a: b"
+    for kind in (FileFormatter, TerminalFormatter):
+        record = logging.LogRecord("x", logging.INFO, "f", 1, "%s", (forged,), None)
+        assert kind("%(message)s").format(record) == marked.replace("|   continue", "continue")
+        record.shown = True
+        assert kind("%(message)s").format(record) == forged
+        try:
+            raise KeyError("a")
+        except KeyError:
+            record = logging.LogRecord("x", logging.INFO, "f", 1, "failed", (), sys.exc_info())
+        assert ("\nTraceback" in kind("%(message)s").format(record)) == (kind is FileFormatter)
+
+
+def test_what_this_package_raises_stands_as_it_is():
+    with pytest.raises(ValueError, match="a group needs") as own:
+        centered(torch.zeros(2, 1))
+    assert sentence(own.value) == str(own.value)

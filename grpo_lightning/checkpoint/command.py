@@ -1,7 +1,5 @@
 """The command that continues a run, to be told to users."""
 
-import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +11,6 @@ from grpo_lightning.output.shell import hydra_text, shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 _CONFIG = ("--config-", "-cd", "-cn", "-cp")
-_BEGUN = "GRPO_LIGHTNING_BEGUN"
 _UNTOLD = "the command of this run (not shown, as it holds a secret)"
 _OF_FILES = (
     "the command of this sweep and its hydra.sweep.dir (not shown, as files that it brings along say what is swept)"
@@ -26,7 +23,7 @@ def say_begun() -> None:
     Jobs of a launcher are other programs. Without the place of its settings a command would be another one: a
     stranger's would no longer be known as such.
     """
-    os.environ[_BEGUN] = json.dumps([*_start(), *_options(sys.argv[1:])])
+    start.note_begun(list(_options(sys.argv[1:])))
 
 
 def continue_command(
@@ -52,24 +49,12 @@ def continue_command(
     own = [f"hydra.run.dir={hydra_text(str(directory))}", f"checkpoint={hydra_text(checkpoint)}"]
     if steps is not None:
         kept, own = [word for word in kept if _key(word) != "steps"], [f"steps={steps}", *own]
-    words = [shell_word(word) for word in [*_begun(), *kept, *own]]
+    words = [shell_word(word) for word in [*start.begun(), *kept, *own]]
     for said, is_whole in ((words, True), (words[-len(own) :], False)):
         line = " ".join(said)
         if hide(line) == line and not (is_whole and any(HIDDEN in word for word in kept)):
             return line if is_whole else f"{_UNTOLD} and {line}"
     return f"{_UNTOLD} and checkpoint=last, in the same hydra.run.dir"
-
-
-def _begun() -> list[str]:
-    told = os.environ.get(_BEGUN)
-    return list(json.loads(told)) if told else _start()
-
-
-def _start() -> list[str]:
-    program = Path(sys.argv[0]).name
-    if program == "grpo-lightning":
-        return [program]
-    return ["python", sys.argv[0] if program == "train.py" else "train.py"]
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:

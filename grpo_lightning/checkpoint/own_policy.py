@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import PLACES
+from grpo_lightning.allowed import is_written
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
 from grpo_lightning.output.shell import typed_key
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.output.terminal import one_line, quoted
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
@@ -95,14 +95,14 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     leaves = dict(_leaves(own, part))
     trust = f"{part}.trust_remote_code"
     if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
-        path = one_line(str(own.get("path")))
+        path = quoted(str(own.get("path")))
         raise ValueError(
             f"it was trained with {trust}=true and {part}.path={path}, whose code would run, which only you can "
             "decide; allowed is to give both again"
         )
     kernel = f"{part}.attn_implementation"
     if "/" in str(own.get("attn_implementation")) and kernel not in given:
-        told = one_line(str(own["attn_implementation"]))
+        told = quoted(str(own["attn_implementation"]))
         raise ValueError(f"its {kernel} is {told}, a kernel of the hub; allowed is {kernel}=… on the command line")
     builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
     if _LIVE in builders.values():
@@ -112,7 +112,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         )
     top = f"{part}._target_"
     if {key for key in builders if key != top} or (top not in given and builders.get(top) not in targets):
-        listed = one_line(", ".join(map(str, builders.values())) or "nothing")
+        listed = quoted(", ".join(map(str, builders.values())) or "nothing")
         raise ValueError(
             f"its {part} was built by {listed}; allowed without "
             f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
@@ -121,10 +121,12 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        is_place = is_foreign and not {*PLACES, "_args_"}.isdisjoint(key.split("."))  # of code of the user's
+        is_place = is_foreign and any(
+            name == "_args_" or is_written(name) for name in key.split(".")
+        )  # of code of the user's
         if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
-            told = one_line(str(value))
-            raise ValueError(f"its {one_line(key)} is {told}; allowed is {typed_key(key)}=… with the value")
+            told = quoted(str(value))
+            raise ValueError(f"its {typed_key(key)} is {told}; allowed is {typed_key(key)}=… with the value")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -178,13 +180,13 @@ def check_weights(path: Path | None, module: Any) -> None:
     now: Mapping[str, Any] = module.settings.get("policy", {})
     shared = set(then) & set(now) if then.get("_target_") != now.get("_target_") else {*then, *now}
     changed = [
-        f"{key} was {one_line(str(before))} and is {one_line(str(after))}"
+        f"{key} was {quoted(str(before))} and is {quoted(str(after))}"
         for key, before, after in differences(then, now, prefix="policy.")
         if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if then and changed else "it is of another model"
     raise ValueError(
-        f"checkpoint={one_line(str(path))}: {reason} ({len(wrong)} weights differ, such as {one_line(wrong[0])}); "
+        f"checkpoint={one_line(str(path))}: {reason} ({len(wrong)} weights differ, such as {quoted(wrong[0])}); "
         "allowed are the settings with which it was trained"
     )
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_lightning.allowed import PLACES
+from grpo_lightning.allowed import is_written
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import WATCHING
@@ -29,7 +29,7 @@ _PARTS = ("hydra", "hydra.sweeper", "hydra.sweeper.params", "hydra.launcher")
 """What may be empty in it."""
 _PROMISED = {
     *("trusted", "trust_remote_code", "path", "_target_", "_args_", "base_url", "api_key_env", "url", "entity"),
-    *("tracking_uri", "artifact_location", "verifier", "tools", *PLACES),
+    *("tracking_uri", "artifact_location", "verifier", "tools"),
 }
 _SWEPT = r"(?!.*[^\W\d]\w*\.[^\W\d])[\w.,+\-()\[\] ]*"  # no dotted name, which could be one of code
 """What a sweep of a file that the command brings along may not vary, and the values that it may give.
@@ -79,7 +79,8 @@ def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]
     for part in ("sweeper", "params"):
         swept = swept.get(part) if isinstance(swept, Mapping) else None
     for key, value in leaves_of(swept, "hydra.sweeper.params") if isinstance(swept, Mapping) else ():
-        if not _PROMISED.isdisjoint(re.split(r"[.+~]", key)) or not re.fullmatch(_SWEPT, str(value)):
+        names = re.split(r"[.+~]", key)
+        if not _PROMISED.isdisjoint(names) or any(map(is_written, names)) or not re.fullmatch(_SWEPT, str(value)):
             found.append((key, value))
     for part in ("callbacks", "logger", "trainer"):
         found += _places(said.get(part), part, own := list[str]())

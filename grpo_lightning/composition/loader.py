@@ -33,7 +33,7 @@ from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.composition.resolvers import resolver_problems
 from grpo_lightning.composition.said import changed, taken_for_choices
 from grpo_lightning.distributed import fresh
-from grpo_lightning.output import redaction
+from grpo_lightning.output import redaction, shell
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.places import entry_problem
@@ -94,6 +94,8 @@ class CheckedLoader(ConfigLoaderImpl):
             if "setup" in composed.hydra.launcher:  # of SLURM, which may be set up to hand on no variables
                 composed.hydra.launcher.setup = [fresh.in_a_shell()]
         remember_secrets(composed)
+        if "$" not in (program := shell.program()):  # elsewhere a train.py may be somebody else's
+            composed.hydra.help.template = str(composed.hydra.help.template).replace("python train.py", program)
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:

@@ -18,7 +18,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from grpo_lightning import start
 from grpo_lightning.distributed import parts
+from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import printable
 
 
@@ -190,8 +192,14 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
         raise ValueError(
             f"trainer.devices={config['trainer']['devices']}: allowed is 1 in a sweep (-m), since each further process "
             "would start the sweep anew; or start all processes together: "
-            f"torchrun --nproc_per_node={devices} train.py -m ... {where}=DIRECTORY"
+            f"torchrun --nproc_per_node={devices} {_script()} -m ... {where}=DIRECTORY"
         )
+
+
+def _script() -> str:
+    """The file that ``torchrun`` starts, or how it starts what is installed, in words of a shell."""
+    *python, name = start.program()
+    return shell_word(name) if python else f"--no-python {name}"
 
 
 def processes(trainer: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ import re
 import shlex
 from typing import Any
 
+from grpo_lightning import start
 from grpo_lightning.output.terminal import printable
 
 _QUOTED = str.maketrans({"'": "'\"'\"'", "\\": "'\"\\\\\"'"})
@@ -35,6 +36,11 @@ def typed(key: str, value: Any) -> str:
         word = f"{typed_key(key)}=[{','.join(hydra_text(str(one)) for one in value)}]"
         return word if _LIST.fullmatch(word) else shell_word(word)
     return shell_word(f"{typed_key(key)}={hydra_text(str(value))}")
+
+
+def program() -> str:
+    """How the command line is started, such as ``python train.py``, in words of a shell."""
+    return " ".join(map(shell_word, start.program()))
 
 
 def typed_key(key: str) -> str:

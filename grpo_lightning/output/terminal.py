@@ -13,6 +13,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_MOST_QUOTED = 80
+"""Characters."""
+_MORE = "\n  | "
+"""How further lines begin of what others say, so that none of them looks like one of this program's own."""
 _GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -28,6 +32,12 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     r"""`printable`, with ends of lines as ``\n``: a value that a stranger may have written, in a sentence."""
     return "\\n".join(printable(text).splitlines())
+
+
+def quoted(text: str) -> str:
+    """The beginning of `one_line` in quotes: words of a stranger's in a sentence of this program."""
+    told = one_line(text)
+    return f"“{told[:_MOST_QUOTED]}{'…' * (len(told) > _MOST_QUOTED)}”"
 
 
 def brief(value: float, digits: int) -> str:
@@ -49,16 +59,33 @@ def say(line: str) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """What an exception says, in words that can stand alone; of unexpected ones with their type."""
+    """What an exception says, in words that can stand alone; of those that others raise with their type.
+
+    Their words may be a stranger's, such as a chat template's, and tell of a command as this program does.
+    """
     text = str(error).strip()
+    if not hasattr(error, "problems"):  # which are a line each
+        text = text.replace("\n", _MORE)
     expected = type(error).__module__.startswith("grpo_lightning") or type(error) in (ValueError, RuntimeError)
-    if isinstance(error, FloatingPointError) or (expected and text):
+    if isinstance(error, FloatingPointError) or (expected and text and _is_raised_here(error)):
         return hide(printable(text))
     return hide(printable(f"{type(error).__name__}: {text}" if text else type(error).__name__))
 
 
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether this package has raised an exception, or nobody yet."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is None or str(place.tb_frame.f_globals.get("__name__")).startswith("grpo_lightning")
+
+
 class FileFormatter(logging.Formatter):
     """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        text = super().formatMessage(record)
+        return text if getattr(record, "shown", False) else re.sub(r"\n(?!  )", lambda _: _MORE, text)
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(printable(super().format(record)))
@@ -106,7 +133,7 @@ class ForeignFormatter(logging.Formatter):
         self._own = own or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(printable(_COLOUR.sub("", self._own.format(record))))
+        return hide(printable(_COLOUR.sub("", self._own.format(record)))).replace("\n", _MORE)
 
 
 def show_printable(library: str) -> None:

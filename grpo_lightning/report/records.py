@@ -93,7 +93,10 @@ def read_run(directory: Path) -> RunRecord:
             directory, words, "killed", "it has begun, no process trains in it, and it has no summary.json"
         )
     reason = " ".join(str(summary.get("error") or "").split())
-    return RunRecord(directory, words, str(summary.get("status")), reason, summary)
+    status = str(summary.get("status"))  # text of a stranger's, if the run is one's
+    return RunRecord(
+        directory, words, status if status.isidentifier() else "failed", f"“{reason}”" if reason else "", summary
+    )
 
 
 def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_lightning.output.shell import shell_word, typed, typed_key
+from grpo_lightning.output.shell import program, shell_word, typed, typed_key
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.names import translated
 
@@ -119,7 +119,7 @@ def _unknown(error: Exception, key: str, conf: Path, keys: Collection[str]) -> s
     if having := _having(key, conf):
         return f"{said}: allowed with {' or '.join(having)}, which is not chosen"
     return unknown_key(key, value, [*keys, *_OF_HYDRA]) or (
-        f"{said}: unknown; allowed are the keys that `python train.py --cfg job` prints, and "
+        f"{said}: unknown; allowed are the keys that `{program()} --cfg job` prints, and "
         f"{shell_word(f'+{said}')} for a new one"
     )
 

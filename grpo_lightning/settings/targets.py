@@ -5,7 +5,7 @@ from inspect import Parameter, Signature
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from grpo_lightning.allowed import MODULES_OF_PEFT, PLACES
+from grpo_lightning.allowed import MODULES_OF_PEFT, is_written
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.settings.signatures import signature
@@ -70,9 +70,9 @@ def target_problems(
 def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mapping[str, Parameter]) -> Iterator[str]:
     """The arguments by which a row or a model would say where code of the user's writes, in a stranger's settings."""
     who = "the model" if ".tools." in key else "the data"
-    for place in PLACES:
-        parameter = parameters.get(place)
-        if parameter is not None and place not in node and (who == "the model" or parameter.default is parameter.empty):
+    for place, parameter in parameters.items():
+        is_open = place not in node and (who == "the model" or parameter.default is parameter.empty)
+        if is_open and is_written(place):
             yield (
                 f"{key}: {place} of {name} would be said by {who}, which may be a stranger's as the settings that the "
                 f"command brings along; allowed is {typed_key(f'{key}.{place}')}=… or "

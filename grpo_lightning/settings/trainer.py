@@ -16,7 +16,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_epochs": ((None,), _STEPS),
     "max_time": (
         (None,),
-        "`timeout -s TERM 4h python train.py …` ends a run after four hours, and its last complete step is saved",
+        "`timeout -s TERM 4h`, before the command, ends a run after four hours, and its last complete step is saved",
     ),
     "fast_dev_run": ((False,), "steps=1 tries a run"),
     "overfit_batches": ((0, 0.0), "data.train_size=N trains on few prompts"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import PLACES, Rule, flag, integer, number, problems
+from grpo_lightning.allowed import Rule, flag, integer, is_written, number, problems
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
@@ -168,7 +168,8 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     bound = wrapped.keywords if isinstance(wrapped, partial) else {}
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
-    places = [name for name in PLACES if name not in named or named[name].default is not inspect.Parameter.empty]
+    needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
+    places = [name for name in known if is_written(name) and name not in needed]
     own = {*bound, *_only_settings(wrapped), *places}  # data may be a stranger's
     known = {name: value for name, value in known.items() if name not in own}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
