@@ -10,6 +10,7 @@ from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement, redaction
 from grpo_lightning.output.announcement import Opening, greeting, say_once, show_settings
 from grpo_lightning.output.ending import closing, label, outcome
+from grpo_lightning.output.shell import program
 from tests.support.composed import CONF
 
 DEFAULTS = {"algorithm": "grpo", "loss": "grpo", "policy": "tiny", "reward": ["accuracy", "format"]}
@@ -163,7 +164,7 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
 
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
     command = longer_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=40)
-    assert command == f"python train.py seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
+    assert command == f"{program()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_settings_of_a_logger_that_was_not_chosen_are_refused():
         check(composed("+logger.csv.name=x"))
     config = composed()
     config["logger"]["$(touch HIT)"] = {"name": "x"}
-    with pytest.raises(ConfigError, match=r"allowed is 'logger=\[tensorboard,\$\(touch HIT\)\]'"):
+    with pytest.raises(ConfigError, match=r"allowed is 'logger=\[tensorboard,\"\$\(touch HIT\)\"\]'"):
         check(config)
 
 

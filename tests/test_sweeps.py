@@ -133,7 +133,7 @@ def test_jobs_at_once_and_one_of_them_fails(tmp_path):
     assert sorted(state["status"] for state in states) == ["failed", "failed", "finished", "finished"]
     text = " ".join(done.stdout.split())
     assert "2 of 4 runs without a result:" in text
-    assert "failed, reward 'custom' raised ZeroDivisionError" in text
+    assert "failed, “reward 'custom' raised ZeroDivisionError" in text
     assert "Traceback" not in done.stderr.replace("_RemoteTraceback", "")
 
 

@@ -141,9 +141,7 @@ def test_changed_data_are_said_where_no_setting_changed(tmp_path, caplog):
 def test_a_changed_setting_is_one_line_whatever_it_holds():
     said = told({"a\nimport os": "x\r\ny\u2028z", "seed": 1}, {"seed": 1})
     assert said.splitlines()[1:] == [r"  a\nimport os was x\r\ny\nz and is null now"]
-    with pytest.raises(
-        ValueError, match=r"^optimizer\._target_=a\.B: allowed is \$'x\\x0aimport os', the optimizer of the"
-    ):
+    with pytest.raises(ValueError, match=r"^optimizer\._target_=a\.B: allowed is x…import…os, the optimizer of the"):
         same_optimizer({"optimizer": {"_target_": "x\nimport os"}}, {"optimizer": {"_target_": "a.B"}})
 
 
