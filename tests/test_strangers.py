@@ -97,6 +97,19 @@ def test_weights_are_tensors(raw, model, ran):
 
 
 @provocation(
+    "a model whose weights are parts as transformers' processes write them, which say themselves what they are parts of",
+    "refused in one sentence: what no part holds would be what lay in memory before",
+)
+def test_parts_of_several_processes_are_not_read(model):
+    name = "shard-00000-model-00001-of-00001.safetensors"
+    (model / "model.safetensors").rename(model / name)
+    with pytest.raises(
+        ValueError, match=rf"^policy.path='.*model': {name} is a part of weights that several processes"
+    ):
+        hf.load(str(model), **PLAIN)
+
+
+@provocation(
     "a model or checkpoint as torch wrote it before version 1.6, of which it does not look at views of memory",
     "refused in one sentence",
 )

@@ -45,11 +45,16 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         trusted: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: There is none, the weights are a pickle of more than tensors, code comes with them, a configuration
+        ValueError: There is none, the weights are parts that nobody has put together or a pickle of more than tensors, code comes with them, a configuration
             names code (`values_only`), or a package is absent.
     """
     where = f"{key}={path!r}"
     show_printable("transformers")
+    if part := next(Path(path).glob("shard-*.safetensors"), None):  # memory without a part would count as weights
+        raise ValueError(
+            f"{where}: {printable(part.name)} is a part of weights that several processes have written; allowed are "
+            "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
+        )
     left_out: list[str] = []
     try:
         with (
