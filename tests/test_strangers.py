@@ -97,7 +97,7 @@ def test_weights_are_tensors(raw, model, ran):
 
 
 @provocation(
-    "a model whose weights are parts as transformers' processes write them, which say themselves what they are parts of",
+    "a model whose weights are parts as processes of transformers' write them, which say what they are parts of",
     "refused in one sentence: what no part holds would be what lay in memory before",
 )
 def test_parts_of_several_processes_are_not_read(model):

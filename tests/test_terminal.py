@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.output.terminal import FileFormatter, TerminalFormatter, printable, sentence, show_printable
+from grpo_lightning.output.terminal import FileFormatter, TerminalFormatter, printable, quoted, sentence, show_printable
 from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
 
@@ -47,6 +47,12 @@ def test_a_library_s_warnings_cannot_clear_the_terminal():
         shown.getvalue()
         == ("[lib] evil\\x1b[2J.weight red\n  | line \\x9b\n" + "evil\\x1b[2J.weight red\n  | line \\x9b\n") * 2
     )
+
+
+def test_words_of_a_strangers_are_quoted_and_cut():
+    assert quoted("a\nb\x1b") == "“a\\nb\\x1b”"
+    assert quoted("x" * 80) == f"“{'x' * 80}”"
+    assert quoted("x" * 81) == f"“{'x' * 80}…”"
 
 
 @provocation(

@@ -45,8 +45,8 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         trusted: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: There is none, the weights are parts that nobody has put together or a pickle of more than tensors, code comes with them, a configuration
-            names code (`values_only`), or a package is absent.
+        ValueError: There is none, the weights are parts that nobody has put together or a pickle of more than tensors,
+            code comes with them, a configuration names code (`values_only`), or a package is absent.
     """
     where = f"{key}={path!r}"
     show_printable("transformers")
