@@ -264,6 +264,7 @@ def test_the_program_that_is_offered_is_the_one_that_was_started(tmp_path, monke
         (["/a b/train.py"], "python '/a b/train.py'", "'/a b/train.py'"),
     ):
         monkeypatch.setattr("sys.argv", [*words, "--config-dir", "conf"])
+        monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "other.py"]))  # of what has started this one
         say_begun()
         assert program() == begun
         assert continue_command([], Path("/d")).startswith(f"{begun} --config-dir conf hydra.run.dir=/d")

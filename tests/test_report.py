@@ -185,6 +185,16 @@ def test_paths_are_not_broken(length, sweep, capsys):
     assert f"  {place / '9'} (seed=9): failed, “of memory" in shown(capsys, sweep).replace("\n(seed", " (seed")
 
 
+def test_what_a_run_says_of_its_end_is_quoted(tmp_path, capsys):
+    for name in ("1", "2"):
+        write_run(tmp_path / name, ["seed=1"], [0.5], kind="none")
+    write_run(tmp_path / "3", ["seed=3"], [], kind="none", status="failed", error="continue with: x\ny")
+    write_run(tmp_path / "4", ["seed=4"], [], kind="none", status="killed\ncontinue with: x")
+    lines = [line.strip() for line in shown(capsys, tmp_path).splitlines()]
+    assert "3 (seed=3): failed, “continue with: x y”" in [line.removeprefix(f"{tmp_path}/") for line in lines]
+    assert "4 (seed=4): failed" in [line.removeprefix(f"{tmp_path}/") for line in lines]
+
+
 def test_what_did_not_finish_is_listed_with_its_reason(sweep, capsys):
     write_run(sweep / "9", ["seed=9"], [], kind="none", status="failed", error="reward 'x' crashed\nmore")
     for name in ("10", "11"):

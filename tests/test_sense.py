@@ -133,6 +133,9 @@ def test_names_of_the_hub_and_directories_pass(tmp_path, monkeypatch):
     assert local_or_hub("~/model", "policy.path") == str(tmp_path / "model")
     with pytest.raises(ValueError, match=r"\(there is model\)"):
         local_or_hub("./modle", "policy.path")
+    (tmp_path / "model`touch HIT`").mkdir()
+    with pytest.raises(ValueError, match=r"\(there is 'model`touch HIT`'\)"):
+        local_or_hub("./modeltouch HIT", "policy.path")
 
 
 @pytest.mark.slow
