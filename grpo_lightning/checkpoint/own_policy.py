@@ -121,9 +121,8 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        is_place = is_foreign and any(
-            name == "_args_" or is_written(name) for name in key.split(".")
-        )  # of code of the user's
+        names = key.split(".")
+        is_place = is_foreign and ("_args_" in names or any(map(is_written, names)))  # of code of the user's
         if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
             told = quoted(str(value))
             raise ValueError(f"its {typed_key(key)} is {told}; allowed is {typed_key(key)}=… with the value")
