@@ -109,9 +109,28 @@ def test_adapters_that_name_nothing_are_loaded(kind, here):
     made = PEFT_TYPE_TO_CONFIG_MAPPING[kind](
         task_type="CAUSAL_LM", target_modules=parts.get(kind, ["q_proj"]), **others.get(kind, {})
     )
-    get_peft_model(AutoModelForCausalLM.from_pretrained(directory), made).save_pretrained(here / "adapter")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), made)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(here / "adapter")
     shutil.copytree(here / "adapter", directory, dirs_exist_ok=True)
-    assert hf.load(str(directory), **PLAIN).model._hf_peft_config_loaded
+    ids = torch.tensor([[3, 5, 7, 3]])
+    with torch.no_grad():
+        plain, expected = adapted.get_base_model(), adapted.eval()(ids).logits
+        with adapted.disable_adapter():
+            before = plain(ids).logits
+        policy = hf.load(str(directory), **PLAIN)
+        torch.testing.assert_close(policy.model.eval()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        assert (expected - before).abs().max() > 1e-3
+        policy.export(here / "export")
+        again = hf.load(str(here / "export"), **PLAIN)
+        torch.testing.assert_close(again.model.eval()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not list((here / "export").glob("adapter*"))
+    assert {name for name, _ in policy.model.named_parameters()} == {
+        name for name, _ in AutoModelForCausalLM.from_pretrained(here / "export").named_parameters()
+    }
+    assert all(parameter.requires_grad for parameter in policy.model.parameters())
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '"megatron_core"'])
@@ -125,7 +144,7 @@ def test_settings_of_an_adapter_are_a_mapping(content, here):
 def test_an_adapter_as_peft_writes_it_is_loaded(here):
     directory = with_adapter(write_checkpoint(here / "model", "llama", chat=True))
     policy = hf.load(str(directory), **PLAIN)
-    assert any("lora" in name for name, _ in policy.model.named_parameters())
+    assert not any("lora" in name for name, _ in policy.model.named_parameters())
 
 
 @provocation(

@@ -1,6 +1,7 @@
 import json
 import logging
 import sys
+import warnings
 from io import StringIO
 
 import pytest
@@ -41,12 +42,32 @@ def test_a_library_s_warnings_cannot_clear_the_terminal():
     log.addHandler(logging.StreamHandler(shown))
     log.propagate = False
     for _ in range(2):  # as often as models are read
-        show_printable("a_library")
+        show_printable(["a_library"])
         logging.getLogger("a_library.part").warning("evil\x1b[2J.weight \x1b[33mred\x1b[0m\nline %s", "\x9b")
     assert (
         shown.getvalue()
         == ("[lib] evil\\x1b[2J.weight red\n  | line \\x9b\n" + "evil\\x1b[2J.weight red\n  | line \\x9b\n") * 2
     )
+
+
+@provocation(
+    "an adapter or a data set of a stranger's of whose names a library warns, with ends of lines and "
+    "`continue with: …`",
+    "further lines are marked, control characters escaped",
+)
+def test_a_warning_looks_like_no_line_of_our_own(capsys, monkeypatch):
+    def show(message, category, filename, lineno, file=None, line=None):  # as Python does it outside of pytest
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        for _ in range(2):
+            show_printable()
+            warnings.warn("none of \x1b[2J\nstopped: step 3 is saved\ncontinue with: x", stacklevel=1)
+    shown = capsys.readouterr().err
+    assert shown.count("UserWarning: none of \\x1b[2J\n  | stopped: step 3 is saved\n  | continue with: x\n") == 2
+    assert not any(line.startswith(("stopped", "continue")) for line in shown.splitlines())
 
 
 def test_words_of_a_strangers_are_quoted_and_cut():

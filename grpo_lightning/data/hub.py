@@ -19,7 +19,7 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import printable, show_printable
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
         )
     path = local_or_hub(path, "data.path")
     local = Path(path)
+    show_printable()
     try:
         if any((local / file).is_file() for file in _SAVED):
             with contained(), no_pickles(), weights_only():

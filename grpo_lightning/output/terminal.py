@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from grpo_lightning.output.redaction import hide
@@ -17,6 +19,10 @@ _MOST_QUOTED = 80
 """Characters."""
 _MORE = "\n  | "
 """How further lines begin of what others say, so that none of them looks like one of this program's own."""
+_LIBRARIES = (
+    *("accelerate", "datasets", "huggingface_hub", "lightning", "lightning.pytorch", "optuna", "peft", "torch"),
+    *("transformers", "vllm"),
+)
 _GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -136,15 +142,32 @@ class ForeignFormatter(logging.Formatter):
         return hide(printable(_COLOUR.sub("", self._own.format(record)))).replace("\n", _MORE)
 
 
-def show_printable(library: str) -> None:
-    """Let what a library logs with handlers of its own, such as names in a stranger's files, do nothing to a terminal.
+def show_printable(libraries: Sequence[str] = _LIBRARIES) -> None:
+    """Let what libraries log and warn of, such as names in a stranger's files, do nothing to a terminal.
 
     Args:
-        library: The name of its logger.
+        libraries: The names of the loggers that have handlers of their own.
     """
-    for handler in logging.getLogger(library).handlers:
-        if not isinstance(handler.formatter, ForeignFormatter):
-            handler.setFormatter(ForeignFormatter(handler.formatter))
+    for library in libraries:
+        for handler in logging.getLogger(library).handlers:
+            if not isinstance(handler.formatter, ForeignFormatter):
+                handler.setFormatter(ForeignFormatter(handler.formatter))
+    if not isinstance(warnings.showwarning, _Shown):
+        warnings.showwarning = _Shown(warnings.showwarning)
+
+
+class _Shown:
+    """Shows warnings as ``warnings.showwarning`` does, printable.
+
+    Args:
+        own: How they were shown before.
+    """
+
+    def __init__(self, own: Callable[..., None]) -> None:
+        self._own = own
+
+    def __call__(self, message: Warning | str, *place: Any, **more: Any) -> None:
+        self._own(printable(str(message)).replace("\n", _MORE), *place, **more)
 
 
 def is_unseen(record: logging.LogRecord) -> bool:

@@ -17,6 +17,40 @@ def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def without_adapters(model: Any) -> Any:
+    """The model with the adapters that lie beside its weights merged into them: they are what is trained and exported.
+
+    transformers puts such adapters into the layers, leaves them alone to be trained, and would save nothing else.
+
+    Args:
+        model: As transformers has loaded it.
+    """
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    replaced = list[str]()
+    for name, layer in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if name.startswith(tuple(f"{one}." for one in replaced)):
+            continue
+        if isinstance(layer, AuxiliaryTrainingWrapper):
+            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        elif isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            merged = layer.get_base_layer()
+        else:
+            continue
+        setattr(model.get_submodule(parent), last, merged)
+        replaced.append(name)
+    del model.peft_config, model._weight_conversions  # names in files of peft's: those of the architecture count again
+    model._hf_peft_config_loaded = False
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return model
+
+
 def base_of(model: Any) -> Any:
     """The model below the adapter, or the model itself where it has none."""
     return model.get_base_model() if is_adapted(model) else model

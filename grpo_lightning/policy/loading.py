@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
 from grpo_lightning.output.terminal import printable
+from grpo_lightning.policy.adapted import without_adapters
 from grpo_lightning.transformer.strangers import (
     check_adapter_files,
     check_attention,
@@ -87,6 +88,7 @@ def pretrained(
     lay_out(model, f"policy.path={path!r}")
     with named(path):
         _check_whole(model, loading_info)
+    model = without_adapters(model)
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer

@@ -49,7 +49,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             code comes with them, a configuration names code (`values_only`), or a package is absent.
     """
     where = f"{key}={path!r}"
-    show_printable("transformers")
+    show_printable()
     if part := next(Path(path).glob("shard-*.safetensors"), None):  # memory without a part would count as weights
         raise ValueError(
             f"{where}: {printable(part.name)} is a part of weights that several processes have written; allowed are "
