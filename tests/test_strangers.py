@@ -100,13 +100,16 @@ def test_weights_are_tensors(raw, model, ran):
     "a model whose weights are parts as processes of transformers' write them, which say what they are parts of",
     "refused in one sentence: what no part holds would be what lay in memory before",
 )
-def test_parts_of_several_processes_are_not_read(model):
+def test_parts_of_several_processes_are_not_read(model, monkeypatch):
     name = "shard-00000-model-00001-of-00001.safetensors"
     (model / "model.safetensors").rename(model / name)
     with pytest.raises(
         ValueError, match=rf"^policy.path='.*model': {name} is a part of weights that several processes"
     ):
         hf.load(str(model), **PLAIN)
+    monkeypatch.setenv("HOME", str(model.parent))
+    with pytest.raises(ValueError, match=rf"^policy.path='~/model': {name} is a part of weights"):
+        hf.load("~/model", **PLAIN)
 
 
 @provocation(

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.output.terminal import FileFormatter, TerminalFormatter, printable, quoted, sentence, show_printable
+from grpo_lightning.output.ending import label
+from grpo_lightning.output.terminal import (
+    FileFormatter,
+    TerminalFormatter,
+    printable,
+    quoted,
+    say,
+    sentence,
+    show_printable,
+)
 from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
 
@@ -82,9 +91,9 @@ def test_words_of_a_strangers_are_quoted_and_cut():
     "no line of it begins as one of this program's own: others' words have the name of their error, and further lines "
     "a mark",
 )
-def test_what_others_say_looks_like_no_line_of_our_own():
+def test_what_others_say_looks_like_no_line_of_our_own(capsys):
     forged = "it failed\nstopped: step 3 is saved\n  continue with: python train.py; touch x"
-    marked = "it failed\n  | stopped: step 3 is saved\n  |   continue with: python train.py; touch x"
+    marked = "it failed\n  | stopped: step 3 is saved\n  | continue with: python train.py; touch x"
     assert sentence(ValueError(forged)) == sentence(RuntimeError(f"{forged}\n")) == marked
     with pytest.raises(ValueError, match="Expecting value") as others:
         json.loads("x")
@@ -95,12 +104,18 @@ def test_what_others_say_looks_like_no_line_of_our_own():
     with pytest.raises(ConfigError) as own:
         raise ConfigError(["a: b", "c: d\nstopped: step 3"])
     assert "\n  c: d\\nstopped: step 3" in sentence(own.value)
+    record = logging.LogRecord("x", logging.ERROR, "f", 1, "%s", (sentence(own.value),), None)
+    assert FileFormatter("[E] %(message)s").format(record).splitlines()[1:] == [
+        "  | a: b",
+        "  | c: d\\nstopped: step 3",
+    ]
     assert sentence(ConfigError(["a: b"])) == "the settings cannot work:\n  a: b"
+    say(forged)
+    assert capsys.readouterr().err == marked + "\n"
+    assert label("val/a\nstopped: step 3") == "a\\nstopped: step 3"
     for kind in (FileFormatter, TerminalFormatter):
         record = logging.LogRecord("x", logging.INFO, "f", 1, "%s", (forged,), None)
-        assert kind("%(message)s").format(record) == marked.replace("|   continue", "continue")
-        record.shown = True
-        assert kind("%(message)s").format(record) == forged
+        assert kind("%(message)s").format(record) == marked
         try:
             raise KeyError("a")
         except KeyError:

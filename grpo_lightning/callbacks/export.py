@@ -16,7 +16,7 @@ from grpo_lightning import __version__
 from grpo_lightning.checkpoint import disk
 from grpo_lightning.distributed.sharding import is_sharded, whole_weights
 from grpo_lightning.output.links import followed
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.policy import Policy
 
 
@@ -79,7 +79,7 @@ def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory
         is_ours = card_there.is_file() and _MADE_BY in card_there.read_text(encoding="utf-8", errors="replace")
         if is_ours and (foreign := _foreign(place)) is None:
             return place
-    also = f", and nothing else, such as {printable(foreign.name)}" if foreign else ""
+    also = f", and nothing else, such as {one_line(foreign.name)}" if foreign else ""
     raise ValueError(
         f"{key}={directory}: allowed is a directory that does not exist, is empty, or holds an earlier export, which is"
         f" replaced{also}"

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.loggers.logger import _DummyExperiment
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _tell(logger: Logger, what: str) -> None:
             "%s of %s failed (%s): training goes on, checkpoints are saved, and logs may have gaps",
             type(logger).__name__,
             place,
-            printable(what)[:300],
+            one_line(what)[:300],
         )
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import label
-from grpo_lightning.output.terminal import WIDTH, bare, brief, printable, say
+from grpo_lightning.output.terminal import WIDTH, bare, brief, one_line, say
 
 _LONGEST = 24
 """Characters of a metric's name on a line, which a user's reward may be longer than."""
@@ -61,7 +61,7 @@ def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
     if name is not None:
         number = brief(metrics[name], 2)
         longest = max(0, min(_LONGEST, room - len(number) - 1))
-        parts.append(f"{printable(label(name))[:longest]} {number}".strip())
+        parts.append(f"{one_line(label(name))[:longest]} {number}".strip())
     is_new = module.validated_at == module.completed_steps
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"

@@ -15,7 +15,7 @@ from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import one_line, printable, quoted
+from grpo_lightning.output.terminal import one_line, quoted
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def chosen(
     try:
         check(path, every_byte=is_first())
     except ValueError as error:
-        raise ValueError(f"{printable(str(error))}; {_offer(path.parent, directory, overrides, path)}") from error
+        raise ValueError(f"{one_line(str(error))}; {_offer(path.parent, directory, overrides, path)}") from error
     return path
 
 

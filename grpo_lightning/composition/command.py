@@ -10,7 +10,7 @@ from grpo_lightning import start
 from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.redaction import redacted_words
-from grpo_lightning.output.terminal import last_through_closed_pipes, printable
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -29,7 +29,7 @@ def main() -> None:
         sys.exit("--shell-completion would have a shell run what names of settings say; allowed are overrides alone")
 
     if "${" in str(start.START):
-        sys.exit(f"{printable(str(start.START))}: settings give ${{ in a name a meaning; allowed is a start elsewhere")
+        sys.exit(f"{one_line(str(start.START))}: settings give ${{ in a name a meaning; allowed is a start elsewhere")
 
     if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")

@@ -26,7 +26,7 @@ from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import printable, say, sentence
+from grpo_lightning.output.terminal import one_line, say, sentence
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_said
 from grpo_lightning.settings.places import entry_problem
@@ -48,7 +48,7 @@ def _hydra_job(cfg: DictConfig) -> float:
     is_sweep = given.mode == RunMode.MULTIRUN
     if problem := _begin_log(directory, str(given.job.name)):
         _leave_log()
-        told = hide(printable(problem))
+        told = hide(one_line(problem))
         if is_sweep:
             raise JobFailed(told)
         print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's

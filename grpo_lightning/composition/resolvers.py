@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import grammar_parser
 from omegaconf.errors import GrammarParseError
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
 _MAKING = ("oc.create", "oc.decode")
@@ -21,7 +21,7 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
         composed: All settings but Hydra's own, not resolved.
     """
     return [
-        printable(
+        one_line(
             f"{key}={value}: makes parts of a text; allowed in ${{…}} are names of settings, oc.env, oc.select, "
             "oc.dict.keys, oc.dict.values, ${oc.decode:${oc.env:NAME}} and resolvers of your own"
         )

@@ -13,7 +13,7 @@ from datasets.features import features
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
 """Kinds of files that are read, of about 30 that datasets knows: the others have readers and libraries of their own."""
@@ -67,7 +67,7 @@ def contained() -> Iterator[None]:
     def known(name: str) -> Any:
         if not _TYPE.fullmatch(name):
             raise ValueError(
-                f"a column of the type {printable(repr(name))}: allowed are types of pyarrow's, like string"
+                f"a column of the type {one_line(repr(name))}: allowed are types of pyarrow's, like string"
             )
         return arrow(name)
 

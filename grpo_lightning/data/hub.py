@@ -19,7 +19,7 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.terminal import printable, show_printable
+from grpo_lightning.output.terminal import one_line, show_printable
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _rows(table: datasets.Dataset, where: str) -> Iterator[dict[str, Any]]:
         try:
             yield next(rows)
         except Exception as error:  # of pyarrow or of a feature of the library
-            told = printable(" ".join(str(error).split()))
+            told = one_line(" ".join(str(error).split()))
             raise ValueError(f"{where}, row {number}: cannot be read: {type(error).__name__}: {told}") from error
 
 
@@ -158,7 +158,7 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
             "JSON, CSV, parquet and arrow"
         ) from error
     except Exception as error:  # of the network, of a format, or of YAML
-        told = printable(" ".join(str(error).split()))
+        told = one_line(" ".join(str(error).split()))
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
 
 
@@ -216,8 +216,8 @@ def _without_media(table: datasets.Dataset, path: str) -> datasets.Dataset:
     if media:
         log.warning(
             "%s: the columns %s are left out: they hold images, sounds or other media, which are not read",
-            printable(path),
-            printable(", ".join(media)),
+            one_line(path),
+            one_line(", ".join(media)),
         )
     return table.remove_columns(media) if media else table
 

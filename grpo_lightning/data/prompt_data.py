@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
@@ -81,6 +81,15 @@ class PromptData(LightningDataModule):
         self.dropped = 0
         self._sources: tuple[Source, Source] | None = None
         self._followed: Callable[[], int] | None = None
+
+    @classmethod
+    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
+        """Not a way to get data, which are made of settings.
+
+        Raises:
+            TypeError: Always, with the way there is.
+        """
+        raise TypeError(f"{cls.__name__}.load_from_checkpoint: allowed is compose('checkpoint=PATH', …).data")
 
     @property
     def train(self) -> Source:

@@ -16,7 +16,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -73,7 +73,7 @@ def check_operators(task: str, config: Any, *, key: str = "data.task_config") ->
             allowed = {*"+-*/", *(field.default if isinstance(field.default, tuple) else ())}
             if wrong := [one for one in given if one not in allowed]:
                 listed = " ".join(sorted(allowed))
-                raise ValueError(f"{key}.{field.name}: {printable(str(wrong[0]))}: allowed are {listed}")
+                raise ValueError(f"{key}.{field.name}: {one_line(str(wrong[0]))}: allowed are {listed}")
     for spec in config.get("datasets") or ():
         if isinstance(spec, Mapping):
             check_operators(str(spec.get("name")), spec.get("config"), key=key)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_lightning.distributed.reading import NotPlain, no_pickles, weights_only
-from grpo_lightning.output.terminal import one_line, printable
+from grpo_lightning.output.terminal import one_line
 
 METADATA = ".metadata"
 
@@ -152,14 +152,14 @@ def problem(directory: Path) -> str | None:
     except OSError as error:
         return f"is a directory whose files cannot be listed: {error.strerror}"
     if other:
-        return f"has a {printable(other.name)}, which this program has not written and which could run code"
+        return f"has a {one_line(other.name)}, which this program has not written and which could run code"
     try:
         described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
         places, kinds = described.storage_data, described.state_dict_metadata
     except FileNotFoundError:
         return f"lacks {METADATA}: it was not written to its end"
     except Exception as error:  # a pickle may raise anything
-        return f"has a {METADATA} that cannot be read: {printable(str(error)[:200])}"
+        return f"has a {METADATA} that cannot be read: {one_line(str(error)[:200])}"
     if type(places) is not dict or type(kinds) is not dict:
         return f"has a {METADATA} that cannot be read: it says nothing of the parts"
     for index, place in places.items():
@@ -169,7 +169,7 @@ def problem(directory: Path) -> str | None:
         with values_only():
             filesystem.FileSystemReader(directory).read_metadata()
     except Exception as error:  # the classes themselves may refuse what their stand-ins take
-        return f"has a {METADATA} that cannot be read: {printable(str(error)[:200])}"
+        return f"has a {METADATA} that cannot be read: {one_line(str(error)[:200])}"
     return None
 
 

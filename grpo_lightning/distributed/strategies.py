@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from grpo_lightning import start
 from grpo_lightning.distributed import parts
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 
 class _OnBothSides:
@@ -112,7 +112,7 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         # Also what Lightning has chosen by itself, which nobody has checked before.
         if path.is_dir() and (found := parts.problem(path)):
-            raise ValueError(printable(f"checkpoint={str(path)!r} {found}"))
+            raise ValueError(one_line(f"checkpoint={str(path)!r} {found}"))
         with parts.values_only():
             return super().load_checkpoint(path, weights_only=weights_only)
 

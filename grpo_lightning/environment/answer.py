@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 from grpo_lightning.environment.reply import BadCall
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 ALLOWED = "text (a reply), a finite number (over, with this score), None (over) or (text, finite number)"
 _SHOWN_CHARACTERS = 80
@@ -19,7 +19,7 @@ class AnswerError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)

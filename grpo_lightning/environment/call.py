@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_lightning.environment.answer import Answer, AnswerError, read
 from grpo_lightning.environment.played import Played, called
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.pool import Failure
 from grpo_lightning.reward.engine.weighted import arguments
 
@@ -71,7 +71,7 @@ def name_of(function: Any) -> str:
         function = function.function if isinstance(function, Played) else function.func
     if not hasattr(function, "__qualname__"):
         function = type(function)
-    return printable(f"{function.__module__}.{function.__qualname__}")
+    return one_line(f"{function.__module__}.{function.__qualname__}")
 
 
 def attribute(function: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from grpo_lightning.distributed import signals
 from grpo_lightning.environment.answer import Answer, shown
 from grpo_lightning.environment.call import ARGUMENTS, Asked, taken
 from grpo_lightning.output.activity import doing
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.reward.engine.foreign import described
 
@@ -31,7 +31,7 @@ class EpisodeError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(one_line(message))
 
 
 def check_columns(environment: "Environment", column_names: Collection[str]) -> None:
@@ -222,7 +222,7 @@ class Episodes:
             raise EpisodeError(told)
         if (environment.name, failure.kind) not in _told:
             _told.add((environment.name, failure.kind))
-            log.warning("%s; they are counted as episode/failed from now on", printable(told))
+            log.warning("%s; they are counted as episode/failed from now on", one_line(told))
 
     def _settled(self) -> list[_Episode]:
         """All episodes, without answers that are still to come."""

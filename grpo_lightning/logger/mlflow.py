@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from grpo_lightning.logger.known import STORE, keep, known
 from grpo_lightning.output.links import followed
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 _DATABASE = STORE.removeprefix("sqlite:///")
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
@@ -80,7 +80,7 @@ class MLFlowLogger(loggers.MLFlowLogger):
         is_below = path is not None and path != own and path.is_relative_to(own)
         if not is_given and not (is_local and is_below and path and not (is_new and _has_links(path))):
             raise ValueError(
-                printable(
+                one_line(
                     f"logger.mlflow.tracking_uri={STORE}: this database has files of the run written to {place}; "
                     f"allowed is {own}, so move mlflow.db away, or choose another logger.mlflow.experiment_name"
                 )
@@ -138,7 +138,7 @@ def _check_tables() -> None:
         found = [row for row in database.execute(made) if row[0] == "view" or _SAY_WHERE.search(str(row[2]))]
     for kind, name, _ in found:
         raise ValueError(
-            printable(
+            one_line(
                 f"logger.mlflow.tracking_uri={STORE}: this database has the {kind} {name}, which may say anew at every "
                 "time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
             )

@@ -9,7 +9,7 @@ from grpo_lightning import __version__
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import folded
 from grpo_lightning.output.redaction import redacted, redacted_words
-from grpo_lightning.output.terminal import WIDTH, printable, say
+from grpo_lightning.output.terminal import WIDTH, one_line, say
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,6 @@ def show_settings(config: Mapping[str, Any]) -> None:
 def _grow(tree: Any, node: Mapping[str, Any]) -> None:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            _grow(tree.add(printable(str(key))), value)
+            _grow(tree.add(one_line(str(key))), value)
         else:
-            tree.add(printable(f"{key}: {value}"))
+            tree.add(one_line(f"{key}: {value}"))

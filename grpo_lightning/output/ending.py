@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import WIDTH, brief
+from grpo_lightning.output.terminal import WIDTH, brief, one_line
 
 _LABELS = {"reward/total": "reward", "loss/total": "loss"}
 
 
 def label(name: str) -> str:
     """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
-    name = name.removeprefix("val/")
+    name = one_line(name).removeprefix("val/")
     return _LABELS.get(name) or name.removeprefix("reward/")
 
 

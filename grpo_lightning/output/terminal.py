@@ -60,8 +60,13 @@ def bare(number: str) -> str:
 
 def say(line: str) -> None:
     """Print a line to stderr, and write it to the log file of the run, if there is one."""
-    print(hide(printable(line)), file=sys.stderr, flush=True)
+    print(hide(printable(_marked(line))), file=sys.stderr, flush=True)
     logging.getLogger(__name__).info("%s", line, extra={"shown": True})
+
+
+def _marked(text: str) -> str:
+    """``text`` with a mark before its further lines, so that only its first one can be a line of this program's own."""
+    return re.sub(r"\n(  \| |  (?=\S))?", lambda _: _MORE, text)
 
 
 def sentence(error: BaseException) -> str:
@@ -70,8 +75,7 @@ def sentence(error: BaseException) -> str:
     Their words may be a stranger's, such as a chat template's, and tell of a command as this program does.
     """
     text = str(error).strip()
-    if not hasattr(error, "problems"):  # which are a line each
-        text = text.replace("\n", _MORE)
+    text = text if hasattr(error, "problems") else _marked(text)  # which are a line each
     expected = type(error).__module__.startswith("grpo_lightning") or type(error) in (ValueError, RuntimeError)
     if isinstance(error, FloatingPointError) or (expected and text and _is_raised_here(error)):
         return hide(printable(text))
@@ -91,7 +95,7 @@ class FileFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         text = super().formatMessage(record)
-        return text if getattr(record, "shown", False) else re.sub(r"\n(?!  )", lambda _: _MORE, text)
+        return _marked(text)
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(printable(super().format(record)))
@@ -139,7 +143,7 @@ class ForeignFormatter(logging.Formatter):
         self._own = own or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(printable(_COLOUR.sub("", self._own.format(record)))).replace("\n", _MORE)
+        return hide(printable(_marked(_COLOUR.sub("", self._own.format(record)))))
 
 
 def show_printable(libraries: Sequence[str] = _LIBRARIES) -> None:
@@ -167,7 +171,7 @@ class _Shown:
         self._own = own
 
     def __call__(self, message: Warning | str, *place: Any, **more: Any) -> None:
-        self._own(printable(str(message)).replace("\n", _MORE), *place, **more)
+        self._own(printable(_marked(str(message))), *place, **more)
 
 
 def is_unseen(record: logging.LogRecord) -> bool:

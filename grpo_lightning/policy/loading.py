@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.policy.adapted import without_adapters
 from grpo_lightning.transformer.strangers import (
     check_adapter_files,
@@ -100,7 +100,7 @@ def _check_templates(tokenizer: Any) -> None:
     for name in several:
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError(
-                f"chat_template: the name {printable(name[:80])!r}; allowed are letters, digits, '_', '-' and '.', as "
+                f"chat_template: the name {one_line(name[:80])!r}; allowed are letters, digits, '_', '-' and '.', as "
                 "an export writes it to NAME.jinja"
             )
 
@@ -236,7 +236,7 @@ def resolve(path: str) -> str:
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"policy.path={printable(path)}: allowed is pkg://PACKAGE/FOLDER with an installed package")
+        raise ValueError(f"policy.path={one_line(path)}: allowed is pkg://PACKAGE/FOLDER with an installed package")
     return os.path.join(spec.submodule_search_locations[0], folder)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.recording.fields import header_problem, row_problem
 
 FOLDER = "rollouts"
@@ -32,7 +32,7 @@ class Unusable(ValueError):
     """A file or directory does not hold recorded rollouts; the message is one sentence that begins with its path."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(one_line(message))
 
 
 def file_name(step: int) -> str:

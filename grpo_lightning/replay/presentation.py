@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.replay.step import Metrics
 
 _MARKS = "*+°"
@@ -33,7 +33,7 @@ def as_table(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
     for name in _names(found):
         cells = [_mean([one.recorded.get(name) for one in found]), _mean([one.replayed.get(name) for one in found])]
         shown = ["-" if value is None else f"{value:.6g}" for value in cells]
-        told = printable(name)
+        told = one_line(name)
         table.add_row(Text(f"{told} {marks[reasons[name]]}" if name in reasons else told), *shown)
     lines = [several if len(found) > 1 else f"the rollout of step {found[0].step}"]
     if called := sorted({name for one in found for name in one.called}):
@@ -92,7 +92,7 @@ def as_csv(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
             writer.writerow(
                 [
                     one.step,
-                    printable(name),
+                    one_line(name),
                     *("" if v is None else v for v in (one.recorded.get(name), one.replayed.get(name))),
                 ]
             )

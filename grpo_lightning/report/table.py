@@ -126,14 +126,15 @@ def _name(run: RunRecord, runs: Sequence[RunRecord]) -> str:
 def _text(comparison: Comparison, deviation: bool) -> str:
     console = Console(file=io.StringIO(), width=_width(), markup=False, highlight=False, emoji=False)
     for grid in _grids(comparison, deviation):
-        console.print(Text(grid.title), overflow="fold")
+        console.print(Text(one_line(grid.title)), overflow="fold")
         table = Table(box=_LINES, padding=(0, 1, 0, 0), pad_edge=False)
         for place, name in enumerate(grid.header):
+            name = one_line(name)
             is_key = place < grid.keys
             folded = Text(name.replace(".", ".\n") if is_key and len(name) > 16 else name)
             table.add_column(folded, overflow="fold", justify="left" if is_key else "right")
         for row in grid.rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(one_line(cell)) for cell in row))
         console.print(table)
     for line in _closing(comparison):
         console.print(Text(line), overflow="ignore", crop=False)  # paths stay whole, to be copied
@@ -156,7 +157,7 @@ def _markdown(comparison: Comparison, deviation: bool) -> str:
 
 
 def _piped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+    return one_line(cell).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
 
 def _html(comparison: Comparison, deviation: bool) -> str:

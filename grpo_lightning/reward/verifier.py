@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine import pool
 
 Scorer = Callable[..., float]
@@ -78,7 +78,7 @@ def check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
         value = answer if name == "answer" else metadata.get(name)
         if value is not None and not (isinstance(value, str) and is_allowed(value)):
             raise ValueError(
-                f"task {task!r}, {name}={printable(repr(value)[:80])}: the task's verifier would evaluate it; allowed "
+                f"task {task!r}, {name}={one_line(repr(value)[:80])}: the task's verifier would evaluate it; allowed "
                 f"is {words}"
             )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import hydra_text, typed_key
-from grpo_lightning.output.terminal import one_line, printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
@@ -157,7 +157,7 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
     for key, value in config.items():
         if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
-            yield printable(said)
+            yield one_line(said)
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -167,7 +167,7 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = lookup(config, key)
         for name, one in _varied(key, value):
             if one is not KeyError and (problem := rule.problem(name, one)):
-                yield key, printable(problem)
+                yield key, one_line(problem)
     for key, value in leaves(config, config):
         is_ruled = key in rules or key.rpartition(".")[0] in rules
         if not is_ruled and isinstance(value, float) and not math.isfinite(value):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from grpo_lightning.distributed.devices import device_problems, offload_problems
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable
 from grpo_lightning.settings import ConfigError, trust
@@ -43,7 +43,7 @@ def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
             try:
                 client.check()
             except Unavailable as error:
-                yield printable(f"{key}: {error}")
+                yield one_line(f"{key}: {error}")
             finally:
                 client.close()  # workers have their own
 
@@ -68,7 +68,7 @@ def imported(path: str, trusted: Collection[str] = (), key: str = "") -> inspect
     except trust.NoCode as error:
         raise NoCallable(str(error)) from None
     except Exception as error:  # importing a user's file may raise anything
-        raise Absent(printable(f"{type(error).__name__}: {error}" if not _tells(error) else str(error))) from error
+        raise Absent(one_line(f"{type(error).__name__}: {error}" if not _tells(error) else str(error))) from error
     try:
         hints = get_type_hints(member.__init__ if inspect.isclass(member) else member)
     except Exception:  # whatever evaluating a foreign annotation raises

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from grpo_lightning.output.shell import typed
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.walk import each_target
 
 _FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
@@ -39,7 +39,7 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         store = node.get("tracking_uri")
         if isinstance(store, str) and store.startswith("sqlite") and not _DATABASE.fullmatch(store):
             told = "sqlite:///PATH of a database whose name ends in .db, .sqlite or .sqlite3"
-            yield printable(f"{key}.tracking_uri={store}: allowed is {told}")
+            yield one_line(f"{key}.tracking_uri={store}: allowed is {told}")
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
@@ -51,10 +51,10 @@ def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:
     fixed = [f"{one}={_FIXED[one]}" if one in _FIXED else one for one in _WANDB]
     wrong = [one for one, value in settings.items() if one not in _WANDB or _FIXED.get(one, value) != value]
     for name in wrong:
-        yield f"{key}.settings.{printable(f'{name}={settings[name]}')}: allowed are {', '.join(fixed)}"
+        yield f"{key}.settings.{one_line(f'{name}={settings[name]}')}: allowed are {', '.join(fixed)}"
     for name in logger:
         if not name.startswith("_") and name not in (*_TAKES, "settings"):
-            yield f"{key}.{printable(name)}: allowed are {', '.join(_TAKES)}"
+            yield f"{key}.{one_line(name)}: allowed are {', '.join(_TAKES)}"
 
 
 def _chosen(loggers: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 TRIED = {
     f"grpo_lightning.{name}"
@@ -54,7 +54,7 @@ def reward_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
     except TypeError:
         return  # arguments that are missing, unknown or of a wrong type are reported as such
     except ValueError as error:
-        yield printable(f"{key}.{_said(str(error), given)}")
+        yield one_line(f"{key}.{_said(str(error), given)}")
 
 
 def key_problems(config: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from grpo_lightning.output.shell import program, shell_word, typed, typed_key
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.names import translated
 
 _APPENDED = re.compile(r"To append to your config use \+([^=\s]+)=(.*)")
@@ -83,16 +83,16 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = ()) -> str:
         (_NOT_PARSED, _not_parsed),
     ):
         if match := form.search(text):
-            return printable(answer(match[1].strip()))
+            return one_line(answer(match[1].strip()))
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
         missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
-        return printable(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
+        return one_line(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException":
-        return printable(_not_parsed(str(getattr(error, "override", "") or "")))
+        return one_line(_not_parsed(str(getattr(error, "override", "") or "")))
     cause = str(error.__cause__ or "").splitlines()
     lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and "hydra.cc" not in line]
-    return printable("; ".join(lines))
+    return one_line("; ".join(lines))
 
 
 def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, Union, get_args, get_origin
 
 from grpo_lightning.allowed import MODULES_OF_PEFT, is_written
 from grpo_lightning.output.shell import typed_key
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.suggestions import nearest
@@ -32,7 +32,7 @@ def target_problems(
     """
     name = node["_target_"]
     if not isinstance(name, str) or "." not in name:
-        yield f"{key}._target_={printable(str(name))}: allowed is a dotted path, package.module.function"
+        yield f"{key}._target_={one_line(str(name))}: allowed is a dotted path, package.module.function"
         return
     if not may_name(name, trusted):
         return  # reported by `trust.problems`
@@ -41,10 +41,10 @@ def target_problems(
     try:
         parameters = read(name).parameters
     except NoCallable as error:
-        yield f"{key}._target_={name}: allowed is a function or a class; {printable(str(error))}"
+        yield f"{key}._target_={name}: allowed is a function or a class; {one_line(str(error))}"
         return
     except Absent as error:
-        yield f"{key}._target_={name}: not found ({printable(str(error))})"
+        yield f"{key}._target_={name}: not found ({one_line(str(error))})"
         return
     except Unreadable:
         return
@@ -87,7 +87,7 @@ def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
         return
     if not isinstance(adapter, Mapping):
         yield (
-            f"policy.adapter={printable(str(adapter))}: allowed are arguments of peft's LoraConfig, such as "
+            f"policy.adapter={one_line(str(adapter))}: allowed are arguments of peft's LoraConfig, such as "
             "{r: 16, lora_alpha: 32}, or null"
         )
         return
@@ -122,9 +122,9 @@ def argument_problems(
             if not takes_any:
                 meant = nearest(argument, named)
                 guess = f"the nearest is {meant}; " if meant else ""
-                yield f"{key}.{printable(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
+                yield f"{key}.{one_line(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
         elif argument not in ruled and not _fits(value, hint := parameters[argument].annotation):
-            shown = "null" if value is None else printable(str(value))
+            shown = "null" if value is None else one_line(str(value))
             yield f"{key}.{argument}={shown}: allowed is {_words(hint)}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 PARTS = (
     *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "optimizer", "policy"),
@@ -42,7 +42,7 @@ def key_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for part in _NAMED:
         for name in config[part] if isinstance(config.get(part), Mapping) else ():
             if not _NAME.fullmatch(str(name)):
-                yield printable(f"{part}.{name}: allowed are names of letters, digits, '_' and '-'")
+                yield one_line(f"{part}.{name}: allowed are names of letters, digits, '_' and '-'")
 
 
 def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -65,7 +65,7 @@ def _unnamed(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[
         is_name = isinstance(key, str) and key != "" and "." not in key
         if not is_name and isinstance(node[key], Mapping | list):
             where = f"{prefix}.{key}" if prefix else key
-            yield printable(f"{where}: {str(key)!r} is a key of settings; allowed is a text without '.'")
+            yield one_line(f"{where}: {str(key)!r} is a key of settings; allowed is a text without '.'")
     for key, value in _children(node, prefix, parts):
         yield from _unnamed(value, parts, key)
 

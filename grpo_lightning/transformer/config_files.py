@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 _PROGRAM = re.compile(r".*\.(?:py[cdw]?|so|dylib|dll)\s*:.*", re.IGNORECASE | re.DOTALL)
 """A text that names something in a file of code, as FILE.py:NAME."""
@@ -123,4 +123,4 @@ def _values(node: Any, where: str, refused: frozenset[str], left_out: list[str])
 
 
 def _told(where: str, what: str) -> str:
-    return printable(f"{where} {what}; allowed without trust_remote_code=true are values")
+    return one_line(f"{where} {what}; allowed without trust_remote_code=true are values")

@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.terminal import printable, show_printable
+from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
 from grpo_lightning.transformer.quantized import state_problem
 
@@ -50,9 +50,11 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     """
     where = f"{key}={path!r}"
     show_printable()
-    if part := next(Path(path).glob("shard-*.safetensors"), None):  # memory without a part would count as weights
+    if part := next(
+        Path(path).expanduser().glob("shard-*.safetensors"), None
+    ):  # memory without a part would count as weights
         raise ValueError(
-            f"{where}: {printable(part.name)} is a part of weights that several processes have written; allowed are "
+            f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
             "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
         )
     left_out: list[str] = []
@@ -71,7 +73,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             "allowed are safetensors, and pickles of tensors"
         ) from error
     except ImportError as error:
-        raise ValueError(f"{where}: a package is absent: {printable(str(error).strip().splitlines()[0])}") from error
+        raise ValueError(f"{where}: a package is absent: {one_line(str(error).strip().splitlines()[0])}") from error
     except OSError as error:
         raise ValueError(
             f"{where}: neither a directory with {what} in Hugging Face format nor {what} that the hub can be asked "
@@ -80,7 +82,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     except ValueError as error:
         if str(error).startswith(key):
             raise
-        told = "" if "trust_remote_code" in str(error) else ": " + printable(str(error).strip().splitlines()[0])
+        told = "" if "trust_remote_code" in str(error) else ": " + one_line(str(error).strip().splitlines()[0])
         if told and "auto_map" not in left_out:
             raise ValueError(f"{where}: transformers cannot read {what} there{told}") from error
         raise ValueError(
@@ -137,7 +139,7 @@ def _tokenizers_only() -> Iterator[None]:
             return found
         if isinstance(found, DummyObject):
             return found
-        raise ValueError(f"tokenizer_class={printable(repr(class_name)[:80])}: allowed are tokenizers")
+        raise ValueError(f"tokenizer_class={one_line(repr(class_name)[:80])}: allowed are tokenizers")
 
     tokenization_auto.tokenizer_class_from_name = checked
     try:
@@ -162,9 +164,9 @@ def lay_out(model: nn.Module, where: str) -> None:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.layout != torch.strided or weight.is_nested:
             kind = "nested" if weight.is_nested else str(weight.layout)
-            raise ValueError(f"{where}: its weight {printable(name[:80])} is {kind}; allowed are dense tensors")
+            raise ValueError(f"{where}: its weight {one_line(name[:80])} is {kind}; allowed are dense tensors")
         if found := state_problem(weight):
-            raise ValueError(f"{where}: its quantized weight {printable(name[:80])} {found}")
+            raise ValueError(f"{where}: its quantized weight {one_line(name[:80])} {found}")
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
 
@@ -183,7 +185,7 @@ def check_trust(value: object, key: str, path: str) -> None:
         ValueError: ``value`` is neither True nor False, or it is True and ``path`` a directory without ./ before it.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{key}={printable(repr(value)[:80])}: allowed is true or false")
+        raise ValueError(f"{key}={one_line(repr(value)[:80])}: allowed is true or false")
     if value:
         _check_of_the_hub(str(path), f"{key}=true")
 
@@ -208,10 +210,10 @@ def check_attention(name: Any, key: str, *, trusted: bool) -> None:
         ValueError: It is such a kernel, and code is not trusted; or it is no text.
     """
     if name is not None and not isinstance(name, str):
-        raise ValueError(f"{key}={printable(str(name))}: allowed is a text, such as sdpa or eager")
+        raise ValueError(f"{key}={one_line(str(name))}: allowed is a text, such as sdpa or eager")
     if "/" in str(name) and not trusted:
         raise ValueError(
-            f"{key}={printable(str(name))}: a kernel of the hub, whose code would run; allowed without "
+            f"{key}={one_line(str(name))}: a kernel of the hub, whose code would run; allowed without "
             "trust_remote_code=true are sdpa, eager, flash_attention_2 and others that transformers or an installed "
             "package has"
         )
@@ -253,7 +255,7 @@ def check_adapter_files(path: str, key: str) -> None:
         raise ValueError(f"{where}: allowed is a mapping")
     if (kind := content.get("peft_type")) not in _ADAPTERS:
         raise ValueError(
-            f"{where}.peft_type={printable(str(kind)[:80])}: others may name models or files in other places, which "
+            f"{where}.peft_type={one_line(str(kind)[:80])}: others may name models or files in other places, which "
             f"nobody has looked at; allowed are {', '.join(_ADAPTERS)}"
         )
     written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter

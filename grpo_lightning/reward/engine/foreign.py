@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 
 _MOST_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
 _SHOWN_CHARACTERS = 300
@@ -28,6 +28,6 @@ def plain(value: Any, nested: int = _MOST_NESTED) -> Any:
 def described(error: BaseException) -> str:
     """The beginning of what an exception of foreign code says, with its type."""
     try:
-        return printable(f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS])
+        return one_line(f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS])
     except Exception:
         return f"{type(error).__name__}: its text cannot be shown"

@@ -22,7 +22,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.distributed import fresh, signals
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.foreign import described, plain
 
 _MOST_WORKERS = 8
@@ -266,7 +266,7 @@ def _alarm(seconds: float) -> None:
 
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
     return ValueError(
-        f"{printable(repr(function)[:80])} cannot run in a worker process: {reason}; allowed are functions of a module "
+        f"{one_line(repr(function)[:80])} cannot run in a worker process: {reason}; allowed are functions of a module "
         "that can be imported, with plain values as arguments"
     )
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, integer, is_written, number, problems
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
 
@@ -62,7 +62,7 @@ class RewardError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import regex
 
 from grpo_lightning.output.redaction import HIDDEN, hide
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.endpoint import Endpoint
@@ -116,7 +116,7 @@ class ChatJudge:
         try:
             number = float(found[-1])
         except (IndexError, ValueError, TypeError):
-            raise ValueError(f"the judge gives no score: {printable(answer[-80:])!r}") from None
+            raise ValueError(f"the judge gives no score: {one_line(answer[-80:])!r}") from None
         if not lowest <= number <= highest:
             raise ValueError(f"the judge gives {number:g}, which is not from {lowest:g} to {highest:g}")
         return (number - lowest) / (highest - lowest)

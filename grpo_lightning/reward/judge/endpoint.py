@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from grpo_lightning.output.redaction import hide, remember
-from grpo_lightning.output.terminal import printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.coroutines import Later, Refused
 from grpo_lightning.reward.engine.weighted import RewardError
 
@@ -180,4 +180,4 @@ def _seconds(after: str | None) -> float:
 
 def _shown(text: str) -> str:
     """The beginning of a server's words, without secrets and control characters."""
-    return printable(hide(" ".join(text.split()))[:_MOST_SHOWN])
+    return one_line(hide(" ".join(text.split()))[:_MOST_SHOWN])
