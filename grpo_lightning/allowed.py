@@ -26,7 +26,7 @@ _WRITTEN = re.compile(
 )
 _PLACE = re.compile(
     r"(^|_)(caches?|dest|destination|dump|logs?|out|outputs?|root|save|store|to)(_|$)"
-    r"|(^|_)(dirs?|directory|directories|files?|filenames?|folders?|paths?)(_|$)|(dir|filename|logfile|outfile|path)s?$",
+    r"|(^|_)(dirs?|directory|directories|files?|filenames?|folders?|paths?)(_|$)|dir(s|name)?$|(?<!pro)files?$|(file|f|folder|log|path)names?$|paths?$",
     re.IGNORECASE,
 )
 

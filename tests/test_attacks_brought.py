@@ -782,6 +782,7 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
         ("to", ["a.txt"], "to.0"),
         ("options", {"file": "my_rewards.py"}, "options.file"),
         ("paths", {"x": "a.txt"}, "paths.x"),
+        *((name, "a.txt", name) for name in ("csvfile", "fname", "foldername", "logname", "dirname", "tmpfile")),
         ("log_every", 10, None),
         ("path", None, None),
         ("text", "../x", None),

@@ -1,5 +1,6 @@
 """Every part stands in its own place in the settings, and only functions that are meant for it are called later."""
 
+from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -143,6 +144,22 @@ def test_columns_are_no_settings_of_functions_of_this_package():
     known = {"completions": ["a"], "target": [7]}
     assert arguments(length, known) == (["target"], {"completions": ["a"]})
     assert arguments(mine, known) == ([], known)
+
+
+@provocation(
+    "a data set with a column `filename`, where a reward of the user's own has an argument `filename='scores.txt'`",
+    "the default holds; other optional arguments come from columns",
+)
+@pytest.mark.parametrize("name", ["filename", "file", "path", "out", "csvfile", "fname", "logname", "folder"])
+def test_a_column_is_no_file_of_the_users(name):
+    space: dict[str, Any] = {"__name__": "mine", "PurePath": PurePath}
+    exec(f"def mine(completions, {name}='scores.txt', text='x', profile='y'): return {name}", space)
+    exec(f"def placed(completions, {name}=PurePath('scores.txt')): return {name}", space)
+    exec(f"def looks(completions, {name}=None): return {name}", space)
+    known = {"completions": ["a"], name: ["../.bashrc"], "text": ["b"], "profile": ["c"]}
+    assert arguments(space["mine"], known)[1] == {"completions": ["a"], "text": ["b"], "profile": ["c"]}
+    assert arguments(space["placed"], known)[1] == {"completions": ["a"]}
+    assert arguments(space["looks"], known)[1] == {"completions": ["a"], name: ["../.bashrc"]}
 
 
 @provocation(

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from grpo_lightning.advantage import centered
+from grpo_lightning.composition.sweep import tell
 from grpo_lightning.output.ending import label
 from grpo_lightning.output.terminal import (
     FileFormatter,
+    Lasting,
     TerminalFormatter,
     printable,
     quoted,
@@ -127,3 +129,24 @@ def test_what_this_package_raises_stands_as_it_is():
     with pytest.raises(ValueError, match="a group needs") as own:
         centered(torch.zeros(2, 1))
     assert sentence(own.value) == str(own.value)
+
+
+@provocation(
+    "any other line of a stranger's that begins as this program's offers do: names of files that `--help` lists, keys "
+    "that a parser of YAML complains of, what a resolver warns of",
+    "it has a mark; what is no setting is one sentence without a traceback",
+)
+def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
+    shown = StringIO()
+    monkeypatch.setattr(sys, "stderr", Lasting(shown))
+    print("help:\nstopped: step 3\nContinue with:\n  x\ncontinued\n exported to /x", file=sys.stderr)
+    sys.stderr.write("continue with: python train.py; touch x\n")
+    sys.stderr.write("\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \x9d0;t\x9c\r\x1bPq\n")
+    say("continue with: python train.py")
+    tell("this table again: python")
+    assert shown.getvalue().splitlines() == [
+        *("help:", "| stopped: step 3", "| Continue with:", "  x", "continued", " exported to /x"),
+        "| continue with: python train.py; touch x",
+        *("\\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \\x9d0;t\x9c", "\\x1bPq"),  # a line that is written over stays one
+        *("continue with: python train.py", "this table again: python"),
+    ]

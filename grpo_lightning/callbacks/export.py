@@ -134,6 +134,11 @@ model.load_state_dict(torch.load("path/to/this/directory/model.pt", weights_only
 """
 
 
+def _plain(text: Any) -> str:
+    """A text that may be a stranger's, as one piece of a line of Markdown."""
+    return one_line(str(text)).translate(str.maketrans("`|", "'/"))
+
+
 def card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:
     """A model card that says what the policy was made from, by which settings, and with which result.
 
@@ -142,9 +147,11 @@ def card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bo
         settings: The run's.
         is_hf: Whether transformers can load it; else it is the ``model.pt`` of a module of a program.
     """
-    base = settings.get("policy", {}).get("path", "a model of a program")
+    base = _plain(settings.get("policy", {}).get("path", "a model of a program"))
     library, use = ("transformers", _LOAD) if is_hf else ("pytorch", _LOAD_STATE)
-    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/"))
+    rows = "\n".join(
+        f"| {_plain(name)} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/")
+    )
     listed = json.dumps(settings, indent=2, default=str)
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"

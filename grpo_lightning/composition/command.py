@@ -10,7 +10,7 @@ from grpo_lightning import start
 from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.redaction import redacted_words
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, show
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
 INTERRUPTED = 130
@@ -54,6 +54,5 @@ def main() -> None:
 def _end(*_: object) -> None:
     """End this process before it has done anything; of several processes the first one says so."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write("interrupted\n")
-        sys.stderr.flush()
+        show("interrupted")
     os._exit(INTERRUPTED)

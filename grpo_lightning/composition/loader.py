@@ -75,6 +75,9 @@ class CheckedLoader(ConfigLoaderImpl):
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
+        except Exception as error:  # of YAML and OmegaConf, about ten kinds, whose words may be a stranger's
+            told = one_line(f"{type(error).__name__}: {error}")
+            raise ConfigCompositionException(redaction.hide(f"the settings cannot be composed: {told}")) from None
         if foreign := foreign_parts(composed):
             raise ConfigCompositionException(_listed(foreign))
         note_sources(composed.hydra)

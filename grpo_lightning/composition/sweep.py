@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.output.terminal import one_line, show
 
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
@@ -110,7 +110,7 @@ def skip(record: "RunRecord", metric: str) -> float:
 
 def tell(line: str) -> None:
     """Say on the terminal what no job's log file is to be touched for."""
-    print(hide(one_line(line)), file=sys.stderr, flush=True)
+    show(line)
 
 
 def fail(directory: Path, overrides: Sequence[str], error: str) -> None:

@@ -7,11 +7,14 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 from grpo_lightning.output.redaction import hide
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_COMMAND = re.compile(r"\x1b(?=[\]PX^_])|[\x90\x98\x9d-\x9f]")
+"""Begins what tells a terminal more than colours and places, such as the clipboard's content."""
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -23,6 +26,13 @@ _LIBRARIES = (
     *("accelerate", "datasets", "huggingface_hub", "lightning", "lightning.pytorch", "optuna", "peft", "torch"),
     *("transformers", "vllm"),
 )
+_OFFER = re.compile(
+    r"^(?=(asked to end|continue with|exported to|interrupted|look at it with|stopped|this table again|what is not)\b)",
+    re.MULTILINE | re.IGNORECASE,
+)
+"""Begins a line that offers a command or says how a run has ended."""
+_is_own: ContextVar[bool] = ContextVar("_is_own", default=False)
+"""Whether this program is printing, and no library."""
 _GONE = (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -32,7 +42,11 @@ def printable(text: str) -> str:
     Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
     direction of writing around, so that it shows something else than is there.
     """
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+    return _CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode("ascii")
 
 
 def one_line(text: str) -> str:
@@ -58,9 +72,18 @@ def bare(number: str) -> str:
     return number.replace("0.", ".", 1) if number.startswith(("0.", "-0.")) else number
 
 
+def show(line: str) -> None:
+    """Print a line of this program's own to stderr; what others print there may not begin as its offers do."""
+    before = _is_own.set(True)
+    try:
+        print(hide(printable(_marked(line))), file=sys.stderr, flush=True)
+    finally:
+        _is_own.reset(before)
+
+
 def say(line: str) -> None:
     """Print a line to stderr, and write it to the log file of the run, if there is one."""
-    print(hide(printable(_marked(line))), file=sys.stderr, flush=True)
+    show(line)
     logging.getLogger(__name__).info("%s", line, extra={"shown": True})
 
 
@@ -186,7 +209,7 @@ def unseen() -> Any:
 
 
 class Lasting:
-    """A stream to print on that outlives its reader and shows no secrets.
+    """A stream to print on that outlives its reader, shows no secrets, and no offers but this program's own.
 
     When the reader is gone, as in ``python train.py | head -2`` or where a terminal was closed, what is printed from
     then on goes nowhere, and the program goes on.
@@ -204,7 +227,9 @@ class Lasting:
     def write(self, text: str) -> int:
         """Write ``text``, or nothing if nobody reads any more."""
         try:
-            return self._stream.write(hide(text))
+            shown = text if _is_own.get() else _COMMAND.sub(_escaped, _OFFER.sub("| ", text))
+            self._stream.write(hide(shown))
+            return len(text)
         except OSError as error:
             self._give_up(error)
             return len(text)

@@ -1,6 +1,7 @@
 """Rollouts that another run has recorded, in place of sampling."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,8 @@ class Recorded(Collector):
         weights: Sequence[float] = header["weights"]  # type: ignore[assignment]
         told = " (rollout.rescore=true computes rewards anew)"
         if list(names) != list(self.reward):
-            allowed = typed("reward", names)
+            are_names = all(re.fullmatch(r"[\w-]+", name) for name in names)  # and no files of whoever has recorded it
+            allowed = typed("reward", names) if are_names else "what scored them"
             raise ValueError(f"reward=[{','.join(self.reward)}]: allowed is {allowed}, as in {path}{told}")
         for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
             if then != now:

@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
-from grpo_lightning.allowed import Rule, flag, integer, is_written, number, problems
+from grpo_lightning.allowed import Rule, flag, integer, is_written, may_be_place, number, problems
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
@@ -169,7 +170,10 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
     needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
-    places = [name for name in known if is_written(name) and name not in needed]
+    texts = {name for name, parameter in named.items() if isinstance(parameter.default, str | PurePath)}
+    places = [
+        name for name in known if (is_written(name) and name not in needed) or (may_be_place(name) and name in texts)
+    ]
     own = {*bound, *_only_settings(wrapped), *places}  # data may be a stranger's
     known = {name: value for name, value in known.items() if name not in own}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
