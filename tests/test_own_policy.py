@@ -107,7 +107,7 @@ def test_what_the_user_says_wins():
         ),
         pytest.param(
             LOADED | {"attn_implementation": ATTENTION},
-            r"its policy.attn_implementation is theirs/kernel, a kernel of the hub; allowed is policy.attn_implementat",
+            r"its policy.attn_implementation is “theirs/kernel”, a kernel of the hub; allowed is policy.attn_impl",
             marks=provocation(
                 "a stranger's checkpoint that names a kernel of the hub for attention", "refused by its key"
             ),
@@ -127,12 +127,12 @@ def test_what_the_user_says_wins():
         ),
         pytest.param(
             {"_target_": "os.system", "command": "true"},
-            r"its policy was built by os.system; allowed without policy=NAME",
+            r"its policy was built by “os.system”; allowed without policy=NAME",
             marks=provocation("a stranger's checkpoint with the policy `_target_: os.system`", "refused"),
         ),
         pytest.param(
             {"_target_": "x\nimport os; evil()\r\n#"},
-            r"its policy was built by x\\nimport os; evil\(\)\\r\\n#; allowed without policy=NAME",
+            r"its policy was built by “x\\nimport os; evil\(\)\\r\\n#”; allowed without policy=NAME",
             id="lines",
         ),
         pytest.param(
@@ -169,6 +169,8 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
         ({"options": [{"save_dir": 7}]}, "options.0.save_dir"),
         ({"_args_": ["../x"]}, "_args_.0"),
         ({"cache": "../.bashrc.d/x"}, "cache"),
+        ({"output": "../.bashrc"}, "output"),
+        ({"options": {"csvfile": "x"}}, "options.csvfile"),
     ):
         with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value"):
             own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], lambda key: "mine.load")

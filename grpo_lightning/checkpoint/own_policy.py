@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import is_written
+from grpo_lightning.allowed import is_written, may_be_place
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
@@ -121,8 +121,9 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        names = key.split(".")
-        is_place = is_foreign and ("_args_" in names or any(map(is_written, names)))  # of code of the user's
+        names = [name for name in key.split(".") if name != "path"]  # by which models are read
+        is_called = may_be_place if isinstance(value, str) else is_written
+        is_place = is_foreign and ("_args_" in names or any(map(is_called, names)))  # of code of the user's
         if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
             told = quoted(str(value))
             raise ValueError(f"its {typed_key(key)} is {told}; allowed is {typed_key(key)}=… with the value")
