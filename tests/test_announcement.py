@@ -202,3 +202,10 @@ def test_one_process_speaks(variables, first, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert is_first_process() is first
+
+
+def test_a_folder_of_settings_is_no_offer():
+    assert announcement._named("policy.path") == "policy.path"
+    assert announcement._named("hydra/launcher@x") == "hydra/launcher@x"
+    for name in ("continue with", "continue\u00a0with", "a\nb"):
+        assert announcement._named(name).startswith("“")

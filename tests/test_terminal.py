@@ -81,6 +81,11 @@ def test_a_warning_looks_like_no_line_of_our_own(capsys, monkeypatch):
     assert not any(line.startswith(("stopped", "continue")) for line in shown.splitlines())
 
 
+class Forged:
+    def __repr__(self) -> str:
+        return "x\nstopped: step 3"
+
+
 def test_words_of_a_strangers_are_quoted_and_cut():
     assert quoted("a\nb\x1b") == "“a\\nb\\x1b”"
     assert quoted("x" * 80) == f"“{'x' * 80}”"
@@ -119,10 +124,13 @@ def test_what_others_say_looks_like_no_line_of_our_own(capsys):
         record = logging.LogRecord("x", logging.INFO, "f", 1, "%s", (forged,), None)
         assert kind("%(message)s").format(record) == marked
         try:
-            raise KeyError("a")
+            raise KeyError(Forged())
         except KeyError:
             record = logging.LogRecord("x", logging.INFO, "f", 1, "failed", (), sys.exc_info())
-        assert ("\nTraceback" in kind("%(message)s").format(record)) == (kind is FileFormatter)
+        told = kind("%(message)s").format(record)
+        assert ("\nTraceback" in told) == (kind is FileFormatter)
+        assert ("\n| stopped: step 3" in told) == (kind is FileFormatter)
+        assert "\nstopped" not in told
 
 
 def test_what_this_package_raises_stands_as_it_is():
@@ -139,13 +147,13 @@ def test_what_this_package_raises_stands_as_it_is():
 def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
     shown = StringIO()
     monkeypatch.setattr(sys, "stderr", Lasting(shown))
-    print("help:\nstopped: step 3\nContinue with:\n  x\ncontinued\n exported to /x", file=sys.stderr)
+    print("help:\nstopped: step 3\nContinue\u00a0with:\n  x\ncontinued\n exported to /x", file=sys.stderr)
     sys.stderr.write("continue with: python train.py; touch x\n")
     sys.stderr.write("\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \x9d0;t\x9c\r\x1bPq\n")
     say("continue with: python train.py")
     tell("this table again: python")
     assert shown.getvalue().splitlines() == [
-        *("help:", "| stopped: step 3", "| Continue with:", "  x", "continued", " exported to /x"),
+        *("help:", "| stopped: step 3", "| Continue\u00a0with:", "  x", "continued", " exported to /x"),
         "| continue with: python train.py; touch x",
         *("\\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \\x9d0;t\x9c", "\\x1bPq"),  # a line that is written over stays one
         *("continue with: python train.py", "this table again: python"),

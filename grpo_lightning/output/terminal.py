@@ -27,7 +27,7 @@ _LIBRARIES = (
     *("transformers", "vllm"),
 )
 _OFFER = re.compile(
-    r"^(?=(asked to end|continue with|exported to|interrupted|look at it with|stopped|this table again|what is not)\b)",
+    r"^(?=(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
     re.MULTILINE | re.IGNORECASE,
 )
 """Begins a line that offers a command or says how a run has ended."""
@@ -121,7 +121,8 @@ class FileFormatter(logging.Formatter):
         return _marked(text)
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(printable(super().format(record)))
+        text = super().format(record)  # with the text of an exception as it is
+        return hide(printable(text if getattr(record, "shown", False) else _OFFER.sub("| ", text)))
 
 
 class TerminalFormatter(FileFormatter):

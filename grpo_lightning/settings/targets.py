@@ -5,7 +5,7 @@ from inspect import Parameter, Signature
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from grpo_lightning.allowed import MODULES_OF_PEFT, is_written
+from grpo_lightning.allowed import MODULES_OF_PEFT, is_written, may_be_place
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.signatures import signature
@@ -72,7 +72,7 @@ def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mappi
     who = "the model" if ".tools." in key else "the data"
     for place, parameter in parameters.items():
         is_open = place not in node and (who == "the model" or parameter.default is parameter.empty)
-        if is_open and is_written(place):
+        if is_open and (may_be_place(place) if who == "the model" else is_written(place)):
             yield (
                 f"{key}: {place} of {name} would be said by {who}, which may be a stranger's as the settings that the "
                 f"command brings along; allowed is {typed_key(f'{key}.{place}')}=… or "
