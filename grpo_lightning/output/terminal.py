@@ -117,8 +117,7 @@ class FileFormatter(logging.Formatter):
     """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        text = super().formatMessage(record)
-        return _marked(text)
+        return _marked(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)  # with the text of an exception as it is

@@ -17,7 +17,7 @@ from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
 from grpo_lightning.settings.trust import is_of_library
-from grpo_lightning.settings.walk import each_target, key_problems
+from grpo_lightning.settings.walk import each_target, key_problems, leaves
 from grpo_lightning.start import settings_from
 
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
@@ -217,19 +217,10 @@ def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
                 is_free = name == CACHE and isinstance(value, bool | None)
             if not is_free:
                 yield place, value
-    for place, value in _texts(node, key):
+    for place, value in leaves(node, {}, key):
         names = place.removeprefix(f"{key}.").split(".")
         if any(map(may_be_place, names)) and _leaves(run, value):
             yield place, value
-
-
-def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text below a node, as pairs of its dotted key and itself."""
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for name, value in pairs:
-        yield from _texts(value, f"{key}.{name}")
-    if isinstance(node, str):
-        yield key, node
 
 
 def _leaves(run: Any, value: Any) -> bool:
