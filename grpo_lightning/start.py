@@ -5,6 +5,7 @@ It is not on Python's path: libraries import what may be installed, such as ``tr
 """
 
 import contextlib
+import dis
 import functools
 import importlib.util
 import json
@@ -13,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -76,7 +77,7 @@ class _SourceFinder(MetaPathFinder):
         ):
             return None
         found = PathFinder.find_spec(fullname, path)
-        spec = _from_source(found if path else _the_only_one(found), START)
+        spec = _from_source(_the_only_one(found), START)
         if spec is not None and path is None:
             _finder.found.add(fullname)
         return spec
@@ -210,16 +211,24 @@ def is_own(path: Path, here: Path) -> bool:
 
 
 def _the_only_one(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """The same; a folder beside a file of that name, which Python would pass by, may have been unpacked there.
+    """The same; what else in its folder has its name may have been unpacked there, and be what Python takes.
+
+    That is a package or a file of machine code, which comes before a file of source, or a file, which comes before a
+    folder without ``__init__.py``. Folders with other files, such as those of a data set, are passed by.
 
     Raises:
-        ModuleNotFoundError: It is one.
+        ImportError: There is another.
     """
-    if spec is not None and spec.origin and spec.submodule_search_locations:
-        folder = Path(spec.origin).parent
-        if folder.with_name(f"{folder.name}.py").is_file():
-            told = f"{folder} and {folder}.py have the same name; allowed is one of them, so rename the other"
-            raise ModuleNotFoundError(told, name=spec.name)
+    if spec is None or not spec.origin or START is None or not is_own(file := Path(spec.origin).resolve(), START):
+        return spec
+    folder = (file.parent if spec.submodule_search_locations else file).with_name(spec.name.rpartition(".")[2])
+    files = [folder.with_name(f"{folder.name}{suffix}") for suffix in all_suffixes()]
+    found = [place for place in files if place.is_file()]
+    if folder.is_dir() and any(path.suffix in all_suffixes() for path in folder.iterdir()):
+        found.insert(0, folder)
+    if len(found) > 1:
+        told = f"{' and '.join(map(str, found))} have the same name; allowed is one of them, so rename the other"
+        raise ImportError(told, name=spec.name)
     return spec
 
 
@@ -240,11 +249,16 @@ def _asked_by_the_user(here: Path, known: Collection[str]) -> bool:
         here: The directory of the start.
         known: The user's modules so far.
     """
-    frame = sys._getframe(2)  # of what has called find_spec
+    frame, asked = sys._getframe(2), ""  # of what has called find_spec
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_IMPORTING):
-        frame = frame.f_back
-    file = frame.f_code.co_filename
+        asked, frame = frame.f_code.co_name, frame.f_back
+    code = frame.f_code
+    file = code.co_filename
     if str(frame.f_globals.get("__name__")).partition(".")[0] not in known:
+        return False
+    # Libraries that are no Python have no frame: what is asked in the course of a call to one is theirs.
+    says_so = dis.opname[code.co_code[frame.f_lasti]] == "IMPORT_NAME" or "__import__" in code.co_names
+    if not (says_so or asked == importlib.import_module.__name__):
         return False
     return file.startswith(str(here)) and is_own(Path(file).resolve(), here)
 

@@ -249,20 +249,21 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["brought_file", "brought_folder.part", "brought_package"])
-def test_files_in_the_directory_itself_need_no_word(name, here):
+def test_files_are_trusted_by_name(name, here):
     lines = REWARD.replace("NAME", name)
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
     top = name.partition(".")[0]
-    if name != "brought_file":
-        with pytest.raises(ConfigError) as caught:
-            grpo.compose(*words, run_dir=here / "run")
-        assert caught.value.problems == (
-            f"reward.custom.function._target_={name}.score: {top} is a folder, or lies in one, and may have come with "
-            f"the settings in {here}/conf; if you know it, allowed is trusted=[{top}] on the command line",
-        )
-        assert top not in sys.modules
-        words = (*words, f"trusted=[{top}]")
+    told = f"{top} is a folder, or lies in one, and may have come with the settings in {here}/conf; if you know it, "
+    if name == "brought_file":
+        told = f"not said by the command itself, and the settings in {here}/conf would choose what this code of yours "
+    with pytest.raises(ConfigError) as caught:
+        grpo.compose(*words, run_dir=here / "run")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"reward.custom.function._target_={name}.score: {told}")
+    assert f"trusted=[{top}]" in problem
+    assert top not in sys.modules
+    words = (*words, f"trusted=[{top}]")
     assert "custom" in grpo.compose(*words, run_dir=here / "run").config["reward"]
 
 
@@ -756,6 +757,9 @@ def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
     assert given.ungiven(config, [f"{key}.{name}=../elsewhere"]) == []
     node[last][name] = str(here / "run" / "kept")
     assert given.ungiven(config, []) == []
+    for run in (here, here.parent):  # code of the user's may lie in it
+        (told,) = given.ungiven(config | {"run_dir": str(run)}, [])
+        assert told.startswith(f"{key}.{name}={here}/run/kept stands in a file; allowed is to give it on the command ")
     node[last]["cache"] = True
     assert given.ungiven(config, []) == []
     for value in ("../answers.jsonl", {"_target_": "brought_file.score"}, ["../x"]):
@@ -832,45 +836,68 @@ def note(text: str, directory: str = "notes") -> str:
 
 def kept(completions, save_dir):
     return [0.0] * len(completions)
+
+
+class Kept:
+    def __init__(self, other=None):
+        self.other = other
 """
 
 
 @provocation(
-    "settings that the command brings along which hand a function of the user's own with a `directory` to the model as "
-    "a tool, or to the data as a reward",
-    "refused by its key; allowed are a place on the command line and `trusted=[…]`",
+    "settings that the command brings along which name a function of the user's own: as a reward or a tool, itself or "
+    "as what an object or a factory of the user's makes, with arguments of theirs, of a model's or of a data set's",
+    "refused by its key before anything is imported; allowed are `trusted=[…]` and that key on the command line",
 )
 @pytest.mark.parametrize(
-    ("lines", "key", "place", "name", "who"),
+    ("lines", "key", "name", "word"),
     [
         (
             "defaults: [override /environment: tools]\nenvironment: {function: {tools: [brought_notes.note]}}\n",
-            "environment.function.tools.0",
-            "directory",
-            "note",
-            "the model",
+            "environment.function.tools.0._target_",
+            "brought_notes.note",
+            "environment.function.tools=[brought_notes.note]",
         ),
-        (REWARD.replace("NAME.score", "brought_notes.kept"), "reward.custom.function", "save_dir", "kept", "the data"),
+        (
+            REWARD.replace("NAME.score", "brought_notes.kept"),
+            "reward.custom.function._target_",
+            "brought_notes.kept",
+            "reward.custom.function._target_=brought_notes.kept",
+        ),
+        (
+            REWARD.replace("NAME.score", "brought_notes.kept"),
+            "reward.custom.function._target_",
+            "brought_notes.kept",
+            "+reward.custom.function={_target_: brought_notes.kept}",
+        ),
+        (
+            "callbacks: {mine: {_target_: brought_notes.Kept, other: {_target_: brought_notes.note}}}\n",
+            "callbacks.mine._target_",
+            "brought_notes.Kept",
+            "callbacks.mine={_target_: brought_notes.Kept, other: {_target_: brought_notes.note}}",
+        ),
     ],
-    ids=["tool", "reward"],
+    ids=["tool", "reward", "mapping", "inner"],
 )
-def test_neither_a_model_nor_data_say_where_the_users_code_writes(lines, key, place, name, who, here):
+def test_the_users_code_is_asked_for(lines, key, name, word, here):
     (here / "brought_notes.py").write_text(WRITES)
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
     with pytest.raises(ConfigError) as caught:
         grpo.compose(*words, run_dir=here / "run")
     assert caught.value.problems[0] == (
-        f"{key}: {place} of brought_notes.{name} would be said by {who}, which may be a stranger's as the settings "
-        f"that the command brings along; allowed is {key}.{place}=… or trusted=[brought_notes] on the command line"
+        f"{key}={name}: not said by the command itself, and the settings in {here}/conf would choose what this code of "
+        "yours is given; allowed is trusted=[brought_notes] or this key on the command line"
     )
-    told = []
-    for word in ("trusted=[brought_notes]", f"+{key}.{place}={here}/run"):
+    assert len([problem for problem in caught.value.problems if name in problem]) == 1
+    assert "brought_notes" not in sys.modules
+    for allowed in ("trusted=[brought_notes]", word):
+        told: tuple[str, ...] = ()
         try:
-            grpo.compose(*words, word, run_dir=here / "run")
+            grpo.compose(*words, allowed, run_dir=here / "run")
         except ConfigError as error:  # a reward asks the data for the rest
-            told += [problem for problem in error.problems if "would be said" in problem]
-    assert told == []
+            told = error.problems
+        assert not [problem for problem in told if "not said" in problem]
 
 
 @provocation(
@@ -907,7 +934,7 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
         "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
     )
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
-    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", "trusted=[brought_file]")
     config = grpo.compose(*words, run_dir=here / "run").config
     assert (config["steps"], config["trainer"]["precision"], list(config["logger"])) == (3, "32-true", ["csv"])
 

@@ -362,8 +362,13 @@ def test_workers_of_a_program_run_none_either(forked, tmp_path):
 def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
     for place in ("start", "start/.venv/lib/site-packages", "start/source", "elsewhere"):
         (tmp_path / place).mkdir(parents=True)
-    (tmp_path / "start" / "mine.py").write_text("import mine_helper\n")
-    (tmp_path / "start" / "mine_helper.py").write_text("")
+    (tmp_path / "start" / "mine.py").write_text(
+        "import importlib\nimport mine_helper\nimportlib.import_module('mine_second')\n"
+    )
+    (tmp_path / "start" / "mine_helper.py").write_text(  # a library in C, which is no file of the user's
+        "import pickle\ntry:\n    pickle.loads(b'ctriton\\nname\\n.')\nexcept ImportError:\n    print('C')\n"
+    )
+    (tmp_path / "start" / "mine_second.py").write_text("")
     mark = marked(tmp_path / "start", "triton")
     (tmp_path / "elsewhere" / "library.py").write_text("import triton\n")
     (tmp_path / "start" / ".venv" / "lib" / "site-packages" / "installed.py").write_text("import triton\n")
@@ -381,8 +386,8 @@ def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
         "print(start.importable())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    found = (str(tmp_path / "start"), ["mine", "mine_helper"])
-    assert done.stdout == "triton\n" * 4 + f"{found}\n", done.stderr
+    found = (str(tmp_path / "start"), ["mine", "mine_helper", "mine_second"])
+    assert done.stdout == "C\n" + "triton\n" * 4 + f"{found}\n", done.stderr
     assert not mark.exists()
 
 
@@ -408,6 +413,36 @@ def test_a_folder_beside_a_file_of_its_name_is_not_run(on_path, tmp_path):
     assert done.returncode == 1
     assert f"{tmp_path}/mine_helper and {tmp_path}/mine_helper.py have the same name; allowed is one of" in done.stderr
     assert not mark.exists()
+
+
+@provocation(
+    "a stranger's file beside the user's own of which Python would take it: `my_rewards.so` or `my_package/rewards.so` "
+    "beside a file of source, `my_package.py` beside a folder without `__init__.py`",
+    "refused in one sentence, nothing ran",
+)
+@pytest.mark.parametrize("on_path", [False, True])
+@pytest.mark.parametrize(
+    "theirs", ["mine.abi3.so", "mine_helper.so", "package/rewards.so", "package/rewards/__init__.py", "package.py"]
+)
+def test_a_file_beside_one_of_its_name_is_not_run(theirs, on_path, tmp_path):
+    (tmp_path / "package").mkdir()
+    for name, begin in (("mine", "import mine_helper\n"), ("mine_helper", ""), ("package/rewards", "")):
+        (tmp_path / f"{name}.py").write_text(f"{begin}def score(completions):\n    return [0.5] * len(completions)\n")
+    more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
+    target = "package.rewards" if theirs.startswith("package") else "mine"
+    words = (*TINY, "reward=[custom]", f"reward.custom.function._target_={target}.score")
+    if theirs in ("mine.abi3.so", "package.py"):
+        assert start(tmp_path, *words, **more).returncode == 0
+    (tmp_path / theirs).parent.mkdir(exist_ok=True)
+    (tmp_path / theirs).write_text(
+        "import importlib, pathlib\nopen('HIT', 'w')\n__path__ = [pathlib.Path(__file__).with_name('package')]\n"
+        "def __getattr__(name):\n    return importlib.import_module('package.' + name)\n"
+    )
+    done = start(tmp_path, *words, **more)
+    assert done.returncode == 1
+    assert "have the same name; allowed is one of them, so rename the other" in done.stderr
+    assert f"{tmp_path}/{theirs.removesuffix('/__init__.py')}" in done.stderr
+    assert not (tmp_path / "HIT").exists()
 
 
 @provocation(

@@ -73,6 +73,14 @@ def test_a_word_is_the_same_to_every_shell(shell, text, tmp_path):
 
 
 @provocation(
+    "a stranger's folder with a tabulator in its name, at which a shell completes what is pasted, and ends its quotes",
+    "its name holds none where it is offered",
+)
+def test_a_tabulator_is_no_key_that_is_pressed():
+    assert shell_word("a\t; touch x #") == "$'a\\x09; touch x #'"
+
+
+@provocation(
     "a checkpoint of a stranger's called `a\\x01'; touch x #.ckpt`, which a message offers to go on from, in a shell "
     "that knows no `$'…'`",
     "the whole name is one word; nothing behind it runs",
@@ -207,7 +215,7 @@ def test_what_a_file_says_is_offered_as_the_same_text(text, is_list):
 def test_a_key_of_a_file_is_offered_without_a_value_of_its_own():
     assert typed("policy={_target_: x}.trust", True) == "'policy…_target_…x….trust=True'"
     assert typed_key("a b;c") == "a…b…c"
-    assert typed("+reward.a_b-c", ["x", "y.z"]) == "+reward.a_b-c=[x,y.z]"
+    assert typed("+reward.a_b-c", ["x", "y.z"]) == "'+reward.a_b-c=[x,y.z]'"
 
 
 def test_what_named_the_old_run_is_left_out():

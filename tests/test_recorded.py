@@ -188,7 +188,7 @@ def test_a_run_does_not_train_on_what_it_writes(first, tmp_path):
     [
         ("rollout.temperature=0.9", "rollout.temperature=0.9: allowed is 1.0, that of"),
         ("reward.format.weight=0.2", "reward.format.weight=0.2: allowed is 0.1, as in"),
-        ("reward=[custom]", r"reward=\[custom\]: allowed is reward=\[custom,format\], as in"),
+        ("reward=[custom]", r"reward=\[custom\]: allowed is 'reward=\[custom,format\]', as in"),
     ],
     ids=lambda value: value.split("=")[0],
 )

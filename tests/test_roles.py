@@ -1,12 +1,16 @@
 """Every part stands in its own place in the settings, and only functions that are meant for it are called later."""
 
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import pytest
 
+from grpo_lightning.environment import Environment, EpisodeError
+from grpo_lightning.environment import check_columns as check_environment
 from grpo_lightning.environment.call import taken
-from grpo_lightning.reward.engine.weighted import PerCompletion, arguments
+from grpo_lightning.reward.engine.scoring import check_columns as check_rewards
+from grpo_lightning.reward.engine.weighted import PerCompletion, RewardError, Weighted, arguments
 from grpo_lightning.reward.length import length
 from grpo_lightning.settings.allowlist import CALLED, LIBRARIES, OWN, PLACES
 from grpo_lightning.settings.roles import part_of, role_problems
@@ -147,8 +151,9 @@ def test_columns_are_no_settings_of_functions_of_this_package():
 
 
 @provocation(
-    "a data set with a column `filename`, where a reward of the user's own has an argument `filename='scores.txt'`",
-    "the default holds; other optional arguments come from columns",
+    "a data set with a column `filename`, where a reward or environment of the user's own has an argument "
+    "`filename='scores.txt'` or `filename=None`",
+    "refused before the run, unless the setting says the argument; other optional arguments come from columns",
 )
 @pytest.mark.parametrize("name", ["filename", "file", "path", "out", "csvfile", "fname", "logname", "folder"])
 def test_a_column_is_no_file_of_the_users(name):
@@ -159,7 +164,20 @@ def test_a_column_is_no_file_of_the_users(name):
     known = {"completions": ["a"], name: ["../.bashrc"], "text": ["b"], "profile": ["c"]}
     assert arguments(space["mine"], known)[1] == {"completions": ["a"], "text": ["b"], "profile": ["c"]}
     assert arguments(space["placed"], known)[1] == {"completions": ["a"]}
-    assert arguments(space["looks"], known)[1] == {"completions": ["a"], name: ["../.bashrc"]}
+    assert arguments(space["looks"], known)[1] == {"completions": ["a"]}
+    told = f"parameter '{name}' may say where something is written, and the data have such a column; allowed is "
+    for function in (space["mine"], space["placed"], space["looks"]):
+        with pytest.raises(
+            RewardError, match=f"{told}reward.mine.function.{name}=VALUE or, for the column, no default"
+        ):
+            check_rewards({"mine": Weighted(function, 1.0)}, [name])
+        with pytest.raises(
+            EpisodeError, match=f"{told}environment.function.{name}=VALUE or, for the column, no default"
+        ):
+            check_environment(Environment(function, 4), ["completions", name])
+        own = partial(function, **{name: "scores.txt"})
+        check_rewards({"mine": Weighted(own, 1.0)}, [name])
+        check_environment(Environment(own, 4), ["completions", name])
 
 
 @provocation(

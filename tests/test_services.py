@@ -300,7 +300,7 @@ def test_a_database_is_called_one(name):
 
 def test_settings_of_a_logger_that_was_not_chosen_are_refused():
     with pytest.raises(
-        ConfigError, match=r"logger.csv: no such logger was chosen; allowed is logger=\[tensorboard,csv\]"
+        ConfigError, match=r"logger.csv: no such logger was chosen; allowed is 'logger=\[tensorboard,csv\]'"
     ):
         check(composed("+logger.csv.name=x"))
     config = composed()

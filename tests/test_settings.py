@@ -74,7 +74,7 @@ def test_the_defaults_are_right():
         ("rollout.outcome=correct", "rollout.outcome=correct: allowed is one of the rewards: accuracy, format or null"),
         (
             "+reward.exact.weight=1.0",
-            "reward.exact: no such reward was chosen; allowed is reward=[accuracy,format,exact]",
+            "reward.exact: no such reward was chosen; allowed is 'reward=[accuracy,format,exact]'",
         ),
         ("reward=[]", "reward=[]: allowed is at least one reward"),
         (

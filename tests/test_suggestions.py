@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.output.shell import program
@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 def explained(override: str) -> str:
     with pytest.raises((HydraException, OmegaConfBaseException)) as error:
         composed(override)
-    return explain(error.value, CONF)
+    return explain(error.value, CONF, words=[override])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,14 @@ def test_what_is_offered_is_a_word_to_a_shell(before):
 
 
 def test_a_model_that_is_offered_is_a_word_to_a_shell():
-    assert " policy=hf 'policy.path=\"a/$(touch x)\"' for " in _no_choice("policy/a/$(touch x)", CONF)
+    assert " policy=hf 'policy.path=\"a/$(touch x)\"' for " in _no_choice(
+        "policy/a/$(touch x)", CONF, ["policy=a/$(touch x)"]
+    )
+
+
+def test_a_model_that_a_file_chooses_is_not_offered():
+    """The user may trust the code of the model that he names himself."""
+    assert "policy.path" not in _no_choice("policy/theirs/model", CONF, ["policy.path=./mine"])
 
 
 def test_control_characters_of_an_override_stay_in_it():
@@ -140,7 +147,27 @@ def test_keys_are_those_of_the_files_unless_they_are_given():
     assert not {key for key in known if key.startswith(("hydra", "defaults")) or "_target_" in key}
     with pytest.raises(HydraException) as error:
         composed("my.own.kee=3")
-    assert explain(error.value, CONF, ["my.own.key"]) == "my.own.kee=3: unknown; the nearest is my.own.key=3"
+    said = explain(error.value, CONF, ["my.own.key"], ["my.own.kee=3"])
+    assert said == "my.own.kee=3: unknown; the nearest is my.own.key=3"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "An item is already at 'seed`touch x`'",
+        "Multiple values for reward. To append",
+        "Could not delete from config. 'rollout.grp'",
+        "Could not override 'rollout.grp'.\nTo append to your config use +rollout.grp={a: $(touch x)}",
+        "Ambiguous value for argument 'reward=$(touch x)'",
+        "Error parsing override 'seed;touch x=1'",
+    ],
+)
+def test_only_what_the_user_has_said_becomes_an_offer(text):
+    told = explain(ConfigCompositionException(text), CONF, words=["steps=1", "seed=2"])
+    assert "allowed" not in told
+    assert "nearest" not in told
+    said = explain(ConfigCompositionException("An item is already at 'seed'"), CONF, words=["+seed=2"])
+    assert said == "+seed: it is there already; allowed is seed=VALUE, without the plus sign"
 
 
 def test_the_nearest_word():

@@ -119,7 +119,8 @@ def test_what_others_say_looks_like_no_line_of_our_own(capsys):
     assert sentence(ConfigError(["a: b"])) == "the settings cannot work:\n  a: b"
     say(forged)
     assert capsys.readouterr().err == marked + "\n"
-    assert label("val/a\nstopped: step 3") == "a\\nstopped: step 3"
+    for name in ("a\nstopped: step 3", "continue with: python mine.py"):
+        assert label(f"val/{name}") == f"“val/{name}”".replace("\n", "\\n")
     for kind in (FileFormatter, TerminalFormatter):
         record = logging.LogRecord("x", logging.INFO, "f", 1, "%s", (forged,), None)
         assert kind("%(message)s").format(record) == marked

@@ -143,21 +143,29 @@ def group_of_one() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def gradient(module: nn.Module, sampled: Sampled) -> Tensor:
+    """The gradient of all log-probabilities' sum, [P].
+
+    No caller may keep what is wrapped for data parallelism: as the last that knows a process group it would wait for
+    gloo's threads, and those for Python's lock, which it holds.
+    """
+    module.zero_grad()
+    module(sampled).sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in module.parameters() if weight.grad is not None])
+
+
 def data_parallel() -> float:
     """The relative difference that wrapping a policy for data parallelism makes to its gradient."""
     given = policy(model(CONFIGS["qwen2"]))
     sampled = given.sample(prompts(3, 9, 512), group_size=4, sampling=sampling(20), seed=0)
     if not any(tokens(sampled)):
         raise RuntimeError("nothing was sampled")
-    found = []
     with group_of_one():
-        for module in (Scores(given), DistributedDataParallel(Scores(given), gradient_as_bucket_view=True)):
-            given.zero_grad()
-            module(sampled).sum().backward()
-            found.append(torch.cat([weight.grad.flatten() for weight in given.parameters()]).clone())
+        alone = gradient(Scores(given), sampled)
+        parallel = gradient(DistributedDataParallel(Scores(given), gradient_as_bucket_view=True), sampled)
     if not given.share_prompts:
         raise RuntimeError("prompts are not shared")
-    return float((found[1] - found[0]).norm() / found[0].norm())
+    return float((parallel - alone).norm() / alone.norm())
 
 
 def run(reduced: bool) -> dict[str, Any]:

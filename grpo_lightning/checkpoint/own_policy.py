@@ -121,7 +121,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        names = [name for name in key.split(".") if name != "path"]  # by which models are read
+        names = key.split(".") if key != f"{part}.path" else []  # by which models are read
         is_called = may_be_place if isinstance(value, str) else is_written
         is_place = is_foreign and ("_args_" in names or any(map(is_called, names)))  # of code of the user's
         if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):

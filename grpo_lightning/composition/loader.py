@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from importlib import resources
 from pathlib import Path
 from secrets import token_hex
@@ -42,6 +43,7 @@ from grpo_lightning.settings.suggestions import explain, known_keys
 _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
 """What of submitit's folder is the same for all jobs, before what stands for a job's number, such as %j."""
 _PLACE = re.compile(r"(file://)?[^:]*")
+_of_others: ContextVar[Sequence[str]] = ContextVar("_of_others", default=())
 
 
 class SettingsRefused(ConfigCompositionException):
@@ -50,6 +52,9 @@ class SettingsRefused(ConfigCompositionException):
 
 class CheckedLoader(ConfigLoaderImpl):
     """Composes settings as Hydra does, and refuses those of its own that would run code."""
+
+    _said: Sequence[str] | None = None
+    """While a job of a sweep is composed, what the command itself says: parameters may stand in a file."""
 
     def load_configuration(
         self,
@@ -74,7 +79,8 @@ class CheckedLoader(ConfigLoaderImpl):
         except SettingsRefused as error:
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
-            raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF)))) from None
+            said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
+            raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF), said))) from None
         except Exception as error:  # of YAML and OmegaConf, about ten kinds, whose words may be a stranger's
             told = one_line(f"{type(error).__name__}: {error}")
             raise ConfigCompositionException(redaction.hide(f"the settings cannot be composed: {told}")) from None
@@ -109,7 +115,11 @@ class CheckedLoader(ConfigLoaderImpl):
         _hide_in(Path(master_config.hydra.sweep.dir) / "multirun.yaml")  # before a job can be refused
         asked = {word.partition("=")[0]: word for word in master_config.hydra.overrides.task}  # the last one counts
         sweep_overrides = sorted(sweep_overrides, key=lambda word: word.partition("=")[0] in asked)
-        composed = super().load_sweep_config(master_config, sweep_overrides)
+        self._said = [*asked.values()]
+        try:
+            composed = super().load_sweep_config(master_config, sweep_overrides)
+        finally:
+            self._said = None
         job, words = composed.hydra.job, composed.hydra.overrides.task
         named = job.config.override_dirname
         common = [key for word in words if asked.get(key := word.partition("=")[0]) == word]
@@ -151,6 +161,16 @@ class CheckedLoader(ConfigLoaderImpl):
             if not _PLACE.fullmatch(str(place)):
                 raise SettingsRefused(f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf")
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
+
+
+@contextmanager
+def overrides_of_others(words: Sequence[str]) -> Iterator[None]:
+    """Inside, these are no words of the user's, such as those of a run that may be a stranger's."""
+    before = _of_others.set(words)
+    try:
+        yield
+    finally:
+        _of_others.reset(before)
 
 
 def note_sources(hydra: DictConfig) -> None:

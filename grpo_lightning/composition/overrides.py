@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -163,27 +163,27 @@ def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]
     except OmegaConfBaseException as error:
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)
-    check_trust(config, words, drawn=drawn(cfg, config))
+    check_trust(config, words, drawn=drawn(cfg, config), is_built=True)
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
         trainer["precision"] = natural_precision(trainer)
     return config  # type: ignore[no-any-return]
 
 
-def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> None:
+def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None, **options: Any) -> None:
     """Refuse resolved settings that trust code on the word of a file, or hold text that is resolved once more.
 
     Args:
         config: The settings, or some parts of them.
         words: As in `plain`.
-        drawn: The keys of `environment.drawn`.
+        options: Those of `ungiven`.
 
     Raises:
         ConfigError: All of them, by key.
     """
     # What is built is made from these values, and would be read once more.
     again = [f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)]
-    if wrong := again + ungiven(config, words, drawn=drawn):
+    if wrong := again + ungiven(config, words, **options):
         raise ConfigError(wrong)
 
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import drawn, remember_secrets
+from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
@@ -52,7 +53,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     redaction.remember_words(overrides)
     then = [word for word in _overrides(directory) if _still_holds(word, overrides)]
     try:
-        with _composing():
+        with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
         OmegaConf.set_struct(cfg, False)
         cfg.run_dir = str(directory)

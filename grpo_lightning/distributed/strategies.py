@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,9 @@ from grpo_lightning import start
 from grpo_lightning.distributed import parts
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
+
+_LET_GO = 0.1
+"""Seconds in which threads of gloo's take Python's lock for the last time: FSDP keeps them after the end of a group."""
 
 
 class _OnBothSides:
@@ -44,6 +48,7 @@ class _OnBothSides:
 def _end_contact() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(_LET_GO)
 
 
 class ReplicatedStrategy(_OnBothSides, DDPStrategy):

@@ -1,19 +1,22 @@
 """What a run says at its end: the outcome, what it leaves behind, and how to go on."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import WIDTH, brief, one_line
+from grpo_lightning.output.terminal import WIDTH, brief, one_line, quoted
 
+_FOREIGN = re.compile(r"[^\w/@.,=+-]")
+"""What is in no name of a metric of ours; a checkpoint's may be a sentence."""
 _LABELS = {"reward/total": "reward", "loss/total": "loss"}
 
 
 def label(name: str) -> str:
     """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
-    name = one_line(name).removeprefix("val/")
+    name = quoted(name) if _FOREIGN.search(name) else one_line(name).removeprefix("val/")
     return _LABELS.get(name) or name.removeprefix("reward/")
 
 

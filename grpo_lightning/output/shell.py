@@ -10,7 +10,6 @@ from grpo_lightning.output.terminal import printable
 _QUOTED = str.maketrans({"'": "'\"'\"'", "\\": "'\"\\\\\"'"})
 """What has no plain meaning between single quotes: a backslash there is one to bash and dash, and not to fish."""
 
-_LIST = re.compile(r"[\w.+-]+=\[[\w.,-]*\]", re.ASCII)
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 _NO_KEY = re.compile(r"[^\w.+-]+")
 
@@ -20,21 +19,21 @@ def shell_word(text: str) -> str:
 
     A shell that knows no ``$'…'``, such as dash, reads another name, and nothing behind it; fish refuses the line.
     """
-    if text == " ".join(text.splitlines()) and text == printable(text):
+    # At a tabulator a shell may complete the word that is pasted, which ends it.
+    if text == " ".join(text.splitlines()) and text == printable(text) and "\t" not in text:
         return text if shlex.quote(text) == text else f"'{text.translate(_QUOTED)}'"
     plain = text.replace("\\", "\\\\").replace("'", "\\x27")
     return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
 
 
 def typed(key: str, value: Any) -> str:
-    """A setting that a file may have said, as a user would type it: ``reward=[accuracy,format]``, ``policy.path=DIR``.
+    """A setting that a file may have said, as a user would type it: ``'reward=[exact,format]'``.
 
     Hydra and a shell read it as the same text, or a list of such, and as nothing else: typed as it stands,
     a text could be a mapping to Hydra that says whose code is trusted.
     """
     if isinstance(value, list | tuple):
-        word = f"{typed_key(key)}=[{','.join(hydra_text(str(one)) for one in value)}]"
-        return word if _LIST.fullmatch(word) else shell_word(word)
+        return shell_word(f"{typed_key(key)}=[{','.join(hydra_text(str(one)) for one in value)}]")
     return shell_word(f"{typed_key(key)}={hydra_text(str(value))}")
 
 

@@ -1,7 +1,6 @@
 """The command line of the report."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             if part := linked_part(options.plot.parent):
                 told = f"{part} is a link in a folder, through which is not written"
-                place = shell_word(os.path.realpath(part))
-                raise ReportError(f"--plot={options.plot}: {told}; allowed is {place} itself, if you know it")
+                raise ReportError(f"--plot={options.plot}: {told}; allowed is where it leads to, by its own name")
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))

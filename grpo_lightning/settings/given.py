@@ -15,8 +15,9 @@ from grpo_lightning import start
 from grpo_lightning.allowed import CACHE, PLACES, may_be_place
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
+from grpo_lightning.settings import brought
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
-from grpo_lightning.settings.trust import is_of_library
+from grpo_lightning.settings.trust import is_of_library, is_of_user, packages, targets
 from grpo_lightning.settings.walk import each_target, key_problems, leaves
 from grpo_lightning.start import settings_from
 
@@ -43,7 +44,13 @@ def is_said(key: str) -> bool:
     return key in _keys(start.words())
 
 
-def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, drawn: Collection[str] = ()) -> list[str]:
+def ungiven(
+    config: Mapping[str, Any],
+    words: Sequence[str] | None = None,
+    *,
+    drawn: Collection[str] = (),
+    is_built: bool = False,
+) -> list[str]:
     """What settings say that only the user may say, and has not: it stands in a file, or comes from one.
 
     With it come keys by which that could not be told.
@@ -52,6 +59,7 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
         config: Resolved settings.
         words: The user's overrides; None: those of the command line, see `start.words`.
         drawn: Dotted keys whose values come from the environment, which may hold keys.
+        is_built: Whether all that the settings name is built; else code of the user's is not asked for here.
     """
     if words is None:
         words = start.words()
@@ -92,7 +100,37 @@ def ungiven(config: Mapping[str, Any], words: Sequence[str] | None = None, *, dr
         f"{key} stands in a file; allowed is to give it on the command line, or to compose"
         for key in dict.fromkeys(found)
     ]
-    return [*key_problems(config), *told]
+    return [*key_problems(config), *told, *(_unasked(config, given) if is_built else ())]
+
+
+def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """What of the user's code only settings name that the command brings along, with what it would be given there.
+
+    A function may write to any place that it is given, whatever its argument is called, so that the user is asked
+    before code of his own is handed what a stranger says.
+    """
+    if not settings_from():
+        return []
+    _, trusted = packages(config)
+    said, open_keys = list[Any](), dict[str, tuple[str, Any]]()
+    for key, value in targets(config):
+        name, above = str(value), key.split(".")[:-1]
+        top, node = name.partition(".")[0], _at(config, above)
+        word = ".".join(above) if isinstance(_at(config, above[:-1]), list) else key  # of a list of functions
+        if _is_given(config, word, given):
+            said.append(node)
+        elif "." in name and not is_of_library(name) and top not in trusted and is_of_user(top):
+            open_keys[key] = (name, node)
+    found: dict[str, str] = {}
+    for key, (name, node) in open_keys.items():
+        if node not in said and not brought.may_be_brought(name.partition(".")[0]):  # parts refer to one another
+            found[name] = min(found.get(name, key), key, key=len)
+    places = ", ".join(settings_from())
+    return [
+        f"{typed(key, name)}: not said by the command itself, and the settings in {places} would choose what this code "
+        f"of yours is given; allowed is trusted=[{name.partition('.')[0]}] or this key on the command line"
+        for name, key in found.items()
+    ]
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:
@@ -209,17 +247,18 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
     """What could say, anywhere below a node, where code of the user's writes."""
+    is_users = isinstance(run, str) and is_in(Path.cwd(), Path(run))  # what lies in it may be code of the user's
     for name in PLACES:
         for place, value in _nodes(node, name, key):
             if isinstance(value, str):
-                is_free = not _leaves(run, value)
+                is_free = not (is_users or _leaves(run, value))
             else:  # the code would make texts of numbers and null; some caches are switched on and off
                 is_free = name == CACHE and isinstance(value, bool | None)
             if not is_free:
                 yield place, value
     for place, value in leaves(node, {}, key):
         names = place.removeprefix(f"{key}.").split(".")
-        if any(map(may_be_place, names)) and _leaves(run, value):
+        if any(map(may_be_place, names)) and ((is_users and isinstance(value, str)) or _leaves(run, value)):
             yield place, value
 
 

@@ -102,13 +102,12 @@ def link_problem(directory: Path, *more: str) -> str | None:
     if part := linked_part(directory):
         return one_line(
             f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-            f"stranger may have made it; allowed is {shell_word(os.path.realpath(part))} itself, if you know it"
+            "stranger may have made it; allowed is the directory that it leads to, by its own name"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
-        place = shell_word(os.path.realpath(directory))
         return one_line(
-            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is {place} itself, if you "
-            "know it, or a link in the directory of the start to an empty directory or a run's"
+            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is that directory by its "
+            "own name, or a link in the directory of the start to an empty directory or a run's"
         )
     try:
         written = list(_written(directory, more))

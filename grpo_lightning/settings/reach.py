@@ -9,7 +9,6 @@ from typing import Any
 from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
 from grpo_lightning.output.links import followed
-from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
 from grpo_lightning.settings.walk import each_target
@@ -79,7 +78,7 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
         if part is not None and part not in known:
             yield one_line(
                 f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-                f"stranger may have made it; allowed is {shell_word(os.path.realpath(part))} itself, if you know it"
+                "stranger may have made it; allowed is the directory that it leads to, by its own name"
             )
 
 

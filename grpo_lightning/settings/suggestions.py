@@ -1,7 +1,7 @@
 """What somebody meant who mistyped a key or a choice, or used another project's name for it."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +10,6 @@ from grpo_lightning.output.shell import program, shell_word, typed, typed_key
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.names import translated
 
-_APPENDED = re.compile(r"To append to your config use \+([^=\s]+)=(.*)")
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
 _NOT_THERE = re.compile(r"Could not delete from config\. '([^']*)'")
@@ -64,32 +63,36 @@ def choices(conf: Path, group: str) -> list[str]:
     return sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem not in _NOT_BY_ITSELF)
 
 
-def explain(error: Exception, conf: Path, keys: Collection[str] = ()) -> str:
+def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Sequence[str] = ()) -> str:
     """One sentence for what Hydra says of overrides that it cannot apply: key, value, and what may have been meant.
 
     Args:
-        error: Raised by composing settings: of Hydra or of OmegaConf.
+        error: Raised by composing settings: of Hydra or of OmegaConf. Its text may hold some of a stranger's.
         conf: The directory of the settings' files, whose folders are the groups.
         keys: Dotted keys of the settings; where there are none, those that the files hold are taken.
+        words: The user's overrides: nothing else becomes a part of a command that is offered.
     """
     text = str(error)
+    said = {word.partition("=")[0].lstrip("+~"): word for word in words}
+    if match := _NO_CHOICE.search(text):
+        return one_line(_no_choice(match[1].strip(), conf, words))
     for form, answer in (
-        (_NO_CHOICE, lambda path: _no_choice(path, conf)),
-        (_UNKNOWN, lambda key: _unknown(error, key, conf, keys or known_keys(conf))),
+        (_UNKNOWN, lambda key: _unknown(error, said[key], conf, keys or known_keys(conf))),
         (_NOT_THERE, lambda key: _not_there(key, keys or known_keys(conf))),
         (_THERE_ALREADY, lambda key: f"+{key}: it is there already; allowed is {key}=VALUE, without the plus sign"),
         (_CHOSEN_ALREADY, lambda key: f"+{key}: one is chosen already; allowed is {key}=NAME, without the plus sign"),
-        (_AMBIGUOUS, _ambiguous),
-        (_NOT_PARSED, _not_parsed),
     ):
-        if match := form.search(text):
+        if (match := form.search(text)) and match[1] in said:
+            return one_line(answer(match[1]))
+    for form, answer in ((_AMBIGUOUS, _ambiguous), (_NOT_PARSED, _not_parsed)):
+        if (match := form.search(text)) and match[1].strip() in words:
             return one_line(answer(match[1].strip()))
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
         missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
         return one_line(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
-    if type(error).__name__ == "OverrideParseException":
-        return one_line(_not_parsed(str(getattr(error, "override", "") or "")))
+    if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
+        return one_line(_not_parsed(str(word)))
     cause = str(error.__cause__ or "").splitlines()
     lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and "hydra.cc" not in line]
     return one_line("; ".join(lines))
@@ -105,10 +108,10 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     return None
 
 
-def _unknown(error: Exception, key: str, conf: Path, keys: Collection[str]) -> str:
-    appended = _APPENDED.search(str(error))
-    value = appended[2] if appended else None
-    said = f"{key}={value}" if value is not None else key
+def _unknown(error: Exception, word: str, conf: Path, keys: Collection[str]) -> str:
+    said = word.lstrip("+~")
+    key, sign, given = said.partition("=")
+    value = given if sign else None
     absent = _FULL_KEY.search(str(error.__cause__))  # the first part of the key that is not there
     part, _, name = absent[1].rpartition(".") if absent else ("", "", "")
     if part == "reward" and name in choices(conf, "reward"):
@@ -154,7 +157,7 @@ def _listed(key: str, value: str) -> str:
     return word if _PLAIN_LIST.fullmatch(word) else shell_word(word)
 
 
-def _no_choice(path: str, conf: Path) -> str:
+def _no_choice(path: str, conf: Path, words: Sequence[str] = ()) -> str:
     group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     if group.startswith("hydra/"):
         if name in _PLUGINS:
@@ -164,7 +167,7 @@ def _no_choice(path: str, conf: Path) -> str:
         return f"{group}={name}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
     known = choices(conf, group)
     listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
-    if group == "policy" and "/" in name:
+    if group == "policy" and "/" in name and f"policy={name}" in words:  # else a file may have chosen it
         word = typed("policy.path", name)
         return f"{listed}: allowed is policy=hf {word} for a model of the hub or of a directory"
     meant = nearest(name, known)

@@ -1,12 +1,11 @@
 """What a ``_target_`` may name, and which arguments it takes."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from inspect import Parameter, Signature
+from inspect import Signature
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from grpo_lightning.allowed import MODULES_OF_PEFT, is_written, may_be_place
-from grpo_lightning.output.shell import typed_key
+from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.signatures import signature
 from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
@@ -48,8 +47,6 @@ def target_problems(
         return
     except Unreadable:
         return
-    if settings_from() and not is_of_library(name) and name.partition(".")[0] not in trusted:
-        yield from _open_places(node, key, name, parameters)
     missing = [
         parameter.name
         for parameter in parameters.values()
@@ -65,19 +62,6 @@ def target_problems(
     given = {argument: value for argument, value in node.items() if not argument.startswith("_")}
     ruled = {argument for argument in given if _has_rule(key, argument)}
     yield from argument_problems(Signature(list(parameters.values())), given, key, name, ruled=ruled)
-
-
-def _open_places(node: Mapping[str, Any], key: str, name: str, parameters: Mapping[str, Parameter]) -> Iterator[str]:
-    """The arguments by which a row or a model would say where code of the user's writes, in a stranger's settings."""
-    who = "the model" if ".tools." in key else "the data"
-    for place, parameter in parameters.items():
-        is_open = place not in node and (who == "the model" or parameter.default is parameter.empty)
-        if is_open and (may_be_place(place) if who == "the model" else is_written(place)):
-            yield (
-                f"{key}: {place} of {name} would be said by {who}, which may be a stranger's as the settings that the "
-                f"command brings along; allowed is {typed_key(f'{key}.{place}')}=… or "
-                f"trusted=[{name.partition('.')[0]}] on the command line"
-            )
 
 
 def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,15 @@ from grpo_lightning.reward.engine.foreign import described, plain
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.reward.engine.returned import beginning, checked, single
 from grpo_lightning.reward.engine.total import scalar
-from grpo_lightning.reward.engine.weighted import ARGUMENTS, RewardError, Score, Weighted, arguments, is_coroutine
+from grpo_lightning.reward.engine.weighted import (
+    ARGUMENTS,
+    RewardError,
+    Score,
+    Weighted,
+    arguments,
+    is_coroutine,
+    unclear,
+)
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
     from grpo_lightning.batch import Prompt
@@ -44,6 +52,11 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
         problems += [
             f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)}"
             for parameter in missing
+        ]
+        problems += [
+            f"reward {name!r}: parameter {parameter!r} may say where something is written, and the data have such a "
+            f"column; allowed is reward.{name}.function.{parameter}=VALUE or, for the column, no default"
+            for parameter in unclear(weighted.function, column_names)
         ]
     if problems:
         raise RewardError("; ".join(problems))

@@ -2,10 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, integer, is_written, may_be_place, number, problems
@@ -165,20 +164,39 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
         The required parameters that are not known, and the known arguments that it takes.
     """
     parameters = inspect.signature(function).parameters.values()
-    wrapped = function.function if isinstance(function, PerCompletion) else function
-    bound = wrapped.keywords if isinstance(wrapped, partial) else {}
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
+    named = _named(function)
     needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
-    texts = {name for name, parameter in named.items() if isinstance(parameter.default, str | PurePath)}
-    places = [
-        name for name in known if (is_written(name) and name not in needed) or (may_be_place(name) and name in texts)
-    ]
-    own = {*bound, *_only_settings(wrapped), *places}  # data may be a stranger's
+    places = [name for name in known if is_written(name) and name not in needed]
+    own = {*_bound(function), *_only_settings(_wrapped(function)), *places, *unclear(function, known)}
     known = {name: value for name, value in known.items() if name not in own}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return missing, {name: value for name, value in known.items() if takes_all or name in named}
+
+
+def unclear(function: Callable[..., Any], column_names: Collection[str]) -> list[str]:
+    """The columns that are called as optional arguments which may say where something is written, such as ``output``.
+
+    The data may be a stranger's. Such an argument is the settings' to say, or takes the column by having no default.
+    """
+    own = {*_bound(function), *_only_settings(_wrapped(function))}
+    optional = [name for name, parameter in _named(function).items() if parameter.default is not parameter.empty]
+    return [name for name in optional if name in column_names and name not in own and may_be_place(name)]
+
+
+def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
+
+
+def _bound(function: Any) -> Collection[str]:
+    function = _wrapped(function)
+    return function.keywords if isinstance(function, partial) else ()
+
+
+def _wrapped(function: Any) -> Any:
+    return function.function if isinstance(function, PerCompletion) else function
 
 
 def _only_settings(function: Any) -> list[str]:
