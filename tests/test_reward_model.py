@@ -270,7 +270,7 @@ def test_a_wrong_path_is_named(tmp_path):
 
 def test_a_language_model_is_no_reward_model(tmp_path):
     path = write_checkpoint(tmp_path, "llama", chat=True)
-    with pytest.raises(ValueError, match="no reward model, its weights lack score.weight"):
+    with pytest.raises(ValueError, match="1 of the model's weights are missing there, such as score.weight"):
         reward_model(path)(["a"], ["b"])
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from grpo_lightning.policy import hf
 from grpo_lightning.settings.targets import adapter_problems
@@ -55,6 +56,35 @@ def test_the_adapter_of_a_model_names_no_module(settings, here):
     with pytest.raises(ValueError, match=r"^policy.path='.*': adapter_config.json.megatron_co.*: would import a") as e:
         hf.load(str(directory), **PLAIN)
     assert "\n" not in str(e.value)
+
+
+@provocation(
+    "a model or reward model with an adapter beside its weights, of which one is missing or has another shape: "
+    "transformers tells of the adapter alone, and the weight would be random",
+    "refused by the weight's name",
+)
+@pytest.mark.parametrize("is_adapted", [True, False], ids=["adapter", "none"])
+@pytest.mark.parametrize("fault", ["missing", "shape"])
+@pytest.mark.parametrize("what", ["model", "reward model"])
+def test_weights_beside_an_adapter_are_whole(what, fault, is_adapted, here):
+    is_model = what == "model"
+    kind = AutoModelForCausalLM if is_model else AutoModelForSequenceClassification
+    directory = (write_checkpoint if is_model else write_reward_model)(here / "whole", "llama", chat=True)
+    if is_adapted:
+        task = "CAUSAL_LM" if is_model else "SEQ_CLS"
+        get_peft_model(kind.from_pretrained(directory), LoraConfig(task_type=task, **LORA)).save_pretrained(directory)
+    load = (lambda: hf.load(str(directory), **PLAIN)) if is_model else (lambda: reward_model(directory)(["a"], ["b"]))
+    load()
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(directory / "model.safetensors")
+    del weights[name]
+    if fault == "shape":
+        weights[name] = torch.zeros(3, 3)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    lacks = f"weights are missing there, such as {name}"
+    told = lacks if fault == "missing" else rf"another shape there, such as {name} \(3, 3\) instead of \(\d+, \d+\)"
+    with pytest.raises(ValueError, match=told):
+        load()
 
 
 @provocation("a reward model's directory with such an adapter", "refused in one sentence")

@@ -16,19 +16,12 @@ from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.policy.adapted import without_adapters
-from grpo_lightning.transformer.strangers import (
-    check_adapter_files,
-    check_attention,
-    check_trust,
-    lay_out,
-    only_data,
-)
+from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_trust, only_data
+from grpo_lightning.transformer.whole import check_whole, with_weights
 
 log = logging.getLogger(__name__)
 
 _SHIPPED = "pkg://"
-_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""A weight's shape in the files, and its shape in the model."""
 
 
 def pretrained(
@@ -74,20 +67,17 @@ def pretrained(
         check_tokenizer(tokenizer)
     with only_data("policy.path", path, "a model", trusted=trust_remote_code):
         check_adapter_files(where, "policy.path")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = with_weights(
+            AutoModelForCausalLM,
             where,
+            f"policy.path={path!r}",
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with their names
             **quantized,
         )
-    model, loading_info = loaded
-    lay_out(model, f"policy.path={path!r}")
-    with named(path):
-        _check_whole(model, loading_info)
+    check_whole(model, report, f"policy.path={path!r}")
     model = without_adapters(model)
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)
@@ -170,44 +160,6 @@ def check_ids(
             raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
         if embeddings is not None and max(ids, default=0) >= embeddings:
             raise ValueError(f"the model has {embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}")
-
-
-def _check_whole(model: Any, loading_info: Mapping[str, Any]) -> None:
-    """Check that all weights were read.
-
-    Args:
-        model: The model that was loaded.
-        loading_info: What transformers says of the loading, in which tied weights and buffers that are not saved do not
-            count as missing.
-
-    Raises:
-        ValueError: Some weights are not in the files, or of another shape there; they would be random.
-    """
-    if missing := sorted(loading_info["missing_keys"]):
-        raise ValueError(
-            f"{len(missing)} of the model's weights are missing there, such as {', '.join(missing[:3])}: allowed are "
-            "files with all weights of the model that their config.json describes"
-        )
-    others = {name: (tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
-    if others := dict(sorted((others | _packed_otherwise(model)).items())):
-        shapes = [f"{name} {stored} instead of {own}" for name, (stored, own) in others.items()]
-        raise ValueError(
-            f"{len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, such "
-            f"as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
-        )
-
-
-def _packed_otherwise(model: Any) -> dict[str, _Shapes]:
-    """The shapes of quantized weights that differ between files and model, by name: transformers compares none."""
-    differing: dict[str, _Shapes] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):  # bitsandbytes'
-            state = getattr(module.weight, "quant_state", None)  # two 4-bit numbers are packed into one
-            stored = tuple(module.weight.shape if state is None else state.shape)
-            own = module.out_features, module.in_features
-            if stored != own:
-                differing[f"{name}.weight"] = stored, own
-    return differing
 
 
 def _own_device() -> str:

@@ -17,7 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
-from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, lay_out, only_data
+from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, only_data
+from grpo_lightning.transformer.whole import check_whole, with_weights
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -219,19 +220,16 @@ class RewardModel:
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )
             check_adapter_files(self.path, key)
-            network, report = AutoModelForSequenceClassification.from_pretrained(
+            network, report = with_weights(
+                AutoModelForSequenceClassification,
                 self.path,
+                f"{key}={self.path!r}",
                 config=config,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
-                output_loading_info=True,
                 **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
-        lay_out(network, f"{key}={self.path!r}")
-        if missing := sorted(report["missing_keys"]):
-            raise ValueError(
-                f"reward.model.function.path={self.path!r}: no reward model, its weights lack {', '.join(missing[:3])}"
-            )
+        check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
         return (network if quantized else network.to(self.device)).eval(), tokenizer
 
