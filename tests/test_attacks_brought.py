@@ -891,6 +891,14 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
     )
     assert len([problem for problem in caught.value.problems if name in problem]) == 1
     assert "brought_notes" not in sys.modules
+    (here / "a`touch x`.py").write_text(WRITES)
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(
+        f"# @package _global_\n{lines}".replace(name, "a`touch x`.b")
+    )
+    with pytest.raises(ConfigError) as caught:
+        grpo.compose(*words, run_dir=here / "run")
+    assert not [problem for problem in caught.value.problems if "trusted=[a" in problem]
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     for allowed in ("trusted=[brought_notes]", word):
         told: tuple[str, ...] = ()
         try:

@@ -119,7 +119,7 @@ def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
         word = ".".join(above) if isinstance(_at(config, above[:-1]), list) else key  # of a list of functions
         if _is_given(config, word, given):
             said.append(node)
-        elif "." in name and not is_of_library(name) and top not in trusted and is_of_user(top):
+        elif "." in name and top.isidentifier() and not is_of_library(name) and top not in trusted and is_of_user(top):
             open_keys[key] = (name, node)
     found: dict[str, str] = {}
     for key, (name, node) in open_keys.items():

@@ -18,6 +18,8 @@ _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
+_LEFT_OUT = re.compile(r"hydra\.cc|^\s*To append to your config use ")
+"""Of what Hydra says: an address, and an offer that may be made of a stranger's words."""
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
@@ -94,7 +96,7 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
         return one_line(_not_parsed(str(word)))
     cause = str(error.__cause__ or "").splitlines()
-    lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and "hydra.cc" not in line]
+    lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and not _LEFT_OUT.search(line)]
     return one_line("; ".join(lines))
 
 

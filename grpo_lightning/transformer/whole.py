@@ -63,8 +63,9 @@ def check_whole(model: Any, report: Mapping[str, Any], where: str) -> None:
     others = {name: (tuple(stored), tuple(own)) for name, stored, own in report["mismatched_keys"]}
     if others := dict(sorted((others | _packed_otherwise(model)).items())):
         shapes = [f"{name} {stored} instead of {own}" for name, (stored, own) in others.items()]
+        have = "has" if len(shapes) == 1 else "have"
         raise ValueError(
-            f"{where}: {len(shapes)} of the model's weights {'has' if len(shapes) == 1 else 'have'} another shape there, "
+            f"{where}: {len(shapes)} of the model's weights {have} another shape there, "
             f"such as {', '.join(shapes[:3])}: allowed are weights of the model that their config.json describes"
         )
 
