@@ -250,11 +250,8 @@ def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
     is_users = isinstance(run, str) and is_in(Path.cwd(), Path(run))  # what lies in it may be code of the user's
     for name in PLACES:
         for place, value in _nodes(node, name, key):
-            if isinstance(value, str):
-                is_free = not (is_users or _leaves(run, value))
-            else:  # the code would make texts of numbers and null; some caches are switched on and off
-                is_free = name == CACHE and isinstance(value, bool | None)
-            if not is_free:
+            is_switch = name == CACHE and isinstance(value, bool | None)
+            if not isinstance(value, str) and not is_switch:  # the code would make texts of numbers and null
                 yield place, value
     for place, value in leaves(node, {}, key):
         names = place.removeprefix(f"{key}.").split(".")
