@@ -219,12 +219,15 @@ def _the_only_one(spec: ModuleSpec | None) -> ModuleSpec | None:
     Raises:
         ImportError: There is another.
     """
-    if spec is None or not spec.origin or START is None or not is_own(file := Path(spec.origin).resolve(), START):
+    if spec is None or not spec.origin or START is None:
+        return spec
+    file = Path(spec.origin).absolute()  # it may be a link
+    if not (is_own(file, START) or is_own(file.resolve(), START)):
         return spec
     folder = (file.parent if spec.submodule_search_locations else file).with_name(spec.name.rpartition(".")[2])
     files = [folder.with_name(f"{folder.name}{suffix}") for suffix in all_suffixes()]
     found = [place for place in files if place.is_file()]
-    if folder.is_dir() and any(path.suffix in all_suffixes() for path in folder.iterdir()):
+    if folder.is_dir() and any(path.suffix in all_suffixes() for path in folder.rglob("*")):
         found.insert(0, folder)
     if len(found) > 1:
         told = f"{' and '.join(map(str, found))} have the same name; allowed is one of them, so rename the other"

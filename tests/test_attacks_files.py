@@ -422,14 +422,20 @@ def test_a_folder_beside_a_file_of_its_name_is_not_run(on_path, tmp_path):
 )
 @pytest.mark.parametrize("on_path", [False, True])
 @pytest.mark.parametrize(
-    "theirs", ["mine.abi3.so", "mine_helper.so", "package/rewards.so", "package/rewards/__init__.py", "package.py"]
+    "theirs",
+    [
+        *("mine.abi3.so", "mine_helper.so", "package/rewards.so", "package/rewards/__init__.py", "package.py"),
+        *("deep.py", "elsewhere/mine.so"),
+    ],
 )
 def test_a_file_beside_one_of_its_name_is_not_run(theirs, on_path, tmp_path):
     (tmp_path / "package").mkdir()
-    for name, begin in (("mine", "import mine_helper\n"), ("mine_helper", ""), ("package/rewards", "")):
+    (tmp_path / "deep" / "sub").mkdir(parents=True)
+    own = ("mine_helper", "package/rewards", "deep/sub/rewards")
+    for name, begin in (("mine", "import mine_helper\n"), *((name, "") for name in own)):
         (tmp_path / f"{name}.py").write_text(f"{begin}def score(completions):\n    return [0.5] * len(completions)\n")
     more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
-    target = "package.rewards" if theirs.startswith("package") else "mine"
+    target = {"package": "package.rewards", "deep.py": "deep.sub.rewards"}.get(theirs[:7], "mine")
     words = (*TINY, "reward=[custom]", f"reward.custom.function._target_={target}.score")
     if theirs in ("mine.abi3.so", "package.py"):
         assert start(tmp_path, *words, **more).returncode == 0
@@ -438,6 +444,9 @@ def test_a_file_beside_one_of_its_name_is_not_run(theirs, on_path, tmp_path):
         "import importlib, pathlib\nopen('HIT', 'w')\n__path__ = [pathlib.Path(__file__).with_name('package')]\n"
         "def __getattr__(name):\n    return importlib.import_module('package.' + name)\n"
     )
+    if theirs.startswith("elsewhere/"):  # from where a link leads to it
+        (tmp_path / (link := theirs.removeprefix("elsewhere/"))).symlink_to(theirs)
+        theirs = link
     done = start(tmp_path, *words, **more)
     assert done.returncode == 1
     assert "have the same name; allowed is one of them, so rename the other" in done.stderr

@@ -81,6 +81,17 @@ def test_a_tabulator_is_no_key_that_is_pressed():
 
 
 @provocation(
+    "a stranger's folder with `!` in its name, for which csh puts earlier words between single quotes, too",
+    "its name holds none between quotes where it is offered",
+)
+@pytest.mark.parametrize("end", ["", "\t"])
+def test_earlier_words_are_in_none_that_is_offered(end):
+    word = shell_word(f'a!#:0:s"p"\'; touch x{end}')
+    assert not re.findall(r"'[^']*(?<!\\)![^']*'", word)
+    assert "!" not in word.replace("'\\!'", "")
+
+
+@provocation(
     "a checkpoint of a stranger's called `a\\x01'; touch x #.ckpt`, which a message offers to go on from, in a shell "
     "that knows no `$'…'`",
     "the whole name is one word; nothing behind it runs",

@@ -7,8 +7,9 @@ from typing import Any
 from grpo_lightning import start
 from grpo_lightning.output.terminal import printable
 
-_QUOTED = str.maketrans({"'": "'\"'\"'", "\\": "'\"\\\\\"'"})
-"""What has no plain meaning between single quotes: a backslash there is one to bash and dash, and not to fish."""
+_QUOTED = str.maketrans({"'": "'\"'\"'", "\\": "'\"\\\\\"'", "!": "'\\!'"})
+"""What has no plain meaning between single quotes: a backslash is one there to bash and dash, and not to fish; csh puts
+earlier words for ``!`` there."""
 
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 _NO_KEY = re.compile(r"[^\w.+-]+")
@@ -22,7 +23,7 @@ def shell_word(text: str) -> str:
     # At a tabulator a shell may complete the word that is pasted, which ends it.
     if text == " ".join(text.splitlines()) and text == printable(text) and "\t" not in text:
         return text if shlex.quote(text) == text else f"'{text.translate(_QUOTED)}'"
-    plain = text.replace("\\", "\\\\").replace("'", "\\x27")
+    plain = text.replace("\\", "\\\\").replace("'", "\\x27").replace("!", "\\x21")
     return "$'" + "".join(one if one.isprintable() else _escape(one) for one in plain) + "'"
 
 
