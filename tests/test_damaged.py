@@ -72,6 +72,10 @@ def pickled(value) -> bytes:
 DAMAGE = {
     "0 bytes": (lambda content, mark: b"", r"is no checkpoint \(0 bytes\)"),
     "500 bytes of it": (lambda content, mark: content[:500], r"is cut off: 500 bytes"),
+    "a word that it is one of nine archives": (
+        lambda content, mark: content[: (place := content.rindex(b"PK\x06\x07") + 16)] + b"\x09" + content[place + 1 :],
+        r"is cut off: \d+ bytes",
+    ),
     "all but its last 1000 bytes": (lambda content, mark: content[:-1000], r"is cut off: \d+ bytes"),
     "5,000,000 zeros": (lambda content, mark: bytes(5_000_000), r"is no checkpoint \(5000000 bytes\)"),
     "a text": (lambda content, mark: b"hello\n" * 100, r"is no checkpoint \(600 bytes\)"),

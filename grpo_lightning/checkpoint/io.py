@@ -98,7 +98,7 @@ def check(path: Path, *, every_byte: bool = True) -> None:
     Raises:
         ValueError: The file or directory is no checkpoint of this project's, or damaged.
     """
-    read(path, mmap=path.is_file() and zipfile.is_zipfile(path))
+    read(path, mmap=path.is_file() and _is_archive(path))
     if path.is_dir():
         if found := parts.problem(path):
             raise ValueError(f"checkpoint={str(path)!r} {found}")
@@ -163,9 +163,16 @@ def _shape(file: Path) -> str:
     size = file.stat().st_size
     with file.open("rb") as content:
         begins = content.read(4) == b"PK\x03\x04"
-    if begins and not zipfile.is_zipfile(file):
+    if begins and not _is_archive(file):
         return f"is cut off: {size} bytes, without the end of a checkpoint"
     return f"is damaged ({size} bytes)" if begins else f"is no checkpoint ({size} bytes)"
+
+
+def _is_archive(file: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # it says that it is one of several
+        return False
 
 
 def _broken_member(path: Path) -> str | None:
