@@ -1,6 +1,7 @@
 """docs/coming_from.md: its blocks run, its commands compose, and it has a place for every name of the five texts."""
 
 import re
+import shlex
 from pydoc import locate
 
 import pytest
@@ -149,7 +150,7 @@ def test_its_commands_are_among_those_that_compose():
 @pytest.mark.slow
 def test_the_tutorials_file_spelled_out_is_the_experiment():
     [command] = [one for one in commands(PAGE) if "policy.path=./sft_checkpoint" in one and "steps=500" in one]
-    spelled = composed(*[word for word in command.split()[2:] if not word.startswith("hydra.")])
+    spelled = composed(*[word for word in shlex.split(command)[2:] if not word.startswith("hydra.")])
     recipe = composed("experiment=open_r1")
     for part in ("rollout", "advantage", "loss", "optimizer", "steps"):
         assert spelled[part] == recipe[part], part
@@ -161,7 +162,7 @@ def test_the_tutorials_file_spelled_out_is_the_experiment():
 
 def test_the_guides_ratio_is_that_of_a_response():
     [command] = [one for one in commands(PAGE) if "loss=response_ratio" in one]
-    config = composed(*command.split()[2:])
+    config = composed(*shlex.split(command)[2:])
     assert config["loss"]["surrogate"]["_target_"] == "grpo_lightning.loss.response_clipped"
     assert config["loss"]["kl"]["_target_"] == "grpo_lightning.loss.k1"
     assert config["loss"]["kl_coef"] == 0.1

@@ -495,6 +495,13 @@ def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "org" / "model" / "modeling.py").write_text("open('HIT', 'w')\n")
     with pytest.raises(ValueError, match=r"^policy.path='./mine': trust_remote_code=true: org/model is a directory"):
         hf.load("./mine", **trusting)
+    (tmp_path / "gpt2").write_text(
+        json.dumps({"model_type": "x", "auto_map": {"AutoConfig": "./org/model--modeling.C"}})
+    )
+    with pytest.raises(
+        ValueError, match=r"^policy.trust_remote_code=true: gpt2 is a file here, whose code would run in"
+    ):
+        hf.load("gpt2", **trusting)
     assert not (tmp_path / "HIT").exists()
     sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}
     with pytest.raises(ValueError, match=r"^reward.model.function.trust_remote_code=true: org/model is a directory"):

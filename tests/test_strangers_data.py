@@ -436,3 +436,18 @@ def test_arrows_offsets_stay_in_their_memory(kind, tmp_path):
     known.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 2000, 64, 64 + 4096)))
     with pytest.raises(ValueError, match=rf"^data.path='{path}', data.split='train': .*"):
         Hub(path, "train")
+
+
+@provocation(
+    "`data=hub data.path=theirs` of two configurations, one with a name that ends a text of Python, which datasets "
+    "shows in a line of Python to use",
+    "the names are told, and no line to use",
+)
+def test_no_line_of_python_is_told(tmp_path):
+    name = "main', open('HIT', 'w'), name='main"
+    configs = [{"config_name": one, "data_files": "a.jsonl"} for one in (name, "other")]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    with pytest.raises(ValueError, match=r"Please pick one among the available configs: ") as caught:
+        Hub(str(tmp_path), "train")
+    assert "load_dataset" not in str(caught.value)

@@ -158,7 +158,7 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
             "JSON, CSV, parquet and arrow"
         ) from error
     except Exception as error:  # of the network, of a format, or of YAML
-        told = one_line(" ".join(str(error).split()))
+        told = one_line(" ".join(str(error).split()).partition(" Example of usage")[0])  # Python of a stranger's words
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
 
 

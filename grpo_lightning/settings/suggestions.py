@@ -18,8 +18,8 @@ _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
-_LEFT_OUT = re.compile(r"hydra\.cc|^\s*To append to your config use ")
-"""Of what Hydra says: an address, and an offer that may be made of a stranger's words."""
+_LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or) ")
+"""Of what Hydra says: an address, and offers that may be made of a stranger's words."""
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")

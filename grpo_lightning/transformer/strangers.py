@@ -1,6 +1,7 @@
 """Files of strangers: what in a model's directory would run code is refused, in words that name the setting."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -191,10 +192,11 @@ def check_trust(value: object, key: str, path: str) -> None:
 
 
 def _check_of_the_hub(path: str, where: str) -> None:
-    if _OF_THE_HUB.fullmatch(path) and Path(path).is_dir():
+    if _OF_THE_HUB.fullmatch(path) and os.path.lexists(path):  # transformers takes a file for a config.json
+        kind = "directory" if os.path.isdir(path) else "file"
         raise ValueError(
-            f"{where}: {path} is a directory here, whose code would run in place of that of the hub's {path}; allowed "
-            f"is ./{path}, if you mean the directory, or another working directory"
+            f"{where}: {path} is a {kind} here, whose code would run in place of that of the hub's {path}; allowed "
+            f"is ./{path}, if you mean the {kind}, or another working directory"
         )
 
 
