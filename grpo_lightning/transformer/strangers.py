@@ -8,10 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, dynamic_module_utils
+from transformers import PreTrainedTokenizerBase, dynamic_module_utils, generation
 from transformers.models.auto import tokenization_auto
 from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -103,11 +104,11 @@ def _code_of_the_hub(where: str) -> Iterator[list[str]]:
         _check_of_the_hub(str(repository), f"{where}: trust_remote_code=true")
         return fetch(repository, *args, **others)
 
-    dynamic_module_utils.get_cached_module_file = checked  # type: ignore[assignment]
-    try:
+    with (
+        patch.object(dynamic_module_utils, "get_cached_module_file", checked),
+        patch.object(generation.utils, "get_cached_module_file", checked),
+    ):
         yield []
-    finally:
-        dynamic_module_utils.get_cached_module_file = fetch
 
 
 @contextmanager
