@@ -503,9 +503,10 @@ def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
     ):
         hf.load("gpt2", **trusting)
     own = transformers.generation.utils.get_cached_module_file  # of generate's, which was imported before
-    with pytest.raises(ValueError, match="org/model is a directory here"), only_data("a", "b", "c", trusted=True):
-        assert transformers.generation.utils.get_cached_module_file is not own
-        transformers.generation.utils.get_cached_module_file("org/model", "modeling.py")
+    with only_data("a", "b", "c", trusted=True):
+        checked = transformers.generation.utils.get_cached_module_file
+        with pytest.raises(ValueError, match="org/model is a directory here"):
+            checked("org/model", "modeling.py")
     assert transformers.generation.utils.get_cached_module_file is own
     assert not (tmp_path / "HIT").exists()
     sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}
