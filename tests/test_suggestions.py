@@ -1,13 +1,17 @@
 """What is said to somebody who mistyped a key or a choice, or used another project's name for it."""
 
+import json
 import re
 import shlex
 
 import pytest
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning import start
+from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import program
+from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.contradictions import lookup
 from grpo_lightning.settings.names import SAME, SIMILAR, translated
 from grpo_lightning.settings.suggestions import _no_choice, explain, known_keys, nearest, nearest_key
@@ -140,6 +144,26 @@ def test_control_characters_of_an_override_stay_in_it():
     assert "\\x1b[2Jx" in said
 
 
+@provocation(
+    "`python -m grpo_lightning.replay theirs`, a stranger's run directory with a mistyped override whose value is a "
+    "mapping that says what the user's reward is given",
+    "refused, and not offered with another key: it would count as the user's word",
+)
+@pytest.mark.parametrize(
+    "word",
+    ["reward.rewar={custom: {function: {log_file: /x}}}", "rollout.group_siz=4`touch x`", "+rollout.group_size=`x`"],
+)
+def test_overrides_of_a_run_are_not_offered(word, tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps([word]))
+    with pytest.raises(ConfigError) as caught:
+        recalled(tmp_path, ["steps=1"], ["reward"])
+    start.forget_settings_from()
+    assert "nearest" not in str(caught.value)
+    assert "allowed" not in str(caught.value)
+    assert " use +" not in str(caught.value)
+
+
 def test_keys_are_those_of_the_files_unless_they_are_given():
     known = known_keys(CONF)
     assert {key for key in RULES if lookup(composed(), key) is not KeyError} <= known
@@ -169,6 +193,8 @@ def test_only_what_the_user_has_said_becomes_an_offer(text):
     assert "allowed" not in told
     assert "nearest" not in told
     assert "touch x" not in told or text.startswith(("An item", "Ambiguous", "Error"))  # which offer nothing
+    said = explain(OverrideParseException("seed;touch x=1", "no rule"), CONF, words=["steps=1"])
+    assert "allowed" not in said
     said = explain(ConfigCompositionException("An item is already at 'seed'"), CONF, words=["+seed=2"])
     assert said == "+seed: it is there already; allowed is seed=VALUE, without the plus sign"
 
