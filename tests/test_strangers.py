@@ -507,6 +507,11 @@ def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
         checked = transformers.generation.utils.get_cached_module_file
         with pytest.raises(ValueError, match="org/model is a directory here"):
             checked("org/model", "modeling.py")
+    (tmp_path / "outputs" / "sft" / "merged").mkdir(parents=True)
+    for theirs in ("outputs/sft/merged", "./org/model", str(tmp_path / "org" / "model")):
+        edit(mine / "config.json", model_type="own", auto_map={"AutoConfig": f"{theirs}--modeling.C"})
+        with pytest.raises(ValueError, match=f"its files name code in {theirs}, which is here, and which you have not"):
+            hf.load("./mine", **trusting)
     assert transformers.generation.utils.get_cached_module_file is own
     assert not (tmp_path / "HIT").exists()
     sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}

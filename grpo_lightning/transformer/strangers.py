@@ -64,7 +64,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         with (
             _tokenizers_only(),
             _no_questions(),
-            _code_of_the_hub(where) if trusted else values_only(where) as left_out,
+            _code_of(path, where) if trusted else values_only(where) as left_out,
             nullcontext() if trusted else weights_only(),
             nullcontext() if trusted else no_pickles(),
         ):
@@ -96,12 +96,19 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
 
 
 @contextmanager
-def _code_of_the_hub(where: str) -> Iterator[list[str]]:
-    """Inside, code that the files of a model name in a repository of the hub comes from no directory of that name."""
+def _code_of(path: str, where: str) -> Iterator[list[str]]:
+    """Inside, code that a model's files name comes from its own directory or the hub, and from nothing else here."""
     fetch = dynamic_module_utils.get_cached_module_file
 
     def checked(repository: Any, *args: Any, **others: Any) -> str:
-        _check_of_the_hub(str(repository), f"{where}: trust_remote_code=true")
+        named, told = str(repository), f"{where}: trust_remote_code=true"
+        _check_of_the_hub(named, told)
+        is_own = path.startswith("pkg://") or os.path.realpath(named) == os.path.realpath(os.path.expanduser(path))
+        if os.path.lexists(named) and not is_own:
+            raise ValueError(
+                f"{told}: its files name code in {one_line(named)[:200]}, which is here, and which you have not named; "
+                "allowed is another working directory"
+            )
         return fetch(repository, *args, **others)
 
     with (
