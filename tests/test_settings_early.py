@@ -14,6 +14,7 @@ from grpo_lightning.settings.built import check_built
 from grpo_lightning.settings.metrics import OF_GRPO, OF_SFT
 from grpo_lightning.settings.places import obstacle
 from grpo_lightning.settings.rewards import TRIED
+from tests.support import prepared
 from tests.support.composed import CONF, ROOT, composed, settings
 from tests.support.provocations import provocation
 from tests.test_settings import problems
@@ -173,6 +174,48 @@ def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
     tmp_path.chmod(stat.S_IRWXU)
     assert found.startswith(
         f"run_dir={tmp_path}/run: allowed is a directory that can be written to; {tmp_path} must not"
+    )
+
+
+@provocation(
+    "a file or a link to nothing in the way of `hydra.run.dir`, or of a sweep by -m or `hydra.mode=MULTIRUN`",
+    "a sentence by its key; `--cfg` shows the settings all the same",
+)
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([], "hydra.run.dir"),
+        (["-m", "seed=1,2"], "hydra.sweep.dir"),
+        (["hydra.mode=MULTIRUN", "seed=1"], "hydra.sweep.dir"),
+    ],
+)
+def test_a_directory_that_hydra_cannot_make_is_named(overrides, key, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("gone")
+    for name, why in (("file", f"{tmp_path}/file is no directory"), ("link", "link is a link to nothing")):
+        place = f"{name}/run" if name == "file" else name
+        done = prepared.run([str(ROOT / "train.py"), *overrides, f"{key}={place}"], cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"{key}={place}: allowed is a directory that can be written to; {why}\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for word in ("--cfg=job", "--help", "--info=searchpath"):
+        done = prepared.run([str(ROOT / "train.py"), "hydra.run.dir=file", word], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+@provocation(
+    "`python train.py` by a Python without the requirements", "a sentence names the missing one, and the Python"
+)
+def test_a_python_without_the_requirements_is_named(tmp_path):
+    command = [sys.executable, "-S", str(ROOT / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={})
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"hydra is not installed for {sys.executable}: activate an environment with requirements.txt"
     )
 
 

@@ -34,8 +34,11 @@ def main() -> None:
     if found := [word for word in sys.argv[1:] if _PACKAGE.match(word)]:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
 
-    from hydra._internal.utils import get_args
-    from hydra.core.plugins import Plugins
+    try:
+        from hydra._internal.utils import get_args
+        from hydra.core.plugins import Plugins
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error.name} is not installed for {sys.executable}: activate an environment with requirements.txt")
 
     from grpo_lightning.composition.job import job
 

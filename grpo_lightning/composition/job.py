@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -146,7 +147,8 @@ def job() -> None:
     Raises:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    loader.install()
+    asked = get_args()
+    loader.install(runs=not (asked.help or asked.hydra_help or asked.cfg or asked.info))
     status: Any = 1
     try:
         _hydra_job()

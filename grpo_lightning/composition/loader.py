@@ -37,7 +37,7 @@ from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction, shell
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.places import entry_problem
+from grpo_lightning.settings.places import entry_problem, unwritable
 from grpo_lightning.settings.suggestions import explain, known_keys
 
 _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
@@ -55,6 +55,8 @@ class CheckedLoader(ConfigLoaderImpl):
 
     _said: Sequence[str] | None = None
     """While a job of a sweep is composed, what the command itself says: parameters may stand in a file."""
+    runs = False
+    """Whether what is composed is run then, so that a directory is made for it, and not only shown."""
 
     def load_configuration(
         self,
@@ -103,6 +105,9 @@ class CheckedLoader(ConfigLoaderImpl):
             if "setup" in composed.hydra.launcher:  # of SLURM, which may be set up to hand on no variables
                 composed.hydra.launcher.setup = [fresh.in_a_shell()]
         remember_secrets(composed)
+        is_run = self.runs and validate_sweep_overrides  # else Hydra asks for its mode alone
+        if is_run and (obstacle := _no_place(composed)):
+            raise ConfigCompositionException(redaction.hide(obstacle))
         if "$" not in (program := shell.program()):  # elsewhere a train.py may be somebody else's
             composed.hydra.help.template = str(composed.hydra.help.template).replace("python train.py", program)
         return composed
@@ -215,10 +220,10 @@ def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, P
     return root, (root / name).resolve()
 
 
-def install() -> None:
-    """Let Hydra compose by `CheckedLoader`."""
+def install(*, runs: bool = False) -> None:
+    """Let Hydra compose by `CheckedLoader`; ``runs`` is whether it runs what it composes."""
     start.forget_settings_from()
-    hydra_internal.ConfigLoaderImpl = CheckedLoader  # type: ignore[attr-defined]
+    hydra_internal.ConfigLoaderImpl, CheckedLoader.runs = CheckedLoader, runs  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -254,6 +259,14 @@ def _link_of_sweep(composed: DictConfig) -> str | None:
     with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
         problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
+    return None
+
+
+def _no_place(composed: DictConfig) -> str | None:
+    """Why the directory that Hydra makes for a run or sweep cannot be made, or not be written to."""
+    key = "hydra.sweep.dir" if composed.hydra.mode == RunMode.MULTIRUN else "hydra.run.dir"
+    with suppress(OmegaConfBaseException):
+        return unwritable(key, str(OmegaConf.select(composed, key)))
     return None
 
 

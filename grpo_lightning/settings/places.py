@@ -36,6 +36,12 @@ def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield _problem(f"callbacks.{name}.directory", place, why)
 
 
+def unwritable(key: str, directory: str) -> str | None:
+    """What is said of a directory that cannot be made or written to, with the key that names it; None if it can."""
+    why = obstacle(Path(directory))
+    return why and _problem(key, directory, why)
+
+
 def obstacle(directory: Path) -> str | None:
     """Why a directory cannot be made or written to; None if nothing is known against it."""
     for place in (directory, *directory.absolute().parents):
