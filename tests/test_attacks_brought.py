@@ -909,6 +909,59 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
 
 
 @provocation(
+    "settings that are brought along to a program with a resolver of its own, such as `eval`, and call it: in a value, "
+    "in an argument, by a name that is put together, among the defaults",
+    "refused by its key; its own words may call it",
+)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "task_name: ${noted:1}",
+        "policy: {system_prompt: [a, 'b ${oc.select:${noted:1}}']}",
+        "tags: ['${${oc.select:task_name}:1}']",
+        "defaults: ['${noted:1}']",
+        "defaults: [{override /loss: '${noted:1}'}]",
+        "defaults: [{override /reward: [accuracy, '${noted:1}']}]",
+        "defaults: [{override /loss: '${${oc.select:seed}:1}'}]",
+    ],
+)
+def test_a_programs_own_resolvers_are_its_own(lines, here):
+    called = []
+    OmegaConf.register_new_resolver("noted", lambda text: called.append(text) or "dr_grpo")
+    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    try:
+        with pytest.raises(ConfigCompositionException) as error:
+            grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
+        assert not called
+        grpo.compose("task_name=${noted:1}", *TINY, run_dir=here / "run")
+    finally:
+        OmegaConf.clear_resolver("noted")
+    assert called
+    assert "calls a resolver that is none of OmegaConf's or Hydra's; allowed there are hydra, now," in str(error.value)
+
+
+@provocation(
+    "settings that the command brings along which make a list of a part, with a function of the user's in it, while "
+    "the command chooses that part",
+    "refused by its key: a choice gives no list",
+)
+def test_a_choice_gives_no_list(here):
+    (here / "brought_notes.py").write_text(WRITES)
+    start.note_settings_from([str(here / "conf")])
+    config = {"schedule": [{"_target_": "brought_notes.note", "text": "theirs"}]}
+    for choice in (
+        "schedule=cosine",
+        "schedule=brought_notes",
+        "schedule=[cosine]",
+        "+schedule.x=[brought_notes.note]",
+    ):
+        (told,) = given.ungiven(config, [choice], is_built=True)
+        assert told.startswith("schedule.0._target_=brought_notes.note: not said by the command itself")
+    for said in ("[brought_notes.note]", "[{_target_: brought_notes.note, text: mine}]", "['brought_notes.note']"):
+        assert given.ungiven(config, [f"schedule={said}"], is_built=True) == []
+
+
+@provocation(
     "settings that the command brings along whose `trainer.strategy` a function of the user's makes, which could be "
     "the text `deepspeed`",
     "refused by its key; allowed on the command line",

@@ -8,6 +8,7 @@ import pytest
 from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import program
@@ -29,6 +30,49 @@ def explained(override: str) -> str:
     with pytest.raises((HydraException, OmegaConfBaseException)) as error:
         composed(override)
     return explain(error.value, CONF, words=[override])
+
+
+@provocation("`- /size: ???` or `- override /policy: ???` among a file's defaults", "the choices, in one sentence")
+def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
+    for name in ("experiment/mine", "size/small", "size/big"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text("a: 1\n")
+    told = "a file leaves this choice open; allowed is one of"
+    for line, open_one in (
+        ("/size: ???", f"size: {told} big, small, on the command line"),
+        ("override /sampler: ???", f"sampler: {told} own, vllm, vllm_server, on the command line"),
+        ('"/model;{touch,x};#@_global_": ???', f"model…touch…x…_global_: {told} none, on the command line"),
+    ):
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\ndefaults:\n  - {line}\n")
+        with pytest.raises(ConfigCompositionException) as error:
+            grpo.compose(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
+        assert str(error.value) == open_one
+
+
+@provocation("`loss: dapo` in an experiment of one's own", "refused: the file is named, and the line that chooses")
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("loss: dapo", "loss=dapo"),
+        ("reward: [accuracy, format]", "'reward=[accuracy,format]'"),
+        ("schedule: null", "schedule=None"),
+        ("policy: ${x}", "'policy=\"${x}\"'"),
+        ("algorithm: dapo", "algorithm=dapo"),
+        ("experiment: {name: open_r1}", "'experiment="),
+    ],
+)
+def test_a_file_chooses_among_its_defaults(line, told, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    part = line.partition(":")[0]
+    with pytest.raises(ConfigCompositionException) as error:
+        grpo.compose(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
+    found = str(error.value).splitlines()[1]
+    below = "" if part in ("algorithm", "experiment") else f", or settings below {part}"
+    assert found.startswith(f"  experiment/mine.yaml: {told}")
+    assert found.endswith(
+        f" chooses nothing in a file; allowed is a line '- override /{part}: NAME' among its defaults{below}"
+    )
 
 
 @pytest.mark.parametrize(

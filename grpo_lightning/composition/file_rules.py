@@ -13,7 +13,7 @@ from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import WATCHING
 from grpo_lightning.settings.trust import is_of_library
-from grpo_lightning.settings.walk import every_target
+from grpo_lightning.settings.walk import PARTS, every_target
 
 _PARAMETER = r"(?!.*\$\\*\{)[^\x00-\x1f\x7f-\x9f]*"  # what is resolved in a sweeper is no longer known to be a secret
 _HYDRA = {
@@ -25,6 +25,8 @@ _HYDRA = {
     r"hydra\.launcher\.(partition|account|qos)": r"[\w.-]+",
 }
 """Key -> value, both as patterns, of what any file may say of Hydra."""
+_PRESETS = ("algorithm", "debug", "experiment", "sweep")
+"""Folders of conf/ whose files set parts, and are none."""
 _PARTS = ("hydra", "hydra.sweeper", "hydra.sweeper.params", "hydra.launcher")
 """What may be empty in it."""
 _PROMISED = {
@@ -63,6 +65,22 @@ def hydra_problems(file: str, said: Any) -> list[str]:
         for key, value in leaves_of(said, "hydra")
         if not (value == {} and key in _PARTS)
         and not any(re.fullmatch(name, key) and re.fullmatch(text, str(value)) for name, text in _HYDRA.items())
+    ]
+
+
+def shape_problems(file: str, said: Mapping[str, Any]) -> list[str]:
+    """Parts of which a file says something else than settings: ``loss: dapo`` in it chooses nothing.
+
+    Args:
+        file: Its name, for messages.
+        said: What stands in it, not resolved.
+    """
+    return [
+        f"{one_line(file)}: {typed(name, said[name])} chooses nothing in a file; allowed is a line "
+        f"'- override /{name}: NAME' among its defaults{f', or settings below {name}' * (name in PARTS)}"
+        for name in (*PARTS, *_PRESETS)
+        if name in said and not (isinstance(said[name], Mapping) and name in PARTS)
+        if not (name == "environment" and said[name] is None)
     ]
 
 

@@ -1,9 +1,10 @@
 """What Hydra itself would run is checked as soon as it has read it, before it logs, calls back or sweeps."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from secrets import token_hex
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import remember_secrets
-from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, writing_problems
+from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, shape_problems, writing_problems
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
     foreign_parts,
@@ -31,7 +32,7 @@ from grpo_lightning.composition.hydra_settings import (
     script_problems,
 )
 from grpo_lightning.composition.job_name import job_name
-from grpo_lightning.composition.resolvers import resolver_problems
+from grpo_lightning.composition.resolvers import foreign_resolver_problems, resolver_problems
 from grpo_lightning.composition.said import changed, taken_for_choices
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction, shell
@@ -141,10 +142,11 @@ class CheckedLoader(ConfigLoaderImpl):
         said = said if isinstance(said, dict) else {}
         file, wrong = ConfigSource._normalize_file_name(default.config_path or ""), list[str]()
         is_brought = _is_brought(default, loaded)
+        wrong += shape_problems(file, said)
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            wrong += writing_problems(file, said, self._of_user)
+            wrong += writing_problems(file, said, self._of_user) + foreign_resolver_problems(file, said)
         if wrong:
             raise SettingsRefused(_listed(wrong))
         return loaded
@@ -155,6 +157,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if wrong := list(taken_for_choices(parsed, repo)):
             raise SettingsRefused(_listed(wrong))
         self._is_group = repo.group_exists
+        repo.load_config = partial(_loaded, repo.load_config)  # type: ignore[method-assign]
         return parsed, repo
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:
@@ -166,6 +169,15 @@ class CheckedLoader(ConfigLoaderImpl):
             if not _PLACE.fullmatch(str(place)):
                 raise SettingsRefused(f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf")
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
+
+
+def _loaded(load: Callable[[str], ConfigResult | None], config_path: str) -> ConfigResult | None:
+    """A file of settings whose defaults, which Hydra resolves as soon as it has read them, call no foreign resolver."""
+    if loaded := load(config_path):
+        defaults = [vars(default) for default in loaded.defaults_list or ()]
+        if wrong := foreign_resolver_problems(config_path, defaults, "defaults"):
+            raise SettingsRefused(_listed(wrong))
+    return loaded
 
 
 @contextmanager

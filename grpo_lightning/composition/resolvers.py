@@ -7,10 +7,13 @@ from typing import Any
 from omegaconf import grammar_parser
 from omegaconf.errors import GrammarParseError
 
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
 _MAKING = ("oc.create", "oc.decode")
+_KNOWN = ("hydra", "now", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.env", "oc.select")
+"""OmegaConf's and Hydra's, whatever others a program has registered, such as one that evaluates its argument."""
 _OF_VARIABLE = re.compile(r"\$\{oc\.decode:\s*\$\{oc\.env:\w+\}\s*\}")
 
 
@@ -27,6 +30,23 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
         )
         for key, value in trust.values(composed)
         if isinstance(value, str) and "${" in value and any(_makes(call) for call in _calls(value))
+    ]
+
+
+def foreign_resolver_problems(file: str, said: Any, prefix: str = "") -> list[str]:
+    """The texts of a file that call a resolver which is the program's own.
+
+    Args:
+        file: Its name, for messages.
+        said: What stands in it, not resolved.
+        prefix: The key of all that.
+    """
+    return [
+        f"{one_line(file)}: {typed(key, value)} calls a resolver that is none of OmegaConf's or Hydra's; allowed "
+        f"there are {', '.join(_KNOWN)}, and others on the command line, to compose and in conf/"
+        for key, value in trust.values(said, prefix)
+        if isinstance(value, str) and "${" in value
+        if any(call.resolverName().getText() not in _KNOWN for call in _calls(value))
     ]
 
 

@@ -116,8 +116,8 @@ def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
     for key, value in targets(config):
         name, above = str(value), key.split(".")[:-1]
         top, node = name.partition(".")[0], _at(config, above)
-        word = ".".join(above) if isinstance(_at(config, above[:-1]), list) else key  # of a list of functions
-        if _is_given(config, word, given):
+        listed = re.findall(r"[\w.]+", given.get(".".join(above[:-1]), "").partition("=")[2])  # tools=[my_tools.search]
+        if _is_given(config, key, given) or (isinstance(_at(config, above[:-1]), list) and name in listed):
             said.append(node)
         elif "." in name and top.isidentifier() and not is_of_library(name) and top not in trusted and is_of_user(top):
             open_keys[key] = (name, node)

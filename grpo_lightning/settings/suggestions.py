@@ -20,6 +20,7 @@ _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or) ")
 """Of what Hydra says: an address, and offers that may be made of a stranger's words."""
+_OPEN = re.compile(r"You must specify '(.*)', e\.g,.*\n\s*Available options:([^$]*)")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
@@ -89,6 +90,10 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     for form, answer in ((_AMBIGUOUS, _ambiguous), (_NOT_PARSED, _not_parsed)):
         if (match := form.search(text)) and match[1].strip() in words:
             return one_line(answer(match[1].strip()))
+    if match := _OPEN.search(text):
+        options = [name for name in match[2].split() if name not in _NOT_BY_ITSELF] or ["none"]
+        named, *names = ("/".join(map(typed_key, name.split("/"))) for name in (match[1], *options))
+        return f"{named}: a file leaves this choice open; allowed is one of {', '.join(names)}, on the command line"
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
         missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
