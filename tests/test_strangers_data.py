@@ -126,6 +126,21 @@ def saved(tmp_path):
 
 
 @provocation(
+    "a data set as `save_to_disk` leaves it whose file is called `data.arrow.gz`, which is another one unpacked",
+    "refused: it would be read into memory without a look at its offsets",
+)
+def test_what_is_checked_of_a_saved_data_set_is_what_is_read(tmp_path):
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path))
+    (file,) = tmp_path.glob("*.arrow")
+    file.rename(tmp_path / f"{file.name}.gz")
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"_data_files": [{"filename": f"{file.name}.gz"}]}))
+    told = rf"state.json: _data_files: '{file.name}.gz': allowed are names that end in .arrow"
+    with pytest.raises(ValueError, match=told):
+        Hub(str(tmp_path), split="train")
+
+
+@provocation(
     "a data set as `save_to_disk` leaves it whose `state.json` or `dataset_dict.json` names an absolute path, `..` "
     "or a URL",
     "refused in one sentence; nothing outside the directory is read",

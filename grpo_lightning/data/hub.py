@@ -198,7 +198,9 @@ def _check_saved(directory: Path) -> None:
         if (state := part / _SAVED[1]).is_file():
             for file in json.loads(state.read_text(encoding="utf-8")).get("_data_files") or ():
                 for name in texts(file):
-                    check_inside(name, f"{state.relative_to(directory)}: _data_files")
+                    check_inside(name, where := f"{state.relative_to(directory)}: _data_files")
+                    if not name.endswith(".arrow"):  # read into memory, a .gz would be unpacked
+                        raise ValueError(f"{where}: {name!r}: allowed are names that end in .arrow")
                     _check_whole(part / name)
 
 
