@@ -514,6 +514,17 @@ def test_a_folder_is_not_trusted_in_place_of_the_hub(tmp_path, monkeypatch):
             hf.load("./mine", **trusting)
     assert transformers.generation.utils.get_cached_module_file is own
     assert not (tmp_path / "HIT").exists()
+    (package := tmp_path / "package_with_a_model").mkdir()
+    (package / "__init__.py").touch()
+    lines = "from transformers import LlamaConfig\nopen('HIT', 'w')\n\n\nclass C(LlamaConfig):\n    pass\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for path, place in (("./mine", mine), (f"pkg://{package.name}/mine", package / "mine")):
+        mine.rename(place)
+        edit(place / "config.json", model_type="own", auto_map={"AutoConfig": "modeling.C"})
+        (place / "modeling.py").write_text(lines)
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):  # its own code, of a configuration
+            hf.load(path, **trusting)
+    assert (tmp_path / "HIT").exists()
     sizes = {"batch_tokens": 99, "max_length": 99, "label": 0, "quantization": None}
     with pytest.raises(ValueError, match=r"^reward.model.function.trust_remote_code=true: org/model is a directory"):
         RewardModel(path="org/model", dtype="float32", device=None, trust_remote_code=True, **sizes)
