@@ -32,6 +32,18 @@ def explained(override: str) -> str:
     return explain(error.value, CONF, words=[override])
 
 
+@provocation("an experiment of one's own without `# @package _global_` in its first line", "the line is named")
+def test_a_file_whose_settings_nothing_reads_is_refused(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("steps: 5\n")
+    with pytest.raises(ConfigCompositionException) as error:
+        grpo.compose(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
+    assert str(error.value).splitlines()[1:] == [
+        "  experiment/mine.yaml: nothing reads the settings below experiment; allowed is a file whose first line is "
+        "'# @package _global_'"
+    ]
+
+
 @provocation("`- /size: ???` or `- override /policy: ???` among a file's defaults", "the choices, in one sentence")
 def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
     for name in ("experiment/mine", "size/small", "size/big"):
@@ -58,7 +70,7 @@ def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
         ("schedule: null", "schedule=None"),
         ("policy: ${x}", "'policy=\"${x}\"'"),
         ("algorithm: dapo", "algorithm=dapo"),
-        ("experiment: {name: open_r1}", "'experiment="),
+        ("experiment: open_r1", "experiment=open_r1"),
     ],
 )
 def test_a_file_chooses_among_its_defaults(line, told, tmp_path):

@@ -69,19 +69,27 @@ def hydra_problems(file: str, said: Any) -> list[str]:
 
 
 def shape_problems(file: str, said: Mapping[str, Any]) -> list[str]:
-    """Parts of which a file says something else than settings: ``loss: dapo`` in it chooses nothing.
+    """What in a file has no effect: ``loss: dapo`` chooses nothing, and nobody reads settings below ``experiment``.
 
     Args:
         file: Its name, for messages.
         said: What stands in it, not resolved.
     """
-    return [
-        f"{one_line(file)}: {typed(name, said[name])} chooses nothing in a file; allowed is a line "
-        f"'- override /{name}: NAME' among its defaults{f', or settings below {name}' * (name in PARTS)}"
-        for name in (*PARTS, *_PRESETS)
-        if name in said and not (isinstance(said[name], Mapping) and name in PARTS)
-        if not (name == "environment" and said[name] is None)
-    ]
+    found = []
+    for name in (*PARTS, *_PRESETS):
+        is_settings = name in PARTS and isinstance(said.get(name), Mapping)
+        if name not in said or is_settings or (name == "environment" and said[name] is None):
+            continue
+        if isinstance(said[name], Mapping):
+            told = (
+                f"nothing reads the settings below {name}; allowed is a file whose first line is '# @package _global_'"
+            )
+        else:
+            or_settings = f", or settings below {name}" * (name in PARTS)
+            told = f"{typed(name, said[name])} chooses nothing in a file; allowed is a line "
+            told += f"'- override /{name}: NAME' among its defaults{or_settings}"
+        found.append(f"{one_line(file)}: {told}")
+    return found
 
 
 def writing_problems(file: str, said: Mapping[str, Any], of_user: dict[str, str]) -> list[str]:
