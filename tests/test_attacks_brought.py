@@ -55,8 +55,7 @@ CASES = {
 @provocation(
     "`--config-dir bundle experiment=theirs`, or `experiment=../../bundle/experiment/theirs`: settings that name a "
     "file of Python of the folder they came in, or of another folder; the same for Hydra's own (`hydra.callbacks`)",
-    "refused by its key, nothing ran; `trusted=[bundle]` allows it, and files in the directory of the start itself "
-    "need no word",
+    "refused by its key, nothing ran; `trusted=[bundle]` allows it",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
@@ -368,7 +367,7 @@ class Module(GRPOLightningModule):
     "settings that the command brings along and that call an object of another package in a file of the user's "
     "(`mine.git` after `from plumbum.cmd import git`), what lies in one (`mine.lib.system` of `ctypes`), or a class of "
     "the user's that is a kind of CSVLogger, ChatJudge or Popen",
-    "refused by its key; functions, other classes and objects of the user's own classes need no word",
+    "refused also where the command names it; functions, other classes and objects of the user's own classes are not",
 )
 @pytest.mark.parametrize(
     ("name", "is_own", "is_own_for_strangers"),
@@ -957,6 +956,8 @@ def test_a_choice_gives_no_list(here):
     ):
         (told,) = given.ungiven(config, [choice], is_built=True)
         assert told.startswith("schedule.0._target_=brought_notes.note: not said by the command itself")
+    (told,) = given.ungiven({"loss": {"kl": config["schedule"][0]}}, ["loss={a: brought_notes.note}"], is_built=True)
+    assert told.startswith("loss.kl._target_=brought_notes.note: not said")
     for said in ("[brought_notes.note]", "[{_target_: brought_notes.note, text: mine}]", "['brought_notes.note']"):
         assert given.ungiven(config, [f"schedule={said}"], is_built=True) == []
 

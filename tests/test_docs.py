@@ -9,10 +9,12 @@ import sys
 from pydoc import locate
 
 import pytest
+import yaml
 
 from grpo_lightning.environment.tools import Tools
 from grpo_lightning.settings import check
 from grpo_lightning.settings.values import REWARD, RULES
+from tests.support import prepared
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import small_run
@@ -26,7 +28,7 @@ SETTINGS = TEXT[ROOT / "docs" / "settings.md"]
 METRICS = TEXT[ROOT / "docs" / "metrics.md"]
 STAGES = ("sft_tiny", "sft_tiny_flawed", "calculator_taught", "guess_taught")
 """Supervised stages that other pages tell of."""
-TO_BE_WRITTEN = {"conf/reward/short.yaml"}
+TO_BE_WRITTEN = {"conf/reward/short.yaml", "conf/experiment/mine.yaml", "my_conf/experiment/mine.yaml"}
 """Files that a page tells people to make."""
 
 
@@ -137,6 +139,20 @@ def test_the_examples_of_the_page_on_python_run_as_printed(tmp_path):
     assert [len(lines) for lines in outputs[:4]] == [1, 0, 1, 2]
     assert 0.0 <= float(outputs[4][-1]) <= 1.0  # below Lightning's own progress
     assert float(outputs[2][0]) > 0.4  # of 8 of 32 tokens, a random policy draws a quarter
+
+
+def test_the_example_of_an_experiment_is_taken_as_printed(tmp_path):
+    (example,) = [block for language, block in FENCE.findall(TEXT[ROOT / "docs" / "your_own.md"]) if language == "yaml"]
+    (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "my_conf" / "experiment" / "mine.yaml").write_text(example)
+    words = ["--config-dir", "my_conf", "experiment=mine", "optimizer.lr=1e-4", "--cfg", "job"]
+    done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)
+    config = yaml.safe_load(done.stdout)
+    assert config["steps"] == 60
+    assert float(config["optimizer"]["lr"]) == 1e-4
+    assert list(config["reward"]) == ["accuracy", "format", "length", "soft_overlong"]  # the last one is dapo's
+    assert config["reward"]["length"]["weight"] == 0.2
+    assert config["loss"]["surrogate"]["epsilon_high"] == 0.28
 
 
 def test_the_examples_of_ready_made_environments_run_as_printed(tmp_path, monkeypatch):

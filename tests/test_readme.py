@@ -26,7 +26,11 @@ def arguments(command):
     """The overrides, without Hydra's own settings, and of several values for a key the first."""
     after = PROGRAM.split(re.sub(r"\s#.*", "", command))[-1]
     words = shlex.split(re.split(r"  +", after)[0])
-    words = [word.replace("glob(*)", "grpo") for word in words if "=" in word and not word.startswith(("-", "hydra."))]
+    words = [
+        word.replace("glob(*)", "grpo").replace("experiment=mine", "experiment=annealed")
+        for word in words
+        if "=" in word and not word.startswith(("-", "hydra."))
+    ]
     words = [re.sub(r"=(?:tag\(log, )?interval\(([^,]+),.*", r"=\1", word) for word in words]
     return [re.sub(r"=([^\[{,\"]+),.*", r"=\1", word) for word in words]
 
