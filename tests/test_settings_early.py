@@ -208,6 +208,38 @@ def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
 
 
 @provocation(
+    "`python train.py --lr 1e-5`, `--steps=5` and other options that are none; overrides before and after `-m`",
+    "one sentence with the setting that is meant, or with the words in their order",
+)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--lr", "1e-5"], "--lr: lr=1e-5: unknown; the nearest is optimizer.lr=1e-5"),
+        (["--steps=5", "seed=1"], "--steps=5: allowed is steps=5, without dashes"),
+        (["--steps", "5"], "--steps: allowed is steps=5, without dashes"),
+        (["seed=1", "--print-settings"], "--print-settings: allowed is print_settings=VALUE, without dashes"),
+        (["--seed", "seed=1"], "--seed: allowed is seed=VALUE, without dashes"),
+        (["--learning-rate=1e-4"], "--learning-rate=1e-4: learning_rate=1e-4: allowed here is optimizer.lr=1e-4, as "),
+        (["--epochs", "3"], "--epochs: epochs=3: allowed here is steps, which counts rollouts"),
+        (["--foo"], f"--foo: allowed is KEY=VALUE, without dashes; python {ROOT}/train.py --help lists the keys"),
+        (
+            ["steps=1", "-m", "seed=1,2", "--config-dir", "c d", "tags=[a]"],
+            "seed=1,2: options stand before overrides; allowed is "
+            f"python {ROOT}/train.py -m --config-dir 'c d' steps=1 seed=1,2 'tags=[a]'",
+        ),
+        (["--help", "reward"], "reward: allowed is KEY=VALUE"),
+        (["--help", "los=x"], "los=x: unknown; the nearest is loss=x, a part"),
+    ],
+)
+def test_words_that_are_no_overrides(words, told, tmp_path):
+    done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(told)
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@provocation(
     "`python train.py` by a Python without the requirements", "a sentence names the missing one, and the Python"
 )
 def test_a_python_without_the_requirements_is_named(tmp_path):

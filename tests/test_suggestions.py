@@ -109,6 +109,31 @@ def test_a_file_chooses_among_its_defaults(line, told, tmp_path):
                 "sampler.url=http://x",
                 "sampler.url=http://x: allowed with sampler=vllm_server, which is not chosen",
             ),
+            (
+                "the setting that has it",
+                "data=my.jsonl",
+                "data=my.jsonl: allowed is data=jsonl data.path=my.jsonl for a",
+            ),
+            (
+                "the setting that has it",
+                "data=openai/math",
+                "data=openai/math: allowed is data=hub data.path=openai/math",
+            ),
+            ("the setting that has it", "data=mine.csv", "data=mine.csv: allowed is data=hub data.path=mine.csv for a"),
+            (NEAREST, "data=gms8k", "data=gms8k: allowed is one of calculator, demonstrations, gsm8k,"),
+            (
+                "the setting that has it",
+                "reward=my_rewards.short",
+                "reward=[…,my_rewards.short]: allowed is custom in place of it, with "
+                "reward.custom.function._target_=my_rewards.short, for a function of your own",
+            ),
+            (
+                "the setting that has it",
+                "reward=[accuracy,my.own.short]",
+                "allowed is custom in place of it, with reward.custom.function._target_=my.own.short, for",
+            ),
+            (OURS, "resume=last", "resume=last: allowed here is checkpoint, a path or last"),
+            (OURS, "epochs=3", "epochs=3: allowed here is steps, which counts rollouts"),
             (NEAREST, "lr=3e-5", "lr=3e-5: unknown; the nearest is optimizer.lr=3e-5"),
             (NEAREST, "~stepss", "~stepss: there is no such setting; the nearest is ~steps"),
             (NEAREST, "hydra.run.dri=x", "hydra.run.dri=x: unknown; the nearest is hydra.run.dir=x"),

@@ -4,12 +4,14 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output.redaction import redacted_words
+from grpo_lightning.output.shell import program, shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, show
 
 _PACKAGE = re.compile(r"(-[\w-]*=?)?(pkg|structured)://")
@@ -22,12 +24,6 @@ def main() -> None:
     last_through_closed_pipes()
     signal.signal(signal.SIGINT, _end)  # what is imported now has nothing to lose, and shows no traceback
     start.START = Path.cwd().resolve()
-    if any(word.startswith("--e") for word in sys.argv[1:]):
-        sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
-
-    if any(word.startswith(("-s", "--s")) for word in sys.argv[1:]):
-        sys.exit("--shell-completion would have a shell run what names of settings say; allowed are overrides alone")
-
     if "${" in str(start.START):
         sys.exit(f"{one_line(str(start.START))}: settings give ${{ in a name a meaning; allowed is a start elsewhere")
 
@@ -35,15 +31,25 @@ def main() -> None:
         sys.exit(f"{found[0]}: settings are read from directories; reading them from a package would import it")
 
     try:
-        from hydra._internal.utils import get_args
+        from hydra._internal.utils import get_args_parser
         from hydra.core.plugins import Plugins
     except ModuleNotFoundError as error:
         sys.exit(f"{error.name} is not installed for {sys.executable}: activate an environment with requirements.txt")
 
-    from grpo_lightning.composition.job import job
+    asked, others = get_args_parser().parse_known_args()
+    if asked.experimental_rerun is not None:
+        sys.exit("--experimental-rerun reads a pickle, which may run code; allowed are overrides and --config-dir")
+
+    if asked.shell_completion:
+        sys.exit("--shell-completion would have a shell run what names of settings say; allowed are overrides alone")
 
     say_begun()
-    start.note_words(redacted_words(get_args().overrides))  # the name of a folder is no override, whatever it is called
+    if others:
+        sys.exit(_not_read(sys.argv[1:], others))
+
+    from grpo_lightning.composition.job import job
+
+    start.note_words(redacted_words(asked.overrides))  # the name of a folder is no override, whatever it is called
     start.pass_by_settings()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path
@@ -52,6 +58,25 @@ def main() -> None:
         job()
     except KeyboardInterrupt:
         _end()
+
+
+def _not_read(words: Sequence[str], others: Sequence[str]) -> str:
+    """What is said of words that are no option of Hydra's, and of overrides after one, which are not read as such.
+
+    Args:
+        words: All words of the command line.
+        others: Those that are not read.
+    """
+    from grpo_lightning.composition import CONF
+    from grpo_lightning.settings.suggestions import known_keys, unknown_option
+
+    if options := [word for word in others if word.startswith("-")]:
+        following = words[words.index(options[0]) + 1 :]
+        return unknown_option(options[0], next(iter(following), None), known_keys(CONF))
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    first = [word for word in words if word not in overrides]
+    told = " ".join(map(shell_word, [*first, *overrides]))
+    return f"{one_line(others[0])}: options stand before overrides; allowed is {program()} {told}"
 
 
 def _end(*_: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -156,6 +156,8 @@ def job() -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
+    except HydraException as error:  # of settings that are to be shown, as by --help
+        print(error, file=sys.stderr)
     finally:
         status = sweep.close(status)
     if status:

@@ -87,12 +87,28 @@ SIMILAR = {
 }
 """Their key -> what to use here, in words."""
 
+USUAL = {
+    "resume": "checkpoint, a path or last",
+    "resume_from": "checkpoint, a path or last",
+    "epochs": "steps, which counts rollouts",
+    "num_epochs": "steps, which counts rollouts",
+    "max_epochs": "steps, which counts rollouts",
+    "batch_size": "data.prompts_per_step for a rollout, module.minibatch_size for an optimizer step and "
+    "module.microbatch_tokens for memory",
+    "model": "policy, such as policy=hf with policy.path",
+    "model_path": "policy=hf with policy.path",
+    "model_name": "policy=hf with policy.path",
+    "dataset": "data, such as data=hub with data.path",
+    "device": "trainer, such as trainer=gpu",
+}
+"""Names that many other programs have -> what to use here, in words."""
+
 _BELOW = "actor_rollout_ref."
 """Where verl has its settings of the actor and of rollouts."""
 
 
 def translated(key: str, value: str | None = None) -> str | None:
-    """What a setting of TRL or verl is called here, as the end of a sentence; None if it is none of theirs.
+    """What a setting of TRL, verl or many others is called here, as the end of a sentence; None if it is none.
 
     Args:
         key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
@@ -104,6 +120,6 @@ def translated(key: str, value: str | None = None) -> str | None:
         if ours := SAME.get(name):
             word = ours if value is None else shell_word(f"{ours}={value}")
             return f"allowed here is {word}, as this project calls it"
-        if ours := SIMILAR.get(name):
+        if ours := SIMILAR.get(name) or USUAL.get(name):
             return f"allowed here is {ours}"
     return None

@@ -18,6 +18,7 @@ _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
+_OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or) ")
 """Of what Hydra says: an address, and offers that may be made of a stranger's words."""
 _OPEN = re.compile(r"You must specify '(.*)', e\.g,.*\n\s*Available options:([^$]*)")
@@ -115,6 +116,25 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     return None
 
 
+def unknown_option(option: str, following: str | None, keys: Collection[str]) -> str:
+    """What is said of an option that is none of Hydra's, such as ``--lr 1e-5``: settings have no dashes here.
+
+    Args:
+        option: With its dashes, as typed.
+        following: The word after it, which may be its value.
+        keys: Dotted keys of the settings.
+    """
+    typed_name, sign, value = option.lstrip("-").partition("=")
+    name = typed_name.replace("-", "_")
+    if not sign:
+        is_value = following is not None and not following.startswith("--") and "=" not in following
+        value = str(following) if is_value else "VALUE"
+    if name in keys:
+        return one_line(f"{option}: allowed is {shell_word(f'{name}={value}')}, without dashes")
+    said = unknown_key(name, value, keys)
+    return one_line(f"{option}: {said or f'allowed is KEY=VALUE, without dashes; {program()} --help lists the keys'}")
+
+
 def _unknown(error: Exception, word: str, conf: Path, keys: Collection[str]) -> str:
     said = word.lstrip("+~")
     key, sign, given = said.partition("=")
@@ -177,6 +197,19 @@ def _no_choice(path: str, conf: Path, words: Sequence[str] = ()) -> str:
     if group == "policy" and "/" in name and f"policy={name}" in words:  # else a file may have chosen it
         word = typed("policy.path", name)
         return f"{listed}: allowed is policy=hf {word} for a model of the hub or of a directory"
+    if group == "data" and f"data={name}" in words:
+        kind = "jsonl" if name.endswith((".jsonl", ".parquet")) else "hub"
+        if kind == "jsonl" or "/" in name or "." in name:
+            return (
+                f"{listed}: allowed is data={kind} {typed('data.path', name)} for a data set of your own or the hub's"
+            )
+    if (
+        group == "reward"
+        and _OWN_FUNCTION.fullmatch(name)
+        and any(name in re.split(r"[=\[\],]", word) for word in words)
+    ):
+        word = typed("reward.custom.function._target_", name)
+        return f"{listed}: allowed is custom in place of it, with {word}, for a function of your own"
     meant = nearest(name, known)
     return f"{listed}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
 
