@@ -207,6 +207,14 @@ def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
+def test_what_is_said_of_other_words_holds_no_secret(tmp_path):
+    for words in (["--wandb.api_key", "abc123def"], ["--api-key=abc123def"], ["a=1", "-m", "token=abc123def"]):
+        done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr
+        assert "abc123def" not in done.stderr
+
+
 @provocation(
     "`python train.py --lr 1e-5`, `--steps=5` and other options that are none; overrides before and after `-m`",
     "one sentence with the setting that is meant, or with the words in their order",
