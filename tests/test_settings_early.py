@@ -44,6 +44,7 @@ def row(override: str, message: str):
             for name in ("nonsense", "ddp_fork", "ddp_notebook", "DDP_spawn", "dp", "xla", "model_parallel")
         ),
         row("trainer=ddp|trainer.strategy.timeout=0", "trainer.strategy.timeout=0: allowed is minutes > 0"),
+        row("policy.system_prompt={a: 1}", "policy.system_prompt={'a': 1}: allowed is a text"),
         row("validation.ks=4", "validation.ks=4: allowed is a list of integers >= 1, such as [1, 4]"),
         row("validation.ks=[1,two]", "validation.ks=[1, 'two']: allowed is a list of integers >= 1"),
         *(

@@ -68,6 +68,9 @@ RULES: dict[str, Rule] = {
     "data.train_size": integer(1),
     "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
     "policy.activation_offload": flag(),
+    "policy.system_prompt": Rule(
+        lambda v: isinstance(v, str), "a text", null=True
+    ),  # no object, which templates could use
     "policy.reply_role": Rule(lambda v: v in REPLY_ROLES, "one of user, tool", null=True),
     "rollout.group_size": integer(2),
     "rollout.temperature": _POSITIVE,
