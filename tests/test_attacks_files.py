@@ -18,7 +18,7 @@ from grpo_lightning.distributed import fresh
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
-from tests.test_attacks import Touch, start
+from tests.test_attacks import Touch, begun, start
 
 pytestmark = pytest.mark.slow
 PYTHONS = ("socket", "pickle", "random", "signal", "threading", "selectors", "json", "base64", "queue")
@@ -156,7 +156,7 @@ def test_bytecode_beside_the_users_files_is_not_run(on_path, timeout, tmp_path):
         plant(tmp_path / place, name, tmp_path / "HIT")
     words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "trusted=[mine_package]")
     more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
-    done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0", **more)
+    done = begun(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0", **more)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not (tmp_path / "HIT").exists(), (tmp_path / "HIT").read_text()
 
@@ -167,7 +167,7 @@ def test_a_trusted_reward_finds_the_files_beside_it_and_so_does_a_program_that_i
     named_by_metadata(tmp_path)
     mark = marked(tmp_path, *PYTHONS, *OPTIONAL)
     words = ("reward=[custom]", "reward.custom.function._target_=mine.starts_a_program", "trusted=[mine_package]")
-    done = start(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0")
+    done = begun(tmp_path, *TINY, *words, f"reward.custom.timeout={timeout}", "reward.custom.max_failed=0")
     assert done.returncode == 0, done.stderr[-2000:]
     assert told(tmp_path) == {json.dumps([False, None, str(ROOT)])}
     assert not mark.exists()
@@ -323,7 +323,7 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
         (place / f"{number}_0_result.pkl").write_bytes(result)
         (place / f"{number}_0_result.pkl.save_tmp").touch()  # with which a job cannot write its own
     words = ["experiment=evil", "hydra.sweep.dir=sweep", *["hydra.launcher.submitit_folder=there"] * given]
-    done = start(tmp_path, "--config-dir", "conf", *words, *TINY, "reward=[format]")
+    done = begun(tmp_path, "--config-dir", "conf", *words, *TINY, "reward=[format]")
     assert not (tmp_path / "HIT").exists()
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -404,12 +404,12 @@ def test_a_folder_beside_a_file_of_its_name_is_not_run(on_path, tmp_path):
         (tmp_path / f"{name}.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
     more = {"PYTHONPATH": f"{ROOT}:{tmp_path}"} if on_path else {}
     words = (*TINY, "reward=[custom]", "reward.custom.function._target_=mine.score")
-    assert start(tmp_path, *words, **more).returncode == 1
+    assert begun(tmp_path, *words, **more).returncode == 1
     shutil.rmtree(tmp_path / "mine")
     (tmp_path / "mine").mkdir()  # without a file of Python it is no package
-    assert start(tmp_path, *words, **more).returncode == 0
+    assert begun(tmp_path, *words, **more).returncode == 0
     (tmp_path / "mine.py").write_text("import mine_helper\n" + (tmp_path / "mine.py").read_text())
-    done = start(tmp_path, *words, **more)
+    done = begun(tmp_path, *words, **more)
     assert done.returncode == 1
     assert f"{tmp_path}/mine_helper and {tmp_path}/mine_helper.py have the same name; allowed is one of" in done.stderr
     assert not mark.exists()
@@ -438,7 +438,7 @@ def test_a_file_beside_one_of_its_name_is_not_run(theirs, on_path, tmp_path):
     target = {"package": "package.rewards", "deep.py": "deep.sub.rewards"}.get(theirs[:7], "mine")
     words = (*TINY, "reward=[custom]", f"reward.custom.function._target_={target}.score")
     if theirs in ("mine.abi3.so", "package.py"):
-        assert start(tmp_path, *words, **more).returncode == 0
+        assert begun(tmp_path, *words, **more).returncode == 0
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).write_text(
         "import importlib, pathlib\nopen('HIT', 'w')\n__path__ = [pathlib.Path(__file__).with_name('package')]\n"
@@ -447,7 +447,7 @@ def test_a_file_beside_one_of_its_name_is_not_run(theirs, on_path, tmp_path):
     if theirs.startswith("elsewhere/"):  # from where a link leads to it
         (tmp_path / (link := theirs.removeprefix("elsewhere/"))).symlink_to(theirs)
         theirs = link
-    done = start(tmp_path, *words, **more)
+    done = begun(tmp_path, *words, **more)
     assert done.returncode == 1
     assert "have the same name; allowed is one of them, so rename the other" in done.stderr
     assert f"{tmp_path}/{theirs.removesuffix('/__init__.py')}" in done.stderr
