@@ -181,11 +181,35 @@ def test_data_sets_and_files_are_the_same_rows(tmp_path):
         ({"data": {"prompt": ["a", "b"]}}, "data=.*: allowed are rows, a data set, a path, a PromptData"),
         ({"data": {"train": ROWS, "test": ROWS}}, "data=.*: allowed are rows"),
         ({"module": 3}, "module: allowed parts are policy, data"),
+        ({"steps": 3}, r"steps: allowed parts .*; anything else is set by a text, as in compose\('steps=20'\)"),
+        ({"loss": "dapo"}, "loss='dapo': allowed are objects; the text 'loss=dapo' makes a choice"),
+        ({"trainer": {"max_epochs": 3}}, "trainer=.*: allowed is a lightning.Trainer; trainer.KEY=VALUE changes a"),
+        ({"optimizer": 3}, "optimizer=3: allowed is a function of the parameters, such as functools.partial"),
+        ({"advantage": 3}, "advantage=3: allowed is a function of some of rewards, scores, weights and steps"),
+        ({"callbacks": 3}, r"callbacks\['int_0'\]=3: allowed are Lightning callbacks"),
     ],
 )
 def test_what_cannot_be_a_part_is_refused(parts, message):
     with pytest.raises(ValueError, match=message):
         grpo.compose(*SMALL, **parts)
+
+
+def test_an_advantage_is_looked_at(tmp_path):
+    with pytest.raises(ValueError, match=r"^{'steps': 3}: allowed are texts, such as 'steps=20'"):
+        grpo.compose({"steps": 3})
+    settings = (*SMALL, "logger=none")
+    more = {"reward": letters, "data": ROWS}
+    with pytest.raises(ValueError, match="advantage: its parameter 'r' is none of rewards, scores, weights, steps"):
+        _ = grpo.compose(*settings, **more, advantage=lambda r: r, run_dir=tmp_path / "unknown").module
+    for name, wrong, told in (
+        ("number", lambda rewards: 1, "int"),
+        ("turned", lambda rewards: rewards.T.contiguous(), r"\(\d+, 2\)"),
+        ("flat", lambda rewards: rewards.flatten(), r"\(\d+,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"advantage: returned {told}; allowed are tensors of shape"):
+            grpo.compose(*settings, **more, advantage=wrong, run_dir=tmp_path / name).fit()
+    centered = lambda rewards, scale=1.0, **more: rewards - rewards.mean(-1, keepdim=True)  # noqa: E731
+    grpo.compose(*settings, **more, advantage=centered, callbacks=Callback(), run_dir=tmp_path / "fine").fit()
 
 
 def test_one_of_object_and_setting(checkpoint):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback
+from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
@@ -22,6 +22,12 @@ PARTS = (
     *("schedule", "correction", "environment", "trainer", "callbacks", "logger"),
 )
 _PLACE = "grpo_lightning.composition.part"
+_FUNCTIONS = {
+    "advantage": "of some of rewards, scores, weights and steps",
+    "optimizer": "of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)",
+    "schedule": "schedule(step, total_steps) -> multiplier of the learning rate",
+}
+"""Parts that are functions -> of what."""
 _FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")
 
 
@@ -57,8 +63,12 @@ def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:
     Raises:
         ValueError: There is no such part, an object cannot be one, or an override changes what an object replaces.
     """
+    for word in overrides:
+        if not isinstance(word, str):
+            raise ValueError(f"{word!r:.80}: allowed are texts, such as 'steps=20'")
     if unknown := parts.keys() - set(PARTS):
-        raise ValueError(f"{', '.join(sorted(unknown))}: allowed parts are {', '.join(PARTS)}")
+        told = f"{', '.join(sorted(unknown))}: allowed parts are {', '.join(PARTS)}"
+        raise ValueError(f"{told}; anything else is set by a text, as in compose('steps=20')")
     made = Choices()
     for name, value in parts.items():
         if name == "policy":
@@ -86,6 +96,14 @@ def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:
 
 
 def _whole(made: Choices, name: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise ValueError(
+            f"{name}={value!r:.80}: allowed are objects; the text {f'{name}={value}'!r:.80} makes a choice"
+        )
+    if name == "trainer" and not isinstance(value, Trainer):
+        raise ValueError(f"trainer={value!r:.80}: allowed is a lightning.Trainer; trainer.KEY=VALUE changes a setting")
+    if name in _FUNCTIONS and not callable(value):
+        raise ValueError(f"{name}={value!r:.80}: allowed is a function {_FUNCTIONS[name]}")
     made.whole.append(name)
     made.objects[name] = value
 
@@ -178,8 +196,10 @@ def _records(rows: Any) -> Any:
 
 
 def _callbacks(made: Choices, value: Any) -> None:
-    named = value if isinstance(value, Mapping) else {f"{type(v).__name__.lower()}_{i}": v for i, v in enumerate(value)}
-    for name, callback in named.items():
+    if not isinstance(value, Mapping):
+        listed = value if isinstance(value, Sequence) else [value]
+        value = {f"{type(one).__name__.lower()}_{number}": one for number, one in enumerate(listed)}
+    for name, callback in value.items():
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks[{name!r}]={callback!r:.80}: allowed are Lightning callbacks")
         made.overrides.append(f"+callbacks.{name}={made.put(f'callbacks.{name}', callback)}")

@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from grpo_lightning.rollout.unfinished import Carried
 
 log = logging.getLogger(__name__)
 
+_COMPARED = ("rewards", "scores", "weights", "steps")
+"""What an advantage may name."""
 Advantage = Callable[..., Tensor]
 """What it names of rewards [P, G], scores [K, P, G], weights [K] and steps [P, G, T] -> [P, G] or [P, G, T]."""
 Downsample = Callable[[Tensor], Tensor]
@@ -89,6 +92,12 @@ class Collector:
     """Whether completions cut at the length limit are left out of the loss; they stay in their group's mean."""
     top_entropy: float = 1.0
     """Fraction of the tokens, those of highest entropy, that have an advantage."""
+
+    def __post_init__(self) -> None:
+        for one in inspect.signature(self.advantage).parameters.values():
+            is_needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            if is_needed and one.name not in _COMPARED:
+                raise ValueError(f"advantage: its parameter {one.name!r} is none of {', '.join(_COMPARED)}")
 
     @property
     def sampling(self) -> Sampling:
@@ -203,8 +212,9 @@ class Collector:
             "steps": scored.steps.view(*groups, -1),  # [B, T] -> [P, G, T]
         }
         named = [name for name in inspect.signature(self.advantage).parameters if name in available]
-        advantages = self.advantage(**{name: available[name] for name in named}).to(sampled.mask.device)
+        advantages = self.advantage(**{name: available[name] for name in named})
         mask = sampled.mask
+        _check_advantages(advantages, groups, mask.shape[1])
         if self.mask_truncated:
             mask = mask & torch.tensor(sampled.finished, device=mask.device).unsqueeze(-1)
         teaching = mask
@@ -216,6 +226,23 @@ class Collector:
             mask=mask,
             old_logprobs=sampled.logprobs,
             ref_logprobs=ref_logprobs,
-            advantages=advantages.reshape(len(mask), -1) * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
+            advantages=advantages.to(mask.device).reshape(len(mask), -1)
+            * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
             kept=sampled.kept,
         )
+
+
+def _check_advantages(advantages: Any, groups: tuple[int, int], length: int) -> None:
+    """Refuse what an advantage function has returned and would be taken for other completions' numbers.
+
+    Args:
+        advantages: [P, G] or [P, G, T], if it is right.
+        groups: P and G.
+        length: T.
+
+    Raises:
+        ValueError: It is no such tensor.
+    """
+    found = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+    if found not in (groups, (*groups, length)):
+        raise ValueError(f"advantage: returned {found}; allowed are tensors of shape {groups} or {(*groups, length)}")
