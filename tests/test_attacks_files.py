@@ -363,12 +363,13 @@ def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
     for place in ("start", "start/.venv/lib/site-packages", "start/source", "elsewhere"):
         (tmp_path / place).mkdir(parents=True)
     (tmp_path / "start" / "mine.py").write_text(
-        "import importlib\nimport mine_helper\nimportlib.import_module('mine_second')\n"
+        "import importlib\nimport mine_helper\nimportlib.import_module('mine_second')\n__import__('mine_third')\n"
     )
     (tmp_path / "start" / "mine_helper.py").write_text(  # a library in C, which is no file of the user's
         "import pickle\ntry:\n    pickle.loads(b'ctriton\\nname\\n.')\nexcept ImportError:\n    print('C')\n"
     )
     (tmp_path / "start" / "mine_second.py").write_text("")
+    (tmp_path / "start" / "mine_third.py").write_text("")
     mark = marked(tmp_path / "start", "triton")
     (tmp_path / "elsewhere" / "library.py").write_text("import triton\n")
     (tmp_path / "start" / ".venv" / "lib" / "site-packages" / "installed.py").write_text("import triton\n")
@@ -386,7 +387,7 @@ def test_only_settings_and_the_users_files_find_modules_there(tmp_path):
         "print(start.importable())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    found = (str(tmp_path / "start"), ["mine", "mine_helper", "mine_second"])
+    found = (str(tmp_path / "start"), ["mine", "mine_helper", "mine_second", "mine_third"])
     assert done.stdout == "C\n" + "triton\n" * 4 + f"{found}\n", done.stderr
     assert not mark.exists()
 
