@@ -142,7 +142,10 @@ def test_names_of_parts_are_names(part, name):
 def test_a_name_is_offered_as_a_word_of_a_shell():
     config = composed()
     config["reward"]["$(touch HIT)"] = {"weight": 1.0}
-    with pytest.raises(ConfigError, match=r"chosen; allowed is 'reward=\[accuracy,format,\"\$\(touch HIT\)\"\]'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"chosen; allowed is 'reward=\[accuracy,format,\"\$\(touch HIT\)\"\]', and a file of your own",
+    ):
         check(config)
 
 

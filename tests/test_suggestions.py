@@ -12,7 +12,7 @@ import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import program
-from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.contradictions import lookup
 from grpo_lightning.settings.names import SAME, SIMILAR, translated
 from grpo_lightning.settings.suggestions import _no_choice, explain, known_keys, nearest, nearest_key
@@ -30,6 +30,31 @@ def explained(override: str) -> str:
     with pytest.raises((HydraException, OmegaConfBaseException)) as error:
         composed(override)
     return explain(error.value, CONF, words=[override])
+
+
+@provocation(
+    "a file of one's own for a part, such as `loss/mine.yaml`, that says not what it is", "told what brings it"
+)
+def test_a_file_for_a_part_says_what_it_is(tmp_path):
+    files = {
+        "loss": "kl_coef: 0.1",
+        "policy": "path: a",
+        "optimizer": "lr: 1",
+        "schedule": "a: 1",
+        "reward": "mine: {a: 1}",
+    }
+    for part, line in files.items():
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "mine.yaml").write_text(f"{line}\n")
+        with pytest.raises(ConfigError) as error:
+            check(composed(f"hydra.searchpath=[{tmp_path}]", f"{part}=mine"))
+        told = f"{part}: no _target_ says what it is; allowed is a file of conf/{part}, or one of your own that begins "
+        if part == "reward":
+            told = "reward.mine: no such reward was chosen; allowed is 'reward=[mine]', and a file of your own for it "
+            told += "that begins with 'defaults: [base@mine]'"
+        assert any(one.startswith(told) for one in error.value.problems), error.value.problems
+    (tmp_path / "loss" / "whole.yaml").write_text("defaults: [dapo]\nkl_coef: 0.1\n")
+    check(composed(f"hydra.searchpath=[{tmp_path}]", "loss=whole"))
 
 
 @provocation("an experiment of one's own without `# @package _global_` in its first line", "the line is named")

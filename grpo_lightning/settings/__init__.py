@@ -29,7 +29,7 @@ from grpo_lightning.settings.suggestions import unknown_key
 from grpo_lightning.settings.targets import adapter_problems, target_problems
 from grpo_lightning.settings.trainer import trainer_problems
 from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
-from grpo_lightning.settings.walk import PARTS, each_target, leaves
+from grpo_lightning.settings.walk import BUILT, PARTS, each_target, leaves
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
@@ -64,6 +64,7 @@ def check(config: Mapping[str, Any]) -> None:
     adapted = adapter_problems(config.get("policy") or {})
     if problems := [
         *_unknown(config),
+        *_unbuilt(config),
         *values.values(),
         *trust.problems(config),
         *role_problems(config),
@@ -158,6 +159,17 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
             yield one_line(said)
+
+
+def _unbuilt(config: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of which nothing says what they are, as where a file of one's own begins with no other."""
+    for part in BUILT:
+        node = config.get(part)
+        if isinstance(node, Mapping) and "_target_" not in node:
+            yield (
+                f"{part}: no _target_ says what it is; allowed is a file of conf/{part}, or one of your own that "
+                "begins with 'defaults: [NAME]', the name of one of these"
+            )
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

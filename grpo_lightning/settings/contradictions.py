@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from grpo_lightning.distributed.chosen import settings_shard
-from grpo_lightning.output.shell import typed
+from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.reward.engine.gate import Gate
 
 
@@ -57,7 +57,11 @@ def _outcome(get: Reader) -> list[str]:
 def _complete_rewards(get: Reader) -> list[str]:
     chosen = [name for name, reward in get("reward").items() if "_target_" in reward]
     listed = {name: typed("reward", [*chosen, name]) for name in get("reward").keys() - chosen}
-    return [f"reward.{name}: no such reward was chosen; allowed is {word}" for name, word in listed.items()]
+    return [
+        f"reward.{name}: no such reward was chosen; allowed is {word}, and a file of your own for it that begins with "
+        f"'defaults: [base@{typed_key(str(name))}]'"
+        for name, word in listed.items()
+    ]
 
 
 def _enough_prompts(get: Reader) -> list[str]:

@@ -12,6 +12,8 @@ PARTS = (
     *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
 )
 """Of a run, which others have copies of; another key at the top is nobody's."""
+BUILT = tuple(part for part in PARTS if part not in ("callbacks", "environment", "logger", "reward", "taught"))
+"""Those that are one object each; the others are none, or several by name."""
 HELD: Mapping[str, tuple[str, ...]] = {
     "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
     "rollout": ("advantage", "environment", "reward"),
