@@ -1,5 +1,6 @@
 """Settings that a command brings along by --config-dir or hydra.searchpath, with files of Python beside them."""
 
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
+from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import typed
 from grpo_lightning.settings import ConfigError, given, trust
 from grpo_lightning.settings.given import ungiven
@@ -907,6 +909,65 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
         assert not [problem for problem in told if "not said" in problem]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "reward.accuracy.weight=${noted:1}",
+        "tags=[a,'b ${oc.select:${noted:1}}']",
+        "+x={y: '${${oc.select:task_name}:1}'}",
+    ],
+)
+def test_a_run_that_is_scored_anew_calls_no_resolver_of_a_programs(word, tmp_path):
+    called = []
+    OmegaConf.register_new_resolver("noted", lambda text: called.append(text) or "dr_grpo")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(["steps=1", word]))
+    try:
+        with pytest.raises(ConfigError) as error:
+            recalled(tmp_path, [], ("reward", "advantage"))
+    finally:
+        OmegaConf.clear_resolver("noted")
+    told = str(error.value)
+    assert "overrides.yaml: " in told
+    assert "a resolver that is none of OmegaConf's" in told or "keys without '$', ':', '{' and '}'" in told
+    assert not called
+
+
+@provocation(
+    "settings that are brought along to a program and hand a function that it has given to `compose` to something "
+    "else, which calls it with arguments of theirs",
+    "refused by its key",
+)
+def test_a_programs_objects_stand_in_their_own_places(here):
+    called = []
+
+    def compiles(completions, compiler="cc", **columns):
+        called.append(compiler)
+        return [0.0] * len(completions)
+
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
+    part = "{_target_: grpo_lightning.composition.part, name: reward.compiles}"
+    environment = (
+        "environment: {_target_: grpo_lightning.environment.Environment, max_turns: 2, function: {_target_: "
+        f"grpo_lightning.environment.gymnasium.Gymnasium, make: {part}, kwargs: {{completions: [x], compiler: evil}}, "
+        "actions: {left: 0}}}"
+    )
+    for lines, key in (
+        (environment, "environment.function.make"),
+        (f"reward: {{other: {{_target_: grpo_lightning.reward.Weighted, function: {part}}}}}", "reward.other.function"),
+        (f"callbacks: {{other: {part}}}", "callbacks.other"),
+        ("callbacks: {other: '${reward.compiles.function}'}", "callbacks.other"),
+    ):
+        (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+        with pytest.raises((ConfigError, ConfigCompositionException)) as error:
+            grpo.compose(*words, reward={"compiles": compiles}, run_dir=here / "run").fit()
+        told = str(error.value)
+        assert f"{key}._target_=grpo_lightning.composition.part" in told or "stands in a file that the command" in told
+    (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\nsteps: 1\n")
+    grpo.compose(*words, reward={"compiles": compiles}, run_dir=here / "run").fit()
+    assert set(called) == {"cc"}
+
+
 @provocation(
     "settings that are brought along to a program with a resolver of its own, such as `eval`, and call it: in a value, "
     "in an argument, by a name that is put together, among the defaults",
@@ -922,6 +983,10 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
         "defaults: [{override /loss: '${noted:1}'}]",
         "defaults: [{override /reward: [accuracy, '${noted:1}']}]",
         "defaults: [{override /loss: '${${oc.select:seed}:1}'}]",
+        "names: {'x}${noted:1': 1}\ntags: ${oc.dict.values:names}",
+        "names: {'${noted:1}': 1}\ntags: ${oc.dict.keys:names}",
+        "callbacks: {'x}${noted:1': {a: 1}}",
+        "noted: {'x:1': 1}\ntags: ${oc.dict.values:noted}",
     ],
 )
 def test_a_programs_own_resolvers_are_its_own(lines, here):
@@ -936,7 +1001,8 @@ def test_a_programs_own_resolvers_are_its_own(lines, here):
     finally:
         OmegaConf.clear_resolver("noted")
     assert called
-    assert "calls a resolver that is none of OmegaConf's or Hydra's; allowed there are hydra, now," in str(error.value)
+    told = "calls a resolver that is none of OmegaConf's or Hydra's; allowed there are hydra, now,"
+    assert told in str(error.value) or "allowed are keys without '$', ':', '{' and '}'" in str(error.value)
 
 
 @provocation(
@@ -958,6 +1024,9 @@ def test_a_choice_gives_no_list(here):
         assert told.startswith("schedule.0._target_=brought_notes.note: not said by the command itself")
     (told,) = given.ungiven({"loss": {"kl": config["schedule"][0]}}, ["loss={a: brought_notes.note}"], is_built=True)
     assert told.startswith("loss.kl._target_=brought_notes.note: not said")
+    tools = {"environment": {"function": {"tools": config["schedule"]}}, "callbacks": {"x": config["schedule"][0]}}
+    (told,) = given.ungiven(tools, ["environment.function.tools=[brought_notes.note]"], is_built=True)
+    assert told.startswith("callbacks.x._target_=brought_notes.note: not said")
     for said in ("[brought_notes.note]", "[{_target_: brought_notes.note, text: mine}]", "['brought_notes.note']"):
         assert given.ungiven(config, [f"schedule={said}"], is_built=True) == []
 

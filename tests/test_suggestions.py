@@ -78,6 +78,7 @@ def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
     for line, open_one in (
         ("/size: ???", f"size: {told} big, small, on the command line"),
         ("override /loss: ???", f"loss: {told} LOSSES, on the command line"),  # of which base is none
+        ('"/model;{touch,x};#\\n@_global_": ???', f"model…touch…x…_global_: {told} none, on the command line"),
         ('"/model;{touch,x};#@_global_": ???', f"model…touch…x…_global_: {told} none, on the command line"),
     ):
         (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\ndefaults:\n  - {line}\n")

@@ -11,6 +11,7 @@ from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line, quoted
+from grpo_lightning.settings.roles import LIVE
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
@@ -19,7 +20,6 @@ _TAKEN = {
     ),
 }
 """Part -> what may build it on the word of a checkpoint, which can be a stranger's: nothing that runs other code."""
-_LIVE = "grpo_lightning.composition.part"
 _COMES_WITH = {
     "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
     "reference": ("loss.kl_coef", "rollout.kl_penalty"),
@@ -105,7 +105,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         told = quoted(str(own["attn_implementation"]))
         raise ValueError(f"its {kernel} is {told}, a kernel of the hub; allowed is {kernel}=… on the command line")
     builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
-    if _LIVE in builders.values():
+    if LIVE in builders.values():
         raise ValueError(
             f"its {part} was an object of a Python program; allowed is {part}=NAME with its settings, or "
             f"compose({part}=…) with such an object"

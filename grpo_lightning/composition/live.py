@@ -16,12 +16,12 @@ from grpo_lightning.environment.played import is_generator
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import Weighted
+from grpo_lightning.settings.roles import LIVE
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
     *("schedule", "correction", "environment", "trainer", "callbacks", "logger"),
 )
-_PLACE = "grpo_lightning.composition.part"
 _FUNCTIONS = {
     "advantage": "of some of rewards, scores, weights and steps",
     "optimizer": "of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)",
@@ -50,7 +50,7 @@ class Choices:
     def put(self, name: str, value: Any) -> str:
         """Remember an object; returns the settings that stand for it, as an override's value."""
         self.objects[name] = value
-        return f"{{_target_: {_PLACE}, name: {name}}}"
+        return f"{{_target_: {LIVE}, name: {name}}}"
 
 
 def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
+from grpo_lightning.composition.resolvers import foreign_resolver_problems
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
@@ -53,6 +55,10 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     redaction.remember_words(overrides)
     then = [word for word in _overrides(directory) if _still_holds(word, overrides)]
     try:
+        said = OverridesParser.create().parse_overrides(then)
+        file = f"{directory}/.hydra/overrides.yaml"
+        if wrong := [one for word in said for one in foreign_resolver_problems(file, word.value(), word.key_or_group)]:
+            raise ConfigError(wrong)
         with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
         OmegaConf.set_struct(cfg, False)

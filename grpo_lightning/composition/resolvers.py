@@ -34,20 +34,32 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
 
 
 def foreign_resolver_problems(file: str, said: Any, prefix: str = "") -> list[str]:
-    """The texts of a file that call a resolver which is the program's own.
+    """The texts of a file that call a resolver which is the program's own, and keys of which one could be made.
+
+    ``oc.dict.values`` makes a text of each key of a mapping, and resolves it.
 
     Args:
         file: Its name, for messages.
         said: What stands in it, not resolved.
         prefix: The key of all that.
     """
-    return [
+    odd = [
+        f"{one_line(file)}: {key[:80]!r}: allowed are keys without '$', ':', '{{' and '}}'" for key in _odd_keys(said)
+    ]
+    return odd + [
         f"{one_line(file)}: {typed(key, value)} calls a resolver that is none of OmegaConf's or Hydra's; allowed "
         f"there are {', '.join(_KNOWN)}, and others on the command line, to compose and in conf/"
         for key, value in trust.values(said, prefix)
         if isinstance(value, str) and "${" in value
         if any(call.resolverName().getText() not in _KNOWN for call in _calls(value))
     ]
+
+
+def _odd_keys(node: Any) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ():
+        if isinstance(key, str) and not set(key).isdisjoint("${}:"):
+            yield key
+        yield from _odd_keys(value)
 
 
 def _makes(call: Any) -> bool:

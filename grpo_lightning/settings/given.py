@@ -17,7 +17,7 @@ from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings import brought
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
-from grpo_lightning.settings.trust import is_of_library, is_of_user, packages, targets
+from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
 from grpo_lightning.settings.walk import each_target, key_problems, leaves
 from grpo_lightning.start import settings_from
 
@@ -112,18 +112,14 @@ def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
     if not settings_from():
         return []
     _, trusted = packages(config)
-    said, open_keys = list[Any](), dict[str, tuple[str, Any]]()
-    for key, value in targets(config):
-        name, above = str(value), key.split(".")[:-1]
-        top, node = name.partition(".")[0], _at(config, above)
-        listed = re.findall(r"[\w.]+", given.get(".".join(above[:-1]), "").partition("=")[2])  # tools=[my_tools.search]
-        if _is_given(config, key, given) or (isinstance(_at(config, above[:-1]), list) and name in listed):
-            said.append(node)
-        elif "." in name and top.isidentifier() and not is_of_library(name) and top not in trusted and is_of_user(top):
-            open_keys[key] = (name, node)
     found: dict[str, str] = {}
-    for key, (name, node) in open_keys.items():
-        if node not in said and not brought.may_be_brought(name.partition(".")[0]):  # parts refer to one another
+    for place, node in each_target(config):
+        name, key, around = str(node["_target_"]), f"{place}._target_", place.rpartition(".")[0]
+        top = name.partition(".")[0]
+        is_own = "." in name and top.isidentifier() and not is_of_library(name) and is_of_user(top)
+        listed = re.findall(r"[\w.]+", given.get(around, "").partition("=")[2])  # tools=[my_tools.search]
+        is_listed = name in listed and isinstance(_at(config, around.split(".")), list)
+        if is_own and not (top in trusted or brought.may_be_brought(top) or is_listed or _is_given(config, key, given)):
             found[name] = min(found.get(name, key), key, key=len)
     places = ", ".join(settings_from())
     return [

@@ -21,7 +21,7 @@ _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or) ")
 """Of what Hydra says: an address, and offers that may be made of a stranger's words."""
-_OPEN = re.compile(r"You must specify '(.*)', e\.g,.*\n\s*Available options:([^$]*)")
+_OPEN = re.compile(r"You must specify '(.*?)', e\.g,.*Available options:(.*)", re.DOTALL)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
 _LINE = re.compile(r"^(\s*)([\w@/]+):(.*)$")
