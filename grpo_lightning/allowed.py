@@ -10,6 +10,8 @@ from typing import Any
 
 from grpo_lightning.output.shell import shell_word
 
+LIVE = "grpo_lightning.composition.part"
+"""Stands in settings for an object that a program has given to compose, by its name."""
 MODULES_OF_PEFT = ("megatron_config", "megatron_core")
 """Arguments of peft's ``LoraConfig`` with which it imports a module of any name."""
 REPLY_ROLES = ("user", "tool")

@@ -909,6 +909,26 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
         assert not [problem for problem in told if "not said" in problem]
 
 
+@provocation(
+    "a run's own settings, of which the one that scores it anew names a function at one place, and they at another",
+    "refused by its key",
+)
+def test_a_function_is_named_for_its_place(here):
+    (here / "brought_notes.py").write_text(WRITES)
+    (here / ".hydra").mkdir()
+    lines = ["steps=1", "rollout.mask_truncated={_target_: brought_notes.note, text: theirs}"]
+    (here / ".hydra" / "overrides.yaml").write_text(json.dumps(lines))
+    key = "reward.custom.function._target_"
+    for words in ([f"{key}=brought_notes.note"], ["reward.custom={function: {_target_: brought_notes.note}}"]):
+        config, build = recalled(here, ["reward=[custom]", *words], ("reward", "rollout"))
+        with pytest.raises(
+            ConfigError, match=r"rollout\.mask_truncated\._target_=brought_notes\.note stands in the run's"
+        ):
+            build("rollout", config["rollout"])
+        build("rollout", config["rollout"] | {"mask_truncated": False, "_partial_": True})  # which has the rewards, too
+        build("reward.custom.function", config["reward"]["custom"]["function"] | {"_partial_": True})
+
+
 @pytest.mark.parametrize(
     "word",
     [
@@ -1045,6 +1065,21 @@ def test_a_strategy_of_the_users_is_said_by_the_user(here):
     assert given.ungiven(config, ["trainer.strategy._target_=brought_file.clean"]) == []
     config["trainer"]["strategy"]["_target_"] = "grpo_lightning.distributed.strategies.ReplicatedStrategy"
     assert given.ungiven(config, []) == []
+
+
+@provocation(
+    "settings that the command brings along with `trainer.num_nodes=2`: the process would listen for another one, and "
+    "read its pickles",
+    "refused by its key; allowed on the command line",
+)
+def test_how_many_machines_there_are_is_said_by_the_user(here):
+    config = {"run_dir": "run", "trainer": {"num_nodes": 2}}
+    assert given.ungiven(config, []) == []
+    start.note_settings_from([str(here / "conf")])
+    told = "trainer.num_nodes stands in a file; allowed is to give it on the command line, or to compose"
+    assert given.ungiven(config, []) == [told]
+    assert given.ungiven(config, ["+trainer.num_nodes=2"]) == []
+    assert given.ungiven({"run_dir": "run", "trainer": {"num_nodes": 1}}, []) == []
 
 
 def test_groups_that_are_brought_along_say_no_more(here):

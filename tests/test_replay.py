@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 
@@ -316,6 +315,11 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
     assert (tmp_path / "HIT").exists()
 
 
+def _built(run, words):
+    config, build = recalled(run, words, ["reward"])
+    return build("reward", config["reward"])
+
+
 @provocation(
     "a stranger's run directory is replayed with a function of the user's own file, of which the run's overrides name "
     "another member, such as a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by place",
@@ -338,10 +342,14 @@ def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, mon
         ("Logged", ", directory: ../elsewhere", rf"{own}\.directory=../elsewhere stands in a file"),
         ("Logged", ", _args_: [../elsewhere]", rf"{own}\._args_: allowed are arguments by name"),
         ("Logged", "", "replayed_file.Logged stands in the run's settings only"),
-        ("score", ", _partial_: true", None),
+        (
+            "score",
+            ", _partial_: true",
+            rf"{own}\._target_=replayed_file\.score stands in the run's settings",
+        ),
     ):
         (run / ".hydra" / "overrides.yaml").write_text(json.dumps([f"+reward.mine={reward % (name, more)}"]))
-        with pytest.raises(ValueError, match=told) if told else nullcontext():
-            config, build = recalled(run, mine, ["reward"])
-            build("reward", config["reward"])
+        with pytest.raises(ValueError, match=told):
+            _built(run, mine)
+    _built(run, [*mine, "trusted=[replayed_file]"])
     assert not (tmp_path / "HIT").exists()

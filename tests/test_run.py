@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import module_state
-from grpo_lightning.checkpoint.resume import chosen, differences
+from grpo_lightning.checkpoint.resume import chosen
 from grpo_lightning.output.summary import sweep_value
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
@@ -27,7 +28,44 @@ def test_no_checkpoint_starts_anew_but_not_over_an_old_run(tmp_path):
     last.touch()
     with pytest.raises(ValueError, match=r"already holds a run: checkpoint=last continues it"):
         chosen(config(), tmp_path, directory_given=True)
-    assert chosen(config(mode="validate"), tmp_path, directory_given=True) is None
+    assert chosen(config(mode="preflight"), tmp_path, directory_given=True) is None
+
+
+@provocation(
+    "`mode=export hydra.run.dir=RUN`, or `mode=validate`, of a run that is there, without `checkpoint=last`",
+    "refused: its export would be replaced by one of the policy that it began with; `checkpoint=null` says so",
+)
+def test_a_run_that_is_there_is_what_is_meant(tmp_path):
+    small_run(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+    told = r"holds a run: checkpoint=last {} its policy, and checkpoint=null the one that the settings name$"
+    for mode, verb in (("export", "exports"), ("validate", "measures")):
+        with pytest.raises(ValueError, match=told.format(verb)):
+            small_run(tmp_path, f"mode={mode}")
+    with pytest.raises(ValueError, match=told.format("exports")):
+        chosen(config(mode="export"), tmp_path, directory_given=True, overrides=["policy.path=mine", "checkpoints=1"])
+    assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
+    for mode, words in (
+        ("validate", ["policy.path=mine"]),
+        ("validate", ["policy=gpt2"]),
+        ("export", ["checkpoint=null"]),
+    ):
+        assert chosen(config(mode=mode), tmp_path, directory_given=True, overrides=words) is None
+    shutil.move(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "my own.ckpt")
+    (tmp_path / "checkpoints" / "best.ckpt").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=f"holds a run: 'checkpoint={tmp_path}/checkpoints/my own.ckpt' exports its"):
+        chosen(config(mode="export"), tmp_path, directory_given=True)
+
+
+@provocation("`checkpoint=RUN`, the directory of a run or of its checkpoints", "its checkpoint is named")
+@pytest.mark.parametrize("below", ["", "/checkpoints"])
+def test_a_directory_of_checkpoints_is_none(below, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("best.ckpt", "last.ckpt"):
+        (tmp_path / "checkpoints" / name).touch()
+        told = f"^checkpoint={tmp_path}{below}: a directory of checkpoints; allowed is one of them, as in checkpoint="
+        with pytest.raises(ValueError, match=f"{told}{tmp_path}/checkpoints/{name}$"):
+            chosen(config(checkpoint=f"{tmp_path}{below}"), tmp_path / "run", directory_given=True)
 
 
 def test_last_is_the_run_directorys_own(tmp_path, caplog):

@@ -4,11 +4,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 
+_MAY_CHANGE = {
+    *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
+    *("print_settings", "preflight"),
+}
+"""Settings that may be others when a run is continued."""
 _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
 _COPIES = {
     "data.validate_every": "validation.every",
@@ -76,3 +80,29 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else one_line(str(value))
+
+
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool = True, prefix: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """Settings of a checkpoint that the resumed run changed, except those that may change.
+
+    Args:
+        then: The settings in the checkpoint.
+        now: The settings of the run that continues it.
+        same_version: Whether one version of the program wrote both; else keys that only one of them has, and the names
+            of what settings build, say nothing of the run.
+        prefix: The dotted key of these settings in the whole, with a dot behind it, or nothing.
+
+    Returns:
+        (dotted key, value then, value now) of each.
+    """
+    changed: list[tuple[str, Any, Any]] = []
+    keys = {*then, *now} if same_version else {key for key in then if key in now and key != "_target_"}
+    for key in sorted(keys - _MAY_CHANGE):
+        before, after = then.get(key), now.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changed += differences(before, after, same_version=same_version, prefix=f"{prefix}{key}.")
+        elif before != after:
+            changed.append((f"{prefix}{key}", before, after))
+    return changed

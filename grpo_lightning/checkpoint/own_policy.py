@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import is_written, may_be_place
+from grpo_lightning.allowed import LIVE, is_written, may_be_place
+from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
-from grpo_lightning.checkpoint.resume import differences
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line, quoted
-from grpo_lightning.settings.roles import LIVE
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),

@@ -19,11 +19,6 @@ from grpo_lightning.output.terminal import one_line, quoted
 
 log = logging.getLogger(__name__)
 
-_MAY_CHANGE = {
-    *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    *("print_settings", "preflight"),
-}
-"""Settings that may be others when a run is continued."""
 _PLAIN = re.compile(r"[\w.=-]{1,60}")
 """Names of checkpoints that say nothing else in a sentence."""
 
@@ -182,6 +177,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
     own = directory / "checkpoints"
     last = own / "last.ckpt"
     if given is None:
+        _refuse_start(config, directory, overrides)
         if config["mode"] == "fit" and last.exists():
             raise ValueError(
                 f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
@@ -195,6 +191,12 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
         if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
+        for place in (Path(given), Path(given) / "checkpoints"):
+            if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
+                told = shell_word(f"checkpoint={file}")
+                raise ValueError(
+                    f"checkpoint={given}: a directory of checkpoints; allowed is one of them, as in {told}"
+                )
         elsewhere = Path(given).absolute().parent.resolve() != own.resolve()
         if config["mode"] == "fit" and elsewhere and (last.exists() or _others(own)):
             raise ValueError(
@@ -216,6 +218,25 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError(f"checkpoint=last: there is no {last}")
     log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
     return None
+
+
+def _refuse_start(config: Mapping[str, Any], directory: Path, overrides: Sequence[str]) -> None:
+    """Refuse to export or measure the policy that the settings name where a run's own is meant.
+
+    An export of that run would be replaced by one of the policy that it began with.
+    """
+    mode, own = config["mode"], directory / "checkpoints"
+    words = [word.lstrip("+") for word in overrides]
+    is_meant = any(word.startswith("checkpoint=") for word in words)
+    is_meant |= mode == "validate" and any(word.startswith(("policy=", "policy.path=")) for word in words)
+    if mode not in ("export", "validate") or is_meant or not ((own / "last.ckpt").exists() or _others(own)):
+        return
+    last = "last" if (own / "last.ckpt").exists() else str(_others(own)[0])
+    verb = "exports" if mode == "export" else "measures"
+    raise ValueError(
+        f"{directory} holds a run: {shell_word(f'checkpoint={last}')} {verb} its policy, and checkpoint=null the one "
+        "that the settings name"
+    )
 
 
 def _refuse_another(config: Mapping[str, Any], directory: Path, given: Path | None) -> None:
@@ -269,29 +290,3 @@ def _is_whole(path: Path) -> bool:
     except (ValueError, OSError):
         return False
     return True
-
-
-def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool = True, prefix: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """Settings of a checkpoint that the resumed run changed, except those that may change.
-
-    Args:
-        then: The settings in the checkpoint.
-        now: The settings of the run that continues it.
-        same_version: Whether one version of the program wrote both; else keys that only one of them has, and the names
-            of what settings build, say nothing of the run.
-        prefix: The dotted key of these settings in the whole, with a dot behind it, or nothing.
-
-    Returns:
-        (dotted key, value then, value now) of each.
-    """
-    changed: list[tuple[str, Any, Any]] = []
-    keys = {*then, *now} if same_version else {key for key in then if key in now and key != "_target_"}
-    for key in sorted(keys - _MAY_CHANGE):
-        before, after = then.get(key), now.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changed += differences(before, after, same_version=same_version, prefix=f"{prefix}{key}.")
-        elif before != after:
-            changed.append((f"{prefix}{key}", before, after))
-    return changed

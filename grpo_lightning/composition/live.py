@@ -10,13 +10,13 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from grpo_lightning.allowed import LIVE
 from grpo_lightning.data import PromptData
 from grpo_lightning.environment import Environment, Played
 from grpo_lightning.environment.played import is_generator
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import Weighted
-from grpo_lightning.settings.roles import LIVE
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),

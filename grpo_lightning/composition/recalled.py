@@ -21,12 +21,10 @@ from grpo_lightning.composition.resolvers import foreign_resolver_problems
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
+from grpo_lightning.settings.roles import own_key
 from grpo_lightning.settings.suggestions import explain, known_keys
 
 _NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted)\b")
-
-_NAMED = re.compile(r"""_target_['"]?\s*[=:]\s*['"]?([\w.]+)""")
-"""Finds the paths that an override names, in ``x._target_=mine.f`` and ``x={_target_: mine.f}``."""
 
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 
@@ -94,10 +92,16 @@ def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Seque
     if (
         top in ("grpo_lightning", *trusted)
         or not trust.is_of_user(top)
-        or any(target in _NAMED.findall(word) for word in overrides)
+        or any(_names(word, target, key) for word in overrides)
     ):
         return
     raise ConfigError([f"{key}={target} stands in the run's settings only; allowed is trusted=[{top}], if you know it"])
+
+
+def _names(word: str, target: str, key: str) -> bool:
+    """Whether an override sets a key, or a mapping or list above it, and has a function's path in it."""
+    place, _, value = word.lstrip("+~").partition("=")
+    return f"{own_key(key)}.".startswith(f"{place}.") and target in re.findall(r"[\w.]+", value)
 
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:

@@ -8,13 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_lightning.allowed import LIVE
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import CALLED, PLACES
 from grpo_lightning.settings.trust import may_name
 from grpo_lightning.settings.walk import HELD, every_target
 
-LIVE = "grpo_lightning.composition.part"
-"""Stands for an object that a program has given to compose, by its name."""
 _TEMPLATE = "template_kwargs"
 """Arguments of a chat template, which comes with a model."""
 
@@ -36,7 +35,7 @@ def _misplaced(node: Mapping[str, Any], key: str) -> str | None:
     """What is wrong where settings name an object of a program's at another place than the one it was given for."""
     if node["_target_"] != LIVE:
         return None
-    own, name = _own_key(key), str(node.get("name"))
+    own, name = own_key(key), str(node.get("name"))
     listed = re.fullmatch(r"(callbacks|logger)\.\d+", own)  # a trainer's, one after the other
     if own in (name, f"{name}.function") or (listed and name.startswith(f"{listed[1]}.")):
         return None
@@ -59,10 +58,10 @@ def _problem(name: str, key: str, is_called: bool) -> str | None:
 
 def part_of(key: str) -> str:
     """The part of a run that a dotted key belongs to: reward for rollout.reward.format, and for reward.format."""
-    return _own_key(key).partition(".")[0]
+    return own_key(key).partition(".")[0]
 
 
-def _own_key(key: str) -> str:
+def own_key(key: str) -> str:
     """The same key without the parts that have the part as theirs: reward.format for rollout.reward.format."""
     parts = key.split(".")
     while len(parts) > 1 and parts[1] in HELD.get(parts[0], ()):
