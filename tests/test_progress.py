@@ -140,6 +140,13 @@ def test_lines_fit_into_80_columns(tmp_path, capsys):
     assert all(long[:24] in line and "reward" in line for line in lines[1:])
 
 
+def test_a_validation_alone_has_the_checkpoints_step(tmp_path, capsys):
+    small_run(tmp_path, "steps=2", "validation.every=2")
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")][-1] == "2/2"
+    small_run(tmp_path, "mode=validate", "checkpoint=last", "steps=1")
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")] == ["2"]
+
+
 def test_every_combination_fits_a_line():
     for metrics in COMBINATIONS:
         for room in (20, 55, 75):

@@ -469,6 +469,17 @@ def test_columns_with_names_of_pythons_own_are_data(tmp_path, ran):
     assert JsonLines(str(tmp_path / "a.jsonl"))[0] == ("a", {k: v for k, v in row.items() if k != "prompt"})
 
 
+@provocation("`policy.path=RUN`, the directory of a run", "its export is named")
+def test_a_run_is_no_model(tmp_path):
+    write_checkpoint(tmp_path / "run" / "export", "llama", chat=True)
+    told = (
+        f"^policy.path='{tmp_path}/run': the directory of a run; allowed is its export, policy.path={tmp_path}/run/exp"
+    )
+    with pytest.raises(ValueError, match=told):
+        hf.load(str(tmp_path / "run"), **PLAIN)
+    hf.load(str(tmp_path / "run" / "export"), **PLAIN)
+
+
 @pytest.mark.parametrize("value", [[True], "yes", 1, {"x": 1}, None], ids=str)
 def test_only_a_boolean_trusts_the_code_of_a_model(value, tmp_path):
     """A column of a data set may have the name of the argument."""

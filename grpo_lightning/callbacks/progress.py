@@ -134,7 +134,8 @@ class RunProgress(Callback):
     def _line(self, trainer: Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._started if self._started else 0.0
-            start, end = f"step {module.completed_steps}/{module.steps}", f"{seconds:.0f} s"
+            total = f"/{module.steps}" if trainer.state.fn == "fit" else ""  # a checkpoint may be of more
+            start, end = f"step {module.completed_steps}{total}", f"{seconds:.0f} s"
             told = describe(module, room=WIDTH - len(start) - len(end) - 4)
             say("  ".join(part for part in (start, told, end) if part))
 

@@ -19,6 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.distributed.reading import no_pickles, weights_only
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
 from grpo_lightning.transformer.quantized import state_problem
@@ -58,6 +59,10 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         raise ValueError(
             f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
             "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
+        )
+    if not Path(path, "config.json").exists() and Path(path, "export", "config.json").exists():
+        raise ValueError(
+            f"{where}: the directory of a run; allowed is its export, {typed(key, os.path.join(path, 'export'))}"
         )
     left_out: list[str] = []
     try:
