@@ -201,6 +201,24 @@ def test_a_directory_that_hydra_cannot_make_is_named(overrides, key, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
 
 
+@provocation(
+    "`-m hydra.run.dir=DIR`, or `hydra.sweep.dir=DIR` without `-m`, which Hydra passes by",
+    "the one that is meant is told",
+)
+def test_a_directory_without_effect_is_refused(tmp_path):
+    for words, told in (
+        (
+            ["-m", "seed=1,2", "hydra.run.dir=a b"],
+            "hydra.run.dir=a b: has no effect with -m; allowed is 'hydra.sweep.dir=a b'",
+        ),
+        (["seed=1", "hydra.sweep.dir=x"], "hydra.sweep.dir=x: has no effect without -m; allowed is hydra.run.dir=x"),
+    ):
+        done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"{told}\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     for word in ("--cfg=job", "--help", "--info=searchpath"):

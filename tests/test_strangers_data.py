@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+from contextlib import nullcontext
 
 import datasets
 import fsspec
@@ -123,6 +124,28 @@ def saved(tmp_path):
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
     datasets.Dataset.from_list([{"prompt": "secret"}]).save_to_disk(str(tmp_path / "secret"))
     return tmp_path / "saved"
+
+
+@provocation(
+    "a data set with a column of decimal numbers whose scale is 2147483647, said by its README or by a saved file",
+    "refused: pyarrow would read far beyond a table, and crash",
+)
+def test_decimals_have_a_scale(tmp_path):
+    told = "a column of the type 'decimal128\\(38, 2147483647\\)': allowed are scales from -76 to 76"
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.csv").write_text("prompt,n\na,1.5\nb,2.5\n")
+    readme = "---\ndataset_info:\n  features:\n  - {name: prompt, dtype: string}\n  - {name: n, dtype: 'DTYPE'}\n---\n"
+    for dtype, message in (("decimal128(38, 2147483647)", "'Decimal128.*' not found"), ("decimal128(38, 2)", None)):
+        (tmp_path / "text" / "README.md").write_text(readme.replace("DTYPE", dtype))
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            Hub(str(tmp_path / "text"), split="train")
+    rows = pa.table({"prompt": ["a"], "n": pa.array([None], pa.decimal128(38, 2147483647))})
+    datasets.Dataset.from_list([{"prompt": "a", "n": None}]).save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    with pytest.raises(ValueError, match=told):
+        Hub(str(tmp_path / "saved"), split="train")
 
 
 @provocation(

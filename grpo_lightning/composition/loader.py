@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from hydra._internal import hydra as hydra_internal
@@ -18,10 +17,10 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.directories import link_of_sweep, no_place, use_new_folder, without_effect
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, shape_problems, writing_problems
 from grpo_lightning.composition.hydra_settings import (
@@ -38,11 +37,8 @@ from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction, shell
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.places import entry_problem, unwritable
 from grpo_lightning.settings.suggestions import explain, known_keys
 
-_BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
-"""What of submitit's folder is the same for all jobs, before what stands for a job's number, such as %j."""
 _PLACE = re.compile(r"(file://)?[^:]*")
 _of_others: ContextVar[Sequence[str]] = ContextVar("_of_others", default=())
 
@@ -98,16 +94,16 @@ class CheckedLoader(ConfigLoaderImpl):
         wrong += changed_problems(own, self._of_user, overrides) + resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
-        if linked := _link_of_sweep(composed):
+        if linked := link_of_sweep(composed):
             raise ConfigCompositionException(linked)
         if from_shell and composed.hydra.launcher.get("_target_") != BASIC_LAUNCHER:  # else no job is launched
             fresh.protect_jobs()
-            _use_new_folder(composed)
+            use_new_folder(composed)
             if "setup" in composed.hydra.launcher:  # of SLURM, which may be set up to hand on no variables
                 composed.hydra.launcher.setup = [fresh.in_a_shell()]
         remember_secrets(composed)
         is_run = self.runs and validate_sweep_overrides  # else Hydra asks for its mode alone
-        if is_run and (obstacle := _no_place(composed)):
+        if is_run and (obstacle := without_effect(composed, overrides) or no_place(composed)):
             raise ConfigCompositionException(redaction.hide(obstacle))
         if "$" not in (program := shell.program()):  # elsewhere a train.py may be somebody else's
             composed.hydra.help.template = str(composed.hydra.help.template).replace("python train.py", program)
@@ -266,32 +262,8 @@ def _listed(wrong: Sequence[str]) -> str:
     return "the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong)
 
 
-def _link_of_sweep(composed: DictConfig) -> str | None:
-    """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
-    with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
-        problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
-        return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
-    return None
-
-
-def _no_place(composed: DictConfig) -> str | None:
-    """Why the directory that Hydra makes for a run or sweep cannot be made, or not be written to."""
-    key = "hydra.sweep.dir" if composed.hydra.mode == RunMode.MULTIRUN else "hydra.run.dir"
-    with suppress(OmegaConfBaseException):
-        return unwritable(key, str(OmegaConf.select(composed, key)))
-    return None
-
-
 def _hide_in(file: Path) -> None:
     """Take the secrets out of what Hydra has written of a sweep."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     if (hidden := redaction.hide(text, redaction.HIDDEN)) != text:
         replace(file, hidden, by=f".{file.name}")
-
-
-def _use_new_folder(composed: DictConfig) -> None:
-    """Let submitit exchange its pickles in a folder that nobody can have put others into before."""
-    launcher: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
-    if (folder := launcher.get("submitit_folder")) is not None and (begins := _BEFORE_NUMBERS.match(str(folder))):
-        between = "/" if begins[0] == str(folder) else ""
-        composed.hydra.launcher.submitit_folder = f"{begins[0]}{between}{token_hex(8)}/%j"

@@ -30,6 +30,10 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
+_DECIMAL = re.compile(r"decimal\d*\([^,]*,\s*(-?\d+)")
+_LARGEST_SCALE = 76
+"""Digits of the longest decimal number: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
+
 
 @contextmanager
 def contained() -> Iterator[None]:
@@ -68,6 +72,11 @@ def contained() -> Iterator[None]:
         if not _TYPE.fullmatch(name):
             raise ValueError(
                 f"a column of the type {one_line(repr(name))}: allowed are types of pyarrow's, like string"
+            )
+        if (decimal := _DECIMAL.match(name)) and abs(int(decimal[1])) > _LARGEST_SCALE:
+            raise ValueError(
+                f"a column of the type {one_line(repr(name))}: allowed are scales from -{_LARGEST_SCALE} to "
+                f"{_LARGEST_SCALE}"
             )
         return arrow(name)
 
