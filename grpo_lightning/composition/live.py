@@ -1,5 +1,6 @@
 """Live objects in place of settings: what a program hands to ``compose``."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from grpo_lightning.allowed import LIVE
@@ -224,3 +226,29 @@ def _reference_factory(value: Any) -> Any:
     if not isinstance(value, nn.Module):
         return value
     return lambda policy: value if isinstance(value, Policy) else of_model(policy, value)
+
+
+def placeholder(name: str, value: Any, node: Any) -> Any:
+    """What stands for an object in settings: those that its part would have, with the object's own values of them.
+
+    Args:
+        name: Of the part.
+        value: The object.
+        node: The part's settings as composed.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kept = raw(node) if OmegaConf.is_dict(node) else {}
+    own = {key: getattr(value, key, None) for key in kept if not key.startswith("_")}
+    known = {key: one for key, one in own.items() if isinstance(one, bool | int | str) or _is_finite(one)}
+    return {**kept, **known, "_target_": LIVE, "_partial_": False, "_recursive_": False, "name": name}
+
+
+def raw(node: DictConfig) -> dict[str, Any]:
+    """Settings as they stand: texts that were resolved would be read once more."""
+    found: Any = OmegaConf.to_container(node, resolve=False)
+    return found  # type: ignore[no-any-return]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

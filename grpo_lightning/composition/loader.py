@@ -1,10 +1,9 @@
 """What Hydra itself would run is checked as soon as it has read it, before it logs, calls back or sweeps."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from grpo_lightning.composition.hydra_settings import (
     script_problems,
 )
 from grpo_lightning.composition.job_name import job_name
-from grpo_lightning.composition.resolvers import foreign_resolver_problems, resolver_problems
+from grpo_lightning.composition.resolvers import known_only, resolver_problems
 from grpo_lightning.composition.said import changed, taken_for_choices
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction, shell
@@ -72,9 +71,10 @@ class CheckedLoader(ConfigLoaderImpl):
         redaction.remember_words(overrides)
         self._of_user: dict[str, str] = {}
         try:
-            composed = super().load_configuration(
-                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-            )
+            with known_only():
+                composed = super().load_configuration(
+                    config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+                )
         except SettingsRefused as error:
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
@@ -142,7 +142,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            wrong += writing_problems(file, said, self._of_user) + foreign_resolver_problems(file, said)
+            wrong += writing_problems(file, said, self._of_user)
         if wrong:
             raise SettingsRefused(_listed(wrong))
         return loaded
@@ -153,7 +153,6 @@ class CheckedLoader(ConfigLoaderImpl):
         if wrong := list(taken_for_choices(parsed, repo)):
             raise SettingsRefused(_listed(wrong))
         self._is_group = repo.group_exists
-        repo.load_config = partial(_loaded, repo.load_config)  # type: ignore[method-assign]
         return parsed, repo
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: Any, repo: Any) -> None:
@@ -165,15 +164,6 @@ class CheckedLoader(ConfigLoaderImpl):
             if not _PLACE.fullmatch(str(place)):
                 raise SettingsRefused(f"hydra.searchpath={place}: allowed are directories, file:///home/me/conf")
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
-
-
-def _loaded(load: Callable[[str], ConfigResult | None], config_path: str) -> ConfigResult | None:
-    """A file of settings whose defaults, which Hydra resolves as soon as it has read them, call no foreign resolver."""
-    if loaded := load(config_path):
-        defaults = [vars(default) for default in loaded.defaults_list or ()]
-        if wrong := foreign_resolver_problems(config_path, defaults, "defaults"):
-            raise SettingsRefused(_listed(wrong))
-    return loaded
 
 
 @contextmanager

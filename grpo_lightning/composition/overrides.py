@@ -6,7 +6,6 @@ imported before it is needed.
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -28,6 +27,7 @@ from grpo_lightning.composition.callbacks import with_callbacks
 from grpo_lightning.composition.choices import chosen
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import installed
+from grpo_lightning.composition.resolvers import known_only
 from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
@@ -66,7 +66,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         ConfigError: The settings cannot work; all problems with their keys.
         ValueError: A part cannot be what it was given as.
     """
-    from grpo_lightning.composition.live import choices
+    from grpo_lightning.composition.live import choices, placeholder, raw
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
@@ -78,7 +78,8 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         files = chosen(words)
         for name, file in given.files.items():
             own = hydra_compose("train", [f"{name}={file}"])[name]
-            cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else cfg[name][key] for key in own}
+            kept = raw(cfg[name])
+            cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else kept[key] for key in own}
     OmegaConf.set_struct(cfg, False)
     cfg.run_dir = str(directory)
     for key, text in given.values.items():
@@ -86,25 +87,26 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
             given.objects[key] = text
         OmegaConf.update(cfg, key, {"_target_": f"{__package__}.part", "name": key} if "${" in text else text)
     for name in given.whole:
-        cfg[name] = _placeholder(name, given.objects[name], cfg[name])
-    if "reward" in parts:  # an experiment's settings of rewards that are not there
-        asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
-        for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
-            del cfg.reward[name]
-    if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
-        log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
-    if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.correction.none":
-        log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
-    return made(
-        cfg,
-        live=given.objects,
-        explicit=[*words, *(f"{name}=" for name in parts)],
-        overrides=list(overrides),
-        directory_given=run_dir is not None or bool(named),
-        choices={part: name for part, name in files.items() if part not in given.whole}
-        | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
-        on_start=lambda place: write_settings(cfg, words, place),
-    )
+        cfg[name] = placeholder(name, given.objects[name], cfg[name])
+    with known_only() if start.settings_from() else contextlib.nullcontext():
+        if "reward" in parts:  # an experiment's settings of rewards that are not there
+            asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
+            for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
+                del cfg.reward[name]
+        if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
+            log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
+        if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.correction.none":
+            log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
+        return made(
+            cfg,
+            live=given.objects,
+            explicit=[*words, *(f"{name}=" for name in parts)],
+            overrides=list(overrides),
+            directory_given=run_dir is not None or bool(named),
+            choices={part: name for part, name in files.items() if part not in given.whole}
+            | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
+            on_start=lambda place: write_settings(cfg, words, place),
+        )
 
 
 def swept(hydra: DictConfig) -> list[str]:
@@ -127,20 +129,6 @@ def _composing() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = state
-
-
-def _placeholder(name: str, value: Any, node: Any) -> Any:
-    """Settings in the place of an object: those that the part would have, with the object's own values of them."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    kept = dict(node) if OmegaConf.is_dict(node) else {}
-    own = {key: getattr(value, key, None) for key in kept if not key.startswith("_")}
-    known = {key: one for key, one in own.items() if isinstance(one, bool | int | str) or _is_finite(one)}
-    return {**kept, **known, "_target_": f"{__package__}.part", "_partial_": False, "_recursive_": False, "name": name}
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def part(name: str, **_: Any) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +16,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
-from grpo_lightning.composition.resolvers import foreign_resolver_problems
+from grpo_lightning.composition.resolvers import known_only
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
@@ -53,20 +52,18 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     redaction.remember_words(overrides)
     then = [word for word in _overrides(directory) if _still_holds(word, overrides)]
     try:
-        said = OverridesParser.create().parse_overrides(then)
-        file = f"{directory}/.hydra/overrides.yaml"
-        if wrong := [one for word in said for one in foreign_resolver_problems(file, word.value(), word.key_or_group)]:
-            raise ConfigError(wrong)
         with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
         OmegaConf.set_struct(cfg, False)
         cfg.run_dir = str(directory)
-        remember_secrets(cfg)
-        config = {name: _plain(cfg, name) for name in (*parts, "trusted")}
+        with known_only():
+            remember_secrets(cfg)
+            config = {name: _plain(cfg, name) for name in (*parts, "trusted")}
+            from_environment = drawn(cfg, config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
     start.note_settings_from([str(directory)])  # they may be a stranger's, as those that a command brings along
-    check_trust(config | {"run_dir": str(directory)}, overrides, drawn=drawn(cfg, config))
+    check_trust(config | {"run_dir": str(directory)}, overrides, drawn=from_environment)
     _, trusted = trust.packages(config)
     if untrusted := [name for _, name in trust.targets(config) if not trust.may_name(str(name), trusted)]:
         config["trusted"] = [*trusted, *{name.partition(".")[0] for name in untrusted}]  # they may not be needed

@@ -1,29 +1,36 @@
-"""Which of OmegaConf's resolvers settings may use: none that makes parts of a text, where rules do not see them."""
+"""Which resolvers settings may use: none that makes parts of a text, which rules do not see, and none of others."""
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from omegaconf import grammar_parser
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError
 
-from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
 _MAKING = ("oc.create", "oc.decode")
-_KNOWN = ("hydra", "now", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.env", "oc.select")
-"""OmegaConf's and Hydra's, whatever others a program has registered, such as one that evaluates its argument."""
+_KNOWN = (
+    *("hydra", "now", "oc.create", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.env"),
+    *("oc.select", "python_version"),
+)
 _OF_VARIABLE = re.compile(r"\$\{oc\.decode:\s*\$\{oc\.env:\w+\}\s*\}")
 
 
 def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
-    """The texts that would be made into lists and mappings.
+    """The texts that would be made into lists and mappings, and the keys of which texts could be made.
+
+    ``oc.dict.values`` makes a text of each key of a mapping, and resolves it.
 
     Args:
         composed: All settings but Hydra's own, not resolved.
     """
-    return [
+    odd = [one_line(f"{key[:200]}: allowed are keys without '$', ':', '{{' and '}}'") for key in _odd_keys(composed)]
+    return odd + [
         one_line(
             f"{key}={value}: makes parts of a text; allowed in ${{…}} are names of settings, oc.env, oc.select, "
             "oc.dict.keys, oc.dict.values, ${oc.decode:${oc.env:NAME}} and resolvers of your own"
@@ -33,26 +40,15 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def foreign_resolver_problems(file: str, said: Any, prefix: str = "") -> list[str]:
-    """The texts of a file that call a resolver which is the program's own, and keys of which one could be made.
+@contextmanager
+def known_only() -> Iterator[None]:
+    """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered.
 
-    ``oc.dict.values`` makes a text of each key of a mapping, and resolves it.
-
-    Args:
-        file: Its name, for messages.
-        said: What stands in it, not resolved.
-        prefix: The key of all that.
+    One that evaluates its argument is usual, and strangers' settings have many ways to a text that is read twice.
     """
-    odd = [
-        f"{one_line(file)}: {key[:80]!r}: allowed are keys without '$', ':', '{{' and '}}'" for key in _odd_keys(said)
-    ]
-    return odd + [
-        f"{one_line(file)}: {typed(key, value)} calls a resolver that is none of OmegaConf's or Hydra's; allowed "
-        f"there are {', '.join(_KNOWN)}, and others on the command line, to compose and in conf/"
-        for key, value in trust.values(said, prefix)
-        if isinstance(value, str) and "${" in value
-        if any(call.resolverName().getText() not in _KNOWN for call in _calls(value))
-    ]
+    known = {name: call for name, call in BaseContainer._resolvers.items() if name in _KNOWN}
+    with patch.object(BaseContainer, "_resolvers", known):
+        yield
 
 
 def _odd_keys(node: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
-_LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or) ")
+_LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or|Did you mean) ")
 """Of what Hydra says: an address, and offers that may be made of a stranger's words."""
 _OPEN = re.compile(r"You must specify '(.*?)', e\.g,.*Available options:(.*)", re.DOTALL)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
@@ -97,6 +97,8 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
         return f"{named}: a file leaves this choice open; allowed is one of {', '.join(names)}, on the command line"
     if place := _FULL_KEY.search(text):
         kind = type(error).__name__
+        if kind == "UnsupportedInterpolationType":
+            text = f"{text.splitlines()[0]}; allowed in settings that are brought along are OmegaConf's and Hydra's own"
         missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
         return one_line(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
