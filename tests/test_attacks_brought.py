@@ -1081,17 +1081,27 @@ def test_a_strategy_of_the_users_is_said_by_the_user(here):
 
 
 @provocation(
-    "settings that the command brings along with `trainer.num_nodes=2`: the process would listen for another one, and "
-    "read its pickles",
-    "refused by its key; allowed on the command line",
+    "settings that the command brings along with `trainer.num_nodes=2` or `trainer.devices=2`: a process would listen "
+    "for another one, which could be anybody's on the network, and read its pickles",
+    "refused by its key; allowed on the command line, as by `trainer=ddp`",
 )
-def test_how_many_machines_there_are_is_said_by_the_user(here):
+def test_how_many_processes_there_are_is_said_by_the_user(here):
+    config = {"run_dir": "run", "trainer": {"devices": "auto"}}
+    assert given.ungiven(config, []) == []
+    start.note_settings_from([str(here / "conf")])
+    told = "trainer.devices stands in a file; allowed is to give it on the command line, or to compose"
+    assert given.ungiven(config, []) == [told]
+    for word in ("trainer.devices=2", "trainer=ddp", "trainer={devices: 2}"):
+        assert given.ungiven(config, [word]) == []
+    assert given.ungiven({"run_dir": "run", "trainer": {"devices": 1}}, []) == []
+    start.forget_settings_from()
     config = {"run_dir": "run", "trainer": {"num_nodes": 2}}
     assert given.ungiven(config, []) == []
     start.note_settings_from([str(here / "conf")])
     told = "trainer.num_nodes stands in a file; allowed is to give it on the command line, or to compose"
     assert given.ungiven(config, []) == [told]
     assert given.ungiven(config, ["+trainer.num_nodes=2"]) == []
+    assert given.ungiven(config, ["trainer=ddp"]) == [told]
     assert given.ungiven({"run_dir": "run", "trainer": {"num_nodes": 1}}, []) == []
 
 

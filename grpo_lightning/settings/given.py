@@ -94,9 +94,11 @@ def ungiven(
     is_own = strategy is not None and not is_of_library(str(strategy))
     if is_own and settings_from() and not _is_given(config, key, given):
         found.append(key)
-    key = "trainer.num_nodes"  # of several machines the first one listens for the others, and reads pickles of theirs
-    if settings_from() and _at(config, key.split(".")) not in (None, 1) and not _is_given(config, key, given):
-        found.append(key)
+    # The first of several processes listens for the others, and reads pickles of whoever comes first.
+    for key in ("trainer.devices", "trainer.num_nodes") if settings_from() else ():
+        is_chosen = key == "trainer.devices" and "trainer" in given
+        if _at(config, key.split(".")) not in (None, 1) and not is_chosen and not _is_given(config, key, given):
+            found.append(key)
     # The value itself is not said: it may be a secret.
     found += [f"{typed_key(key)}=${{oc.env:…}}" for key in _sent(config, drawn) if not _is_given(config, key, given)]
     told = [
