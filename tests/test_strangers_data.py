@@ -127,6 +127,33 @@ def saved(tmp_path):
 
 
 @provocation(
+    "a data set with an arrow file that has a column of views, one of them null and of a negative length, beside a "
+    "README that says text: pyarrow finds nothing wrong, and would copy gigabytes beyond its memory",
+    "refused by the column's name and type",
+)
+@pytest.mark.parametrize("kind", ["folder", "file", "saved"])
+def test_columns_are_of_their_own_memory(kind, tmp_path):
+    values = struct.pack("<i4sii", 50, b"A" * 4, 0, 0) + struct.pack("<iiii", -50, 0, 0, 0)
+    buffers = [pa.py_buffer(bytes([1])), pa.py_buffer(values), pa.py_buffer(b"A" * 50)]
+    views = pa.Array.from_buffers(pa.string_view(), 2, buffers)
+    views.validate(full=True)
+    table = pa.table({"prompt": ["a", "b"], "answer": views})
+    place = tmp_path / "data"
+    if kind == "saved":
+        datasets.Dataset.from_dict({"prompt": ["a"], "answer": ["b"]}).save_to_disk(str(place))
+        (file,) = place.glob("*.arrow")
+    else:
+        place.mkdir()
+        file = place / "train.arrow"
+        features = "".join(f"  - {{name: {name}, dtype: string}}\n" for name in table.column_names)
+        (place / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(ValueError, match="the column 'answer' is of the type string_view; allowed are types of"):
+        Hub(str(file if kind == "file" else place), split="train")
+
+
+@provocation(
     "a data set with a column of decimal numbers whose scale is 2147483647, said by its README or by a saved file",
     "refused: pyarrow would read far beyond a table, and crash",
 )

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
+from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
@@ -30,6 +32,7 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
+_VIEW = re.compile(r"_view\b|run_end_encoded")
 _DECIMAL = re.compile(r"decimal\d*\([^,]*,\s*(-?\d+)")
 _LARGEST_SCALE = 76
 """Digits of the longest decimal number: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
@@ -49,7 +52,7 @@ def contained() -> Iterator[None]:
     tensors, media or formats of other programs.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
-    prepare = DatasetBuilder.download_and_prepare
+    prepare, cast = DatasetBuilder.download_and_prepare, Arrow._cast_table
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -80,8 +83,13 @@ def contained() -> Iterator[None]:
             )
         return arrow(name)
 
+    def without_views(builder: Arrow, table: Any) -> Any:
+        check_columns(table.schema)
+        return cast(builder, table)
+
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
+    Arrow._cast_table = without_views
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -93,6 +101,19 @@ def contained() -> Iterator[None]:
             kinds.update(left_out)
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
+        Arrow._cast_table = cast
+
+
+def check_columns(schema: pa.Schema) -> None:
+    """Refuse columns of an arrow file whose values are views: where one is null pyarrow copies as much as it says.
+
+    Raises:
+        ValueError: There are such; names the first.
+    """
+    for field in schema:
+        if _VIEW.search(str(field.type)):
+            told = f"the column {one_line(repr(field.name))} is of the type {one_line(str(field.type))[:80]}"
+            raise ValueError(f"{told}; allowed are types of their own memory, such as string and large_string")
 
 
 def check_inside(text: str, where: str) -> None:

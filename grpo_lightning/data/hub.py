@@ -11,12 +11,13 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import yaml
+from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import DatasetCard
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.archives import check_inside, contained, texts
+from grpo_lightning.data.archives import check_columns, check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, show_printable
@@ -158,7 +159,10 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
             "JSON, CSV, parquet and arrow"
         ) from error
     except Exception as error:  # of the network, of a format, or of YAML
-        told = one_line(" ".join(str(error).split()).partition(" Example of usage")[0])  # Python of a stranger's words
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None  # which says what went wrong
+        told = one_line(
+            " ".join(str(cause or error).split()).partition(" Example of usage")[0]
+        )  # Python of a stranger's words
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
 
 
@@ -208,6 +212,7 @@ def _check_whole(file: Path) -> None:
     """Refuse an arrow file whose offsets lead beyond its memory: pyarrow trusts them, also where it writes."""
     if file.is_file():
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            check_columns(stream.schema)
             for batch in stream:
                 batch.validate(full=True)
 
