@@ -17,7 +17,7 @@ import pytest
 import torch
 from fsspec.registry import known_implementations
 
-from grpo_lightning.data.archives import contained
+from grpo_lightning.data.archives import check_columns, contained
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from tests.support.composed import ROOT
@@ -149,8 +149,39 @@ def test_columns_are_of_their_own_memory(kind, tmp_path):
         (place / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(ValueError, match="the column 'answer' is of the type string_view; allowed are types of"):
+    with pytest.raises(ValueError, match="the column 'answer' is of the type string_view, with views; allowed"):
         Hub(str(file if kind == "file" else place), split="train")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.json_(pa.string_view()),
+        pa.list_(pa.struct([("a", pa.binary_view())])),
+        pa.dictionary(pa.int8(), pa.string_view()),
+        pa.map_(pa.string(), pa.list_(pa.json_(pa.string_view()))),
+        pa.list_view(pa.int8()),
+        pa.large_list_view(pa.int8()),
+        pa.run_end_encoded(pa.int32(), pa.string()),
+        pa.list_(pa.string_view(), 2),
+        pa.sparse_union([pa.field("a", pa.string_view())]),
+    ],
+    ids=str,
+)
+def test_views_are_found_wherever_they_stand(kind):
+    with pytest.raises(
+        ValueError, match="the column 'a' is of the type .*, with views; allowed are types of their own"
+    ):
+        check_columns(pa.schema([("b", pa.string()), ("a", kind)]))
+
+
+def test_columns_without_views_are_allowed():
+    plain = (pa.large_string(), pa.map_(pa.string(), pa.int8()), pa.dictionary(pa.int8(), pa.string()), pa.json_())
+    check_columns(
+        pa.schema(
+            [(str(number), kind) for number, kind in enumerate((*plain, pa.list_(pa.struct([("a_view", pa.null())]))))]
+        )
+    )
 
 
 @provocation(

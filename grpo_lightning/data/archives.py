@@ -32,7 +32,11 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
-_VIEW = re.compile(r"_view\b|run_end_encoded")
+_VIEWS = (
+    *(pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_list_view, pa.types.is_large_list_view),
+    pa.types.is_run_end_encoded,
+)
+"""Tell types whose values lie anywhere in the memory of others, of whatever length they say."""
 _DECIMAL = re.compile(r"decimal\d*\([^,]*,\s*(-?\d+)")
 _LARGEST_SCALE = 76
 """Digits of the longest decimal number: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
@@ -111,9 +115,22 @@ def check_columns(schema: pa.Schema) -> None:
         ValueError: There are such; names the first.
     """
     for field in schema:
-        if _VIEW.search(str(field.type)):
-            told = f"the column {one_line(repr(field.name))} is of the type {one_line(str(field.type))[:80]}"
+        if any(is_one(kind) for kind in _kinds(field.type) for is_one in _VIEWS):
+            told = (
+                f"the column {one_line(repr(field.name))} is of the type {one_line(str(field.type))[:80]}, with views"
+            )
             raise ValueError(f"{told}; allowed are types of their own memory, such as string and large_string")
+
+
+def _kinds(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """A type, and those that it is made of, which its own name may not tell."""
+    yield kind
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from _kinds(kind.storage_type)
+    elif pa.types.is_dictionary(kind):
+        yield from _kinds(kind.value_type)
+    for number in range(kind.num_fields):
+        yield from _kinds(kind.field(number).type)
 
 
 def check_inside(text: str, where: str) -> None:
