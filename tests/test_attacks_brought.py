@@ -910,6 +910,17 @@ def test_the_users_code_is_asked_for(lines, key, name, word, here):
         assert not [problem for problem in told if "not said" in problem]
 
 
+def test_all_of_composing_is_without_a_programs_resolvers():
+    OmegaConf.register_new_resolver("noted", str)
+    try:
+        with installed():  # where lists of defaults are looked at more than once
+            assert not OmegaConf.has_resolver("noted")
+            assert OmegaConf.has_resolver("oc.env")
+        assert OmegaConf.has_resolver("noted")
+    finally:
+        OmegaConf.clear_resolver("noted")
+
+
 @provocation(
     "a run's own settings, of which the one that scores it anew names a function at one place, and they at another",
     "refused by its key",

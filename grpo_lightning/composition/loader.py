@@ -71,10 +71,9 @@ class CheckedLoader(ConfigLoaderImpl):
         redaction.remember_words(overrides)
         self._of_user: dict[str, str] = {}
         try:
-            with known_only():
-                composed = super().load_configuration(
-                    config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-                )
+            composed = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
         except SettingsRefused as error:
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
@@ -228,12 +227,14 @@ def install(*, runs: bool = False) -> None:
 def installed() -> Iterator[None]:
     """Inside, Hydra composes by `CheckedLoader`; afterwards, in a program that has settings of its own, as before.
 
-    Nothing of what Hydra's own settings name is run by composing, so nothing is imported for them either.
+    Nothing of what Hydra's own settings name is run by composing, so nothing is imported for them either. And Hydra
+    looks at lists of defaults more than once, and resolves them.
     """
     before, told = hydra_internal.ConfigLoaderImpl, only_composes.set(True)  # type: ignore[attr-defined]
     install()
     try:
-        yield
+        with known_only():
+            yield
     finally:
         only_composes.reset(told)
         hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
