@@ -1102,7 +1102,8 @@ def test_how_many_processes_there_are_is_said_by_the_user(here):
     start.note_settings_from([str(here / "conf")])
     told = "trainer.devices stands in a file; allowed is to give it on the command line, or to compose"
     assert given.ungiven(config, []) == [told]
-    for word in ("trainer.devices=2", "trainer=ddp", "trainer={devices: 2}"):
+    assert given.ungiven(config, ["trainer=cpu"]) == given.ungiven(config, ["trainer=auto"]) == [told]
+    for word in ("trainer.devices=2", "trainer=ddp", "trainer={devices: 2}", "trainer="):
         assert given.ungiven(config, [word]) == []
     assert given.ungiven({"run_dir": "run", "trainer": {"devices": 1}}, []) == []
     start.forget_settings_from()

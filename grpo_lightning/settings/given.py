@@ -21,6 +21,8 @@ from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
 from grpo_lightning.settings.walk import each_target, key_problems, leaves
 from grpo_lightning.start import settings_from
 
+_SEVERAL = re.compile(r"\+*trainer=(ddp|fsdp)?")
+"""The choice of several processes, or a trainer of the program's."""
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
 _PLAIN = re.compile(
     r"(?<!\\)\$\{\s*(?:now:[^${}]*|oc\.env:\w+|hydra[.:](?:runtime\.(?:output_dir|cwd)|run\.dir|sweep\.(?:dir|subdir)"
@@ -96,7 +98,7 @@ def ungiven(
         found.append(key)
     # The first of several processes listens for the others, and reads pickles of whoever comes first.
     for key in ("trainer.devices", "trainer.num_nodes") if settings_from() else ():
-        is_chosen = key == "trainer.devices" and "trainer" in given
+        is_chosen = key == "trainer.devices" and _SEVERAL.fullmatch(given.get("trainer", ""))
         if _at(config, key.split(".")) not in (None, 1) and not is_chosen and not _is_given(config, key, given):
             found.append(key)
     # The value itself is not said: it may be a secret.
