@@ -14,7 +14,7 @@ from grpo_lightning.checkpoint.io import check, read
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import shell_word, typed
 from grpo_lightning.output.terminal import one_line, quoted
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
             raise ValueError(f"checkpoint={given}: no such file")
         for place in (Path(given), Path(given) / "checkpoints"):
             if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
-                told = shell_word(f"checkpoint={file}")
+                told = typed("checkpoint", str(file))
                 raise ValueError(
                     f"checkpoint={given}: a directory of checkpoints; allowed is one of them, as in {told}"
                 )
@@ -234,8 +234,8 @@ def _refuse_start(config: Mapping[str, Any], directory: Path, overrides: Sequenc
     last = "last" if (own / "last.ckpt").exists() else str(_others(own)[0])
     verb = "exports" if mode == "export" else "measures"
     raise ValueError(
-        f"{directory} holds a run: {shell_word(f'checkpoint={last}')} {verb} its policy, and checkpoint=null the one "
-        "that the settings name"
+        f"{directory} holds a run: {typed('checkpoint', last)} {verb} its policy, and checkpoint=null the one that the "
+        "settings name"
     )
 
 
