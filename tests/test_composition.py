@@ -17,6 +17,7 @@ from hydra import initialize_config_dir
 from lightning import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,6 +211,21 @@ def test_an_advantage_is_looked_at(tmp_path):
             grpo.compose(*settings, **more, advantage=wrong, run_dir=tmp_path / name).fit()
     centered = lambda rewards, scale=1.0, **more: rewards - rewards.mean(-1, keepdim=True)  # noqa: E731
     grpo.compose(*settings, **more, advantage=centered, callbacks=Callback(), run_dir=tmp_path / "fine").fit()
+
+
+def test_names_of_directories_are_not_resolved(tmp_path):
+    called = []
+    OmegaConf.register_new_resolver("noted", called.append)
+    more = {"reward": letters, "data": ROWS}
+    try:
+        with pytest.raises(ValueError, match=r"^run_dir=.*noted.*: allowed is a directory without \$\{"):
+            grpo.compose(*SMALL, **more, run_dir=tmp_path / "${noted:1}")
+        trainer = lightning.Trainer(default_root_dir=tmp_path / "${noted:1}", accelerator="cpu", logger=False)
+        words = [word for word in SMALL if not word.startswith("trainer")]
+        assert grpo.compose(*words, **more, trainer=trainer, run_dir=tmp_path / "run").config["trainer"]
+    finally:
+        OmegaConf.clear_resolver("noted")
+    assert not called
 
 
 def test_one_of_object_and_setting(checkpoint):

@@ -240,7 +240,7 @@ def placeholder(name: str, value: Any, node: Any) -> Any:
         return value
     kept = raw(node) if OmegaConf.is_dict(node) else {}
     own = {key: getattr(value, key, None) for key in kept if not key.startswith("_")}
-    known = {key: one for key, one in own.items() if isinstance(one, bool | int | str) or _is_finite(one)}
+    known = {key: one for key, one in own.items() if _is_plain(one)}
     return {**kept, **known, "_target_": LIVE, "_partial_": False, "_recursive_": False, "name": name}
 
 
@@ -250,5 +250,8 @@ def raw(node: DictConfig) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _is_plain(value: Any) -> bool:
+    """Whether a value means the same as a setting: a text with ${ would be resolved."""
+    if isinstance(value, str):
+        return "${" not in value
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))

@@ -72,6 +72,10 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
     words = [*given.overrides, *overrides]
     named = [word.removeprefix(_RUN_DIRECTORY) for word in words if word.startswith(_RUN_DIRECTORY)]
     words = [word for word in words if not word.startswith(_RUN_DIRECTORY)]
+    if "${" in str(run_dir):
+        raise ValueError(
+            f"run_dir={run_dir}: allowed is a directory without ${{ in its name, which settings give a meaning"
+        )
     directory = Path(run_dir or (named[-1] if named else _new_directory()))
     with _composing():
         cfg = hydra_compose("train", words)
