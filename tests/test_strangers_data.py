@@ -131,7 +131,7 @@ def saved(tmp_path):
     "README that says text: pyarrow finds nothing wrong, and would copy gigabytes beyond its memory",
     "refused by the column's name and type",
 )
-@pytest.mark.parametrize("kind", ["folder", "file", "saved"])
+@pytest.mark.parametrize("kind", ["folder", "file", "saved", "parquet"])
 def test_columns_are_of_their_own_memory(kind, tmp_path):
     values = struct.pack("<i4sii", 50, b"A" * 4, 0, 0) + struct.pack("<iiii", -50, 0, 0, 0)
     buffers = [pa.py_buffer(bytes([1])), pa.py_buffer(values), pa.py_buffer(b"A" * 50)]
@@ -149,6 +149,9 @@ def test_columns_are_of_their_own_memory(kind, tmp_path):
         (place / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
+    if kind == "parquet":
+        file.unlink()
+        pyarrow.parquet.write_table(table, place / "train.parquet")
     with pytest.raises(ValueError, match="the column 'answer' is of the type string_view, with views; allowed"):
         Hub(str(file if kind == "file" else place), split="train")
 

@@ -7,6 +7,7 @@ imported before it is needed.
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ONE_AT_A_TIME = threading.RLock()
+"""What is known of the settings that are composed, such as where they come from, is known of the process."""
 _RUN_DIRECTORY = "hydra.run.dir="
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
@@ -66,6 +69,11 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         ConfigError: The settings cannot work; all problems with their keys.
         ValueError: A part cannot be what it was given as.
     """
+    with _ONE_AT_A_TIME:
+        return _composed(overrides, run_dir, parts)
+
+
+def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mapping[str, Any]) -> "Run":
     from grpo_lightning.composition.live import choices, placeholder, raw
 
     given = choices(parts, overrides)

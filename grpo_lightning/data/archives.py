@@ -12,6 +12,7 @@ import pyarrow as pa
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
+from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
@@ -56,7 +57,7 @@ def contained() -> Iterator[None]:
     tensors, media or formats of other programs.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
-    prepare, cast = DatasetBuilder.download_and_prepare, Arrow._cast_table
+    prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -87,13 +88,13 @@ def contained() -> Iterator[None]:
             )
         return arrow(name)
 
-    def without_views(builder: Arrow, table: Any) -> Any:
+    def without_views(builder: Any, table: Any) -> Any:
         check_columns(table.schema)
-        return cast(builder, table)
+        return casts[Arrow if isinstance(builder, Arrow) else Parquet](builder, table)
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
-    Arrow._cast_table = without_views
+    Arrow._cast_table = Parquet._cast_table = without_views
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -105,7 +106,7 @@ def contained() -> Iterator[None]:
             kinds.update(left_out)
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
-        Arrow._cast_table = cast
+        Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
 
 
 def check_columns(schema: pa.Schema) -> None:
