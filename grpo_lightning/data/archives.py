@@ -33,11 +33,13 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
-_VIEWS = (
-    *(pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_list_view, pa.types.is_large_list_view),
-    pa.types.is_run_end_encoded,
+_COLUMNS = (
+    *(pa.types.is_null, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
+    *(pa.types.is_temporal, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary),
+    *(pa.types.is_fixed_size_binary, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
+    *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
 )
-"""Tell types whose values lie anywhere in the memory of others, of whatever length they say."""
+"""Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
 _DECIMAL = re.compile(r"decimal\d*\([^,]*,\s*(-?\d+)")
 _LARGEST_SCALE = 76
 """Digits of the longest decimal number: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
@@ -88,13 +90,13 @@ def contained() -> Iterator[None]:
             )
         return arrow(name)
 
-    def without_views(builder: Any, table: Any) -> Any:
+    def cast(builder: Any, table: Any) -> Any:
         check_columns(table.schema)
         return casts[Arrow if isinstance(builder, Arrow) else Parquet](builder, table)
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
-    Arrow._cast_table = Parquet._cast_table = without_views
+    Arrow._cast_table = Parquet._cast_table = cast
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -110,25 +112,27 @@ def contained() -> Iterator[None]:
 
 
 def check_columns(schema: pa.Schema) -> None:
-    """Refuse columns of an arrow file whose values are views: where one is null pyarrow copies as much as it says.
+    """Refuse columns of types that pyarrow reads unchecked: a view that is null is copied in the length that it says.
 
     Raises:
         ValueError: There are such; names the first.
     """
     for field in schema:
-        if any(is_one(kind) for kind in _kinds(field.type) for is_one in _VIEWS):
-            told = (
-                f"the column {one_line(repr(field.name))} is of the type {one_line(str(field.type))[:80]}, with views"
-            )
-            raise ValueError(f"{told}; allowed are types of their own memory, such as string and large_string")
+        for kind in _kinds(field.type):
+            if not any(is_one(kind) for is_one in _COLUMNS):
+                raise ValueError(
+                    f"the column {one_line(repr(field.name))} holds values of the type {one_line(str(kind))[:80]}; "
+                    "allowed are types with memory of their own, such as string and large_string"
+                )
 
 
 def _kinds(kind: pa.DataType) -> Iterator[pa.DataType]:
     """A type, and those that it is made of, which its own name may not tell."""
-    yield kind
     if isinstance(kind, pa.BaseExtensionType):
         yield from _kinds(kind.storage_type)
-    elif pa.types.is_dictionary(kind):
+        return
+    yield kind
+    if pa.types.is_dictionary(kind):
         yield from _kinds(kind.value_type)
     for number in range(kind.num_fields):
         yield from _kinds(kind.field(number).type)
