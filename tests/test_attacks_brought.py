@@ -24,6 +24,7 @@ from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import typed
 from grpo_lightning.settings import ConfigError, given, trust
 from grpo_lightning.settings.given import ungiven
+from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.too_long import STEPS, led_away
 from tests.test_attacks import begun
@@ -624,6 +625,56 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
     assert "stands in a file" in str(caught.value)
 
 
+@provocation(
+    "a run whose directory is the home directory, and settings that the command brings along with a judge whose "
+    "`cache` lies there in `.bashrc.d`, where a shell would run the answers that the judge's name is written to",
+    "refused by its key",
+)
+def test_a_stranger_hides_no_file_in_the_run_directory(here):
+    node = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": f"{here}/run/.bashrc.d/judge.jsonl"}
+    config = {"run_dir": str(here / "run"), "reward": {"judge": {"function": node}}}
+    assert given.ungiven(config, []) == []  # of one's own
+    start.note_settings_from([str(here / "conf")])
+    (told,) = given.ungiven(config, [])
+    assert told.startswith(f"reward.judge.function.cache={node['cache']} stands in a file")
+    for plain in ("judge.jsonl", "asked/judge.jsonl"):
+        node["cache"] = f"{here}/run/{plain}"
+        assert given.ungiven(config, []) == []
+
+
+@provocation(
+    "settings that the command brings along with `policy: {_convert_: none}`, so that a chat template would be given "
+    "objects of OmegaConf's, which resolve what it says",
+    "refused by its key",
+)
+@pytest.mark.parametrize(("value", "is_refused"), [("none", True), ("partial", True), ("object", True), ("all", False)])
+def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
+    config = {"policy": {"_target_": "grpo_lightning.transformer.hf.load", "_convert_": value}}
+    assert given.ungiven(config, []) == []  # of one's own
+    start.note_settings_from([str(here / "conf")])
+    told = f"policy._convert_={value} stands in a file; allowed is to give it on the command line, or to compose"
+    assert given.ungiven(config, []) == ([told] if is_refused else [])
+    assert given.ungiven(config, [f"+policy._convert_={value}"]) == []
+
+
+@provocation(
+    "a command with `environment.function._target_=my_env.play`, and settings that it brings along with the same node "
+    "as `reward.environment.function`, where the function would be given prompts and completions",
+    "the function needs `trusted=[my_env]` there",
+)
+def test_a_function_is_named_in_its_own_place(here):
+    node = {"_target_": "brought_file.score", "_partial_": True}
+    config = {"environment": {"function": node}, "reward": {"environment": {"function": node}}}
+    words = ["environment.function._target_=brought_file.score"]
+    assert given.ungiven(config, words, is_built=True) == []
+    start.note_settings_from([str(here / "conf")])
+    (told,) = given.ungiven(config, words, is_built=True)
+    assert told.startswith("reward.environment.function._target_=brought_file.score: not said by the command itself")
+    for above in ("rollout", "validation"):
+        copied = {"environment": config["environment"], above: {"environment": config["environment"]}}
+        assert given.ungiven(copied, words, is_built=True) == []
+
+
 @pytest.mark.parametrize("word", ["${tags}", "$\\{tags\\}", "[$\\{tags.0\\}]"])
 def test_no_file_has_references_in_a_sweep(word):
     (told,) = hydra_problems("own.yaml", {"sweeper": {"params": {"seed": word}}})
@@ -919,6 +970,44 @@ def test_all_of_composing_is_without_a_programs_resolvers():
         assert OmegaConf.has_resolver("noted")
     finally:
         OmegaConf.clear_resolver("noted")
+
+
+@provocation(
+    "a file of the user's that registers a resolver such as `eval`: named by the command (a callback of Hydra's; a "
+    "reward, in a sweep whose jobs run in one process), or a plug-in of Hydra's; and settings that the command brings "
+    "along, which call it, in a value or in a list of defaults",
+    "refused by its key, nothing ran; without such settings the command's own words may call it",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["callback", "sweep", "plug-in", "plug-in, in defaults"])
+def test_the_users_own_resolvers_are_not_a_strangers(kind, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from hydra.experimental.callback import Callback\nfrom omegaconf import OmegaConf\n\n\n"
+        "OmegaConf.register_new_resolver('noted', lambda text: open('HIT', 'a').write(str(text)), replace=True)\n\n\n"
+        "class Told(Callback):\n    pass\n\n\n"
+        "def short(completions):\n    return [-len(one) for one in completions]\n"
+    )
+    (tmp_path / "theirs" / "experiment").mkdir(parents=True)
+    lines = "task_name: ${noted:1}" if "defaults" not in kind else "defaults: ['${noted:1}']"
+    (tmp_path / "theirs" / "experiment" / "two.yaml").write_text(f"# @package _global_\n{lines}\n")
+    if "plug-in" in kind:
+        (tmp_path / "site" / "hydra_plugins" / "mine").mkdir(parents=True)
+        (tmp_path / "mine.py").rename(tmp_path / "site" / "hydra_plugins" / "mine" / "__init__.py")
+        words, more = [], {"PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
+    elif kind == "callback":
+        words, more = ["+hydra.callbacks.told._target_=mine.Told"], {}
+    else:
+        (tmp_path / "theirs" / "experiment" / "one.yaml").write_text("# @package _global_\ntags: [a]\n")
+        words = ["reward=[custom]", "reward.custom.function._target_=mine.short", "hydra.sweep.dir=swept"]
+        more = {"SLURM_PROCID": "0"}  # which has all jobs run in one process
+    brought = ["--config-dir", "theirs", *words, f"experiment={'one,' if kind == 'sweep' else ''}two"]
+    done = begun(tmp_path, *(["-m"] if kind == "sweep" else []), *brought, *TINY, **more)
+    assert "Unsupported interpolation type noted" in done.stderr
+    assert not (tmp_path / "HIT").exists()
+    if kind != "sweep":
+        done = begun(tmp_path, *words, "task_name=x${noted:1}", *TINY, **more)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "HIT").exists()
 
 
 @provocation(

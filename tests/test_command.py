@@ -208,7 +208,7 @@ def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatc
             "x=y",
             "#",
         ),
-        *("http://localhost:80/x?a=b&c", "range(1,3)", "a:b", "+x", "${x}", "$\\{x}", "a\nb", "null", "1e5"),
+        *("http://localhost:80/x?a=b&c", "range(1,3)", "a:b", "+x", "${x}", "$\\{x}", "a\nb", "a\\\n", "null", "1e5"),
     ],
 )
 def test_what_a_file_says_is_offered_as_the_same_text(text, is_list):

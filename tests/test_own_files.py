@@ -484,7 +484,8 @@ def test_a_folder_s_links_are_no_run_directories(tmp_path, monkeypatch):
 
 
 @provocation(
-    "a run directory that is a link in the directory of the start, to a folder of other files (`~/.bashrc.d`)",
+    "a run directory that is a link in the directory of the start, to a folder of other files, such as the home "
+    "directory, or to a hidden one (`~/.bashrc.d`), also an empty one",
     "refused in one sentence before anything is written; one to an empty folder or to a run's is allowed",
 )
 def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
@@ -494,7 +495,10 @@ def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
     others.mkdir()
     run.symlink_to(others)
     assert link_problem(run) is None
-    (others / "aliases").write_text("")
+    for name in ("aliases", "nohup.log", "wandb"):  # as there may be in a home directory
+        (others / "aliases").touch()
+        (others / "aliases").rename(others / name)
+        assert link_problem(run) is not None
     told = f"it is a link to {others}; allowed is that directory by its own name, or a link in the directory of the"
     for name in (run, Path("0")):
         assert str(link_problem(name)).startswith(f"hydra.run.dir={name}: {told}")
@@ -502,6 +506,11 @@ def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
     assert link_problem(run / "deeper") is None
     (others / ".hydra").mkdir()
     assert link_problem(run) is None
+    (tmp_path / ".others").mkdir()
+    Path("1").symlink_to(tmp_path / ".others")
+    told = f"hydra.run.dir=1: it is a link to {tmp_path}/.others; allowed is that directory by its own name, or a link"
+    assert str(link_problem(Path("1"))).startswith(told)
+    assert str(link_problem(Path("1"))).endswith("in the directory of the start to an empty directory or a run's")
 
 
 @provocation(

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers import tokenization_utils_tokenizers
 
 from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
@@ -245,18 +246,46 @@ def test_nobody_reads_pickles_of_a_model(tmp_path, ran):
 
 
 @provocation(
+    "a tokenizer whose `tokenizer_config.json` or `special_tokens_map.json` has a `gguf_file`, which transformers "
+    "would fetch from the repository that they name, into the `cache_dir` that they name, such as ~/.vim/plugin",
+    "refused in one sentence, nothing is fetched; a `cache_dir` alone is no word of theirs",
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_fetches_nothing(file, tmp_path, monkeypatch):
+    fetched: list[tuple[object, ...]] = []
+    source = write_checkpoint(tmp_path / "model", "gpt2", chat=True)
+    place = source / file
+    said = json.loads(place.read_text()) if place.exists() else {}
+    more = {"name_or_path": "stranger/model", "cache_dir": str(tmp_path / "plugin")}
+    place.write_text(json.dumps(said | more))
+    tokenizer = hf.load(str(source), **PLAIN).tokenizer
+    assert "cache_dir" not in tokenizer.init_kwargs
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate("abcdefg")}))
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    settings = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"gguf_file": "evil.vim"}))
+    monkeypatch.setattr(tokenization_utils_tokenizers, "cached_file", lambda *args, **_: fetched.append(args))
+    with pytest.raises(ValueError, match=r"policy.path='.*: gguf_file='evil.vim' in its tokenizer's files; allowed"):
+        hf.load(str(source), **PLAIN)
+    assert not fetched
+
+
+@provocation(
     "`tokenizer_class: BertJapaneseTokenizer` with `sudachi_kwargs` that name a file with plug-ins in C",
     "refused in one sentence",
 )
-def test_a_tokenizer_hands_its_settings_to_nobody(model):
+@pytest.mark.parametrize("name", [f"BertJapaneseTokenizer{more}" for more in ("", "Fast", "FastFast")])
+def test_a_tokenizer_hands_its_settings_to_nobody(name, model):
     file = model / "tokenizer_config.json"
     settings = {
-        "tokenizer_class": "BertJapaneseTokenizer",
+        "tokenizer_class": name,
         "word_tokenizer_type": "sudachi",
         "sudachi_kwargs": {"a": "b"},
     }
     file.write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="tokenizer_class=BertJapaneseTokenizer: hands its settings to other programs"):
+    with pytest.raises(ValueError, match=r"tokenizer_class=BertJapanese\w+: hands its settings to other programs"):
         hf.load(str(model), **PLAIN)
 
 

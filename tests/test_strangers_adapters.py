@@ -130,6 +130,19 @@ def test_only_adapters_that_name_nothing_are_loaded(kind, here):
     assert str(e.value).endswith("OFT, TRAINABLE_TOKENS")
 
 
+@provocation(
+    "an `adapter_config.json` with letters that are other ones in other encodings: peft reads it in the user's own",
+    "refused in one sentence; peft itself writes them as `\\u20ac`",
+)
+def test_adapters_are_described_in_ascii(here):
+    directory = with_adapter(write_checkpoint(here / "model", "llama", chat=True), base_model_name_or_path="/modèle")
+    hf.load(str(directory), **PLAIN)
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), ensure_ascii=False), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"adapter_config.json: allowed are ASCII characters alone, as peft writes it"):
+        hf.load(str(directory), **PLAIN)
+
+
 @pytest.mark.parametrize("kind", _ADAPTERS)
 def test_adapters_that_name_nothing_are_loaded(kind, here):
     directory = write_checkpoint(here / "model", "llama", chat=True)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from datasets.features import features
 from fsspec.registry import known_implementations
 
 from grpo_lightning.data.archives import check_columns, contained
@@ -205,12 +206,25 @@ def test_offsets_stay_inside_the_file(kind, tmp_path):
         Hub(str(place / "train.arrow" if kind == "file" else place), split="train")
 
 
+@pytest.mark.parametrize(
+    ("name", "is_allowed"),
+    [
+        *((name, True) for name in ("decimal128(3, 2)", "decimal128(38,-38)", "decimal256(76, 76)")),
+        *((f"decimal128(38, {scale})", False) for scale in ("39", "+99", "9_9", "٩٩", "-39", " 99", "99 ")),
+        *((name, False) for name in ("decimal256(76, 77)", "decimal1_28(38, 99)")),
+    ],
+)
+def test_scales_are_found_however_they_are_written(name, is_allowed):
+    with contained(), nullcontext() if is_allowed else pytest.raises(ValueError, match="allowed are decimal128"):
+        assert features.string_to_arrow(name).scale <= 76
+
+
 @provocation(
     "a data set with a column of decimal numbers whose scale is 2147483647, said by its README or by a saved file",
     "refused: pyarrow would read far beyond a table, and crash",
 )
 def test_decimals_have_a_scale(tmp_path):
-    told = "a column of the type 'decimal128\\(38, 2147483647\\)': allowed are scales from -76 to 76"
+    told = "a column of the type 'decimal128\\(38, 2147483647\\)': allowed are decimal128\\(DIGITS, SCALE\\), to 38 and"
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.csv").write_text("prompt,n\na,1.5\nb,2.5\n")
     readme = "---\ndataset_info:\n  features:\n  - {name: prompt, dtype: string}\n  - {name: n, dtype: 'DTYPE'}\n---\n"

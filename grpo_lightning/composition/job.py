@@ -21,6 +21,7 @@ from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF, loader, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
+from grpo_lightning.composition.resolvers import keep_from_strangers
 from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import is_first_process
@@ -148,6 +149,7 @@ def job() -> None:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
     asked = get_args()
+    keep_from_strangers()
     loader.install(runs=not (asked.help or asked.hydra_help or asked.cfg or asked.info))
     status: Any = 1
     try:

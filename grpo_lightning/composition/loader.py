@@ -71,9 +71,10 @@ class CheckedLoader(ConfigLoaderImpl):
         redaction.remember_words(overrides)
         self._of_user: dict[str, str] = {}
         try:
-            composed = super().load_configuration(
-                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-            )
+            with known_only():  # lists of defaults are resolved, whoever has written them
+                composed = super().load_configuration(
+                    config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+                )
         except SettingsRefused as error:
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:

@@ -10,6 +10,7 @@ from omegaconf import grammar_parser
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError
 
+from grpo_lightning import start
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
@@ -49,6 +50,21 @@ def known_only() -> Iterator[None]:
     known = {name: call for name, call in BaseContainer._resolvers.items() if name in _KNOWN}
     with patch.object(BaseContainer, "_resolvers", known):
         yield
+
+
+class _Resolvers(dict[str, Any]):
+    """All resolvers, of which settings that the command brings along find OmegaConf's own and Hydra's alone."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and (name in _KNOWN or not start.settings_from())
+
+
+def keep_from_strangers() -> None:
+    """For the rest of a command, have brought settings call no resolver that the user's own files register.
+
+    They do so when they are imported, for a callback of Hydra's or for the first job of a sweep in this process.
+    """
+    BaseContainer._resolvers = _Resolvers(BaseContainer._resolvers)
 
 
 def _odd_keys(node: Any) -> Iterator[str]:

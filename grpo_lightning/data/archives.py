@@ -40,9 +40,9 @@ _COLUMNS = (
     *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
 )
 """Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
-_DECIMAL = re.compile(r"decimal\d*\([^,]*,\s*(-?\d+)")
-_LARGEST_SCALE = 76
-"""Digits of the longest decimal number: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
+_DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(-?\d+)\)", re.ASCII)
+_DIGITS = {"128": 38, "256": 76}
+"""Bits of a number -> its most digits: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
 
 
 @contextmanager
@@ -83,11 +83,11 @@ def contained() -> Iterator[None]:
             raise ValueError(
                 f"a column of the type {one_line(repr(name))}: allowed are types of pyarrow's, like string"
             )
-        if (decimal := _DECIMAL.match(name)) and abs(int(decimal[1])) > _LARGEST_SCALE:
-            raise ValueError(
-                f"a column of the type {one_line(repr(name))}: allowed are scales from -{_LARGEST_SCALE} to "
-                f"{_LARGEST_SCALE}"
-            )
+        if name.startswith("decimal"):
+            decimal = _DECIMAL.fullmatch(name)
+            if not decimal or abs(int(decimal[2])) > _DIGITS[decimal[1]]:
+                allowed = " and ".join(f"decimal{bits}(DIGITS, SCALE), to {most}" for bits, most in _DIGITS.items())
+                raise ValueError(f"a column of the type {one_line(repr(name))}: allowed are {allowed}")
         return arrow(name)
 
     def cast(builder: Any, table: Any) -> Any:

@@ -60,4 +60,4 @@ def hydra_text(value: str) -> str:
     if not {*'"\\'} & {*value}:
         return f'"{value}"'
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes count before a quote only
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"

@@ -21,6 +21,8 @@ from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
 from grpo_lightning.settings.walk import each_target, key_problems, leaves
 from grpo_lightning.start import settings_from
 
+_COPIED = (["rollout"], ["validation"], ["module"], ["module", "rollout"], ["module", "validation"])
+"""Where conf/ has copies of parts, such as ``rollout.reward`` of ``reward``; a stranger's copies go anywhere."""
 _SEVERAL = re.compile(r"\+*trainer=(ddp|fsdp)?")
 """The choice of several processes, or a trainer of the program's."""
 _NO = re.compile(r"[^=]+=\s*(false|no|off|0|null|~)?\s*", re.IGNORECASE)
@@ -91,6 +93,10 @@ def ungiven(
     for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
             found.append(typed(key, value))
+    # Objects of OmegaConf's would resolve what code of others, such as a chat template, puts into them.
+    for place, node in each_target(config) if settings_from() else ():
+        if node.get("_convert_") not in (None, "all") and not _is_given(config, f"{place}._convert_", given):
+            found.append(typed(f"{place}._convert_", node["_convert_"]))
     key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
     strategy = _at(config, key.split("."))
     is_own = strategy is not None and not is_of_library(str(strategy))
@@ -148,11 +154,13 @@ def is_whole(text: str) -> bool:
 
 
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
-    """Whether an override sets a dotted key, a mapping above it with its name in it, or what all there is a copy of."""
+    """Whether an override sets a dotted key, a mapping above it with its name in it, or what it is a copy of."""
     parts = key.split(".")
     while isinstance(_at(config, parts[:-1]), list):  # whoever gives a list gives what stands in it
         parts.pop()
     for begin in range(len(parts) - 1):
+        if begin and settings_from() and parts[:begin] not in _COPIED:
+            continue
         original = parts[begin:]
         names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
         above = {".".join(original[:count]): ".".join(names[count:]) for count in range(1, len(original))}
@@ -263,11 +271,13 @@ def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(run: Any, value: Any) -> bool:
-    """Whether a text names a place outside of the run directory."""
+    """Whether a text names a place outside of the run directory, or one there that would be taken for settings."""
     if not isinstance(run, str) or not isinstance(value, str):
         return False
     places = Path(value), Path(value).expanduser()  # some parts replace a "~", to others it is a directory
-    return not all(is_in(place, Path(run)) for place in places)
+    # A shell started in a run directory that is the user's own would look into .bashrc.d.
+    is_hidden = settings_from() and any(part.startswith(".") for part in Path(os.path.relpath(value, run)).parts)
+    return is_hidden or not all(is_in(place, Path(run)) for place in places)
 
 
 def _is_of_this_machine(address: Any) -> bool:

@@ -187,12 +187,14 @@ def linked_part(path: Path, *homes: Path) -> Path | None:
 def _is_of_the_user(link: Path) -> bool:
     """Whether a link to a run directory lies in the directory of the start, and leads to no folder of other files.
 
-    Such a folder may be one whose files a shell reads.
+    Such a folder may be one whose files a shell reads: one with files of others, or a hidden one.
     """
-    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK):
+    leads = followed(link)
+    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK) or leads is None:
         return False
-    names = [taken_for(path.name) for path in link.iterdir()] if link.is_dir() else []
-    return not names or any(name in _FOLDERS or _FILES.fullmatch(name) for name in names)
+    names = {path.name for path in link.iterdir()} if link.is_dir() else set()
+    hidden = {part for part in leads.parts if part.startswith(".")} - {*start.place().parts}
+    return not hidden and (not names or not names.isdisjoint(_OF_RUNS))
 
 
 def leads_out(path: Path, directory: Path) -> bool:

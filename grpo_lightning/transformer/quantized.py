@@ -31,8 +31,10 @@ def _of_four_bits(weight: Tensor, state: Any) -> str | None:
         return f"has fewer than {numbers} numbers"
     if not _has_scales(state, numbers, torch.uint8 if state.nested else torch.float32, codes=16):
         return f"has not the scales of {numbers} numbers"
-    if state.nested and not (_is(state.offset, 1, None) and _has_scales(state.state2, len(scales), torch.float32, 256)):
-        return f"has not the scales of {len(scales)} scales"
+    if state.nested and not (
+        _is(state.offset, 1, None) and _has_scales(state.state2, scales.numel(), torch.float32, 256)
+    ):
+        return f"has not the scales of {scales.numel()} scales"
     return None
 
 

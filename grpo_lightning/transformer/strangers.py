@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, dynamic_module_utils, generation
+from transformers import PreTrainedTokenizerBase, TokenizersBackend, dynamic_module_utils, generation
 from transformers.models.auto import tokenization_auto
 from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -31,6 +31,8 @@ _ADAPTERS = (
     "TRAINABLE_TOKENS",
 )
 """Kinds of adapters that name no other model, tokenizer or file (as X-LoRA, Shadow, prompt tuning do)."""
+_OF_LOADING = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
+"""Of where files are loaded from and where they are kept: no words of a tokenizer's files."""
 _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -139,15 +141,16 @@ def _tokenizers_only() -> Iterator[None]:
     """Inside, what a model's files name as ``tokenizer_class`` is a tokenizer that hands their values to nobody.
 
     By itself transformers loads whatever class of its own has that name, such as a model, with the adapter beside it.
+    And a tokenizer loads a further file (``gguf_file``) of the place, and into the place, that its files name.
     """
-    by_name = tokenization_auto.tokenizer_class_from_name
+    by_name, begin = tokenization_auto.tokenizer_class_from_name, TokenizersBackend.__init__
 
     def checked(class_name: str) -> type[Any] | None:
-        if class_name == _OF_PROGRAMS:
+        found = by_name(class_name)
+        if any(base.__name__ == _OF_PROGRAMS for base in getattr(found, "__mro__", ())):  # it has several names
             raise ValueError(
                 f"tokenizer_class={class_name}: hands its settings to other programs, which load libraries"
             )
-        found = by_name(class_name)
         # A dummy stands for a class of which a package is absent, and says so.
         if found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             return found
@@ -155,11 +158,18 @@ def _tokenizers_only() -> Iterator[None]:
             return found
         raise ValueError(f"tokenizer_class={one_line(repr(class_name)[:80])}: allowed are tokenizers")
 
-    tokenization_auto.tokenizer_class_from_name = checked
-    try:
+    def begun(tokenizer: TokenizersBackend, *args: Any, **settings: Any) -> None:
+        if (file := settings.get("gguf_file")) is not None:
+            raise ValueError(
+                f"gguf_file={one_line(repr(file)[:80])} in its tokenizer's files; allowed are those of a tokenizer"
+            )
+        begin(tokenizer, *args, **{name: value for name, value in settings.items() if name not in _OF_LOADING})
+
+    with (
+        patch.object(tokenization_auto, "tokenizer_class_from_name", checked),
+        patch.object(TokenizersBackend, "__init__", begun),
+    ):
         yield
-    finally:
-        tokenization_auto.tokenizer_class_from_name = by_name
 
 
 def lay_out(model: nn.Module, where: str) -> None:
@@ -265,7 +275,10 @@ def check_adapter_files(path: str, key: str) -> None:
     if found is None:
         return
     where = f"{key}={path!r}: adapter_config.json"
-    content = json.loads(Path(found).read_text(encoding="utf-8"))
+    written = Path(found).read_bytes()
+    if not written.isascii():  # peft reads it in the user's encoding, whichever that is
+        raise ValueError(f"{where}: allowed are ASCII characters alone, as peft writes it (\\u20ac)")
+    content = json.loads(written)
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}: allowed is a mapping")
     if (kind := content.get("peft_type")) not in _ADAPTERS:
@@ -273,5 +286,5 @@ def check_adapter_files(path: str, key: str) -> None:
             f"{where}.peft_type={one_line(str(kind)[:80])}: others may name models or files in other places, which "
             f"nobody has looked at; allowed are {', '.join(_ADAPTERS)}"
         )
-    written = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
-    check_adapter((name for name, value in content.items() if value is not None and value != written.get(name)), where)
+    usual = {"megatron_config": None, "megatron_core": "megatron.core"}  # what peft writes for every adapter
+    check_adapter((name for name, value in content.items() if value is not None and value != usual.get(name)), where)
