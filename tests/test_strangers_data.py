@@ -1,5 +1,6 @@
 """A directory of a stranger's data set reads no files but its own."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from contextlib import nullcontext
+from pathlib import Path
 
 import datasets
 import fsspec
@@ -17,10 +19,15 @@ import pytest
 import torch
 from datasets.features import features
 from fsspec.registry import known_implementations
+from reasoning_gym import factory
+from reasoning_gym.dataset import ProceduralDataset
 
+from grpo_lightning import start
 from grpo_lightning.data.archives import check_columns, contained
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
+from grpo_lightning.data.reasoning_gym import ReasoningGym
+from grpo_lightning.reward.accuracy import reasoning_gym
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
@@ -376,6 +383,63 @@ for make in (
         assert line.startswith(f"{key}.operators: +(open("), line
         assert "allowed are * + - /" in line
     assert not (tmp_path / "HIT").exists()
+
+
+@dataclasses.dataclass
+class Config:
+    seed: int | None = None
+    size: int = 9
+    output_file: str = ""
+
+    def validate(self) -> None:
+        pass
+
+
+class Mine(ProceduralDataset):
+    """A data set of the user's, which writes a file when it is made."""
+
+    def __init__(self, config):
+        super().__init__(config, config.seed, config.size)
+        if config.output_file:
+            Path(config.output_file).touch()
+
+    def __getitem__(self, index):
+        return {"question": f"{index}?", "answer": str(index), "metadata": {}}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setitem(factory.DATASETS, "mine", (Mine, Config))
+
+
+@provocation(
+    "settings that the command brings along whose `data.task` is a data set that the user's own code has registered "
+    "with reasoning_gym, alone or in a composite, with a place in `data.task_config`; or rows with such columns",
+    "refused by its key; `data.task=mine` on the command line allows it, and own rows are scored with its arguments",
+)
+def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_path):
+    hit = tmp_path / "HIT"
+    config = {"output_file": str(hit)}
+    nested = {"datasets": [{"name": "mine", "weight": 1.0, "config": config}]}
+    question, columns = ReasoningGym("mine", config, 9, 0)[1]  # of one's own
+    assert question == "1?"
+    row = {"answer": ["1"], "task": ["mine"], "metadata": [{}]}
+    assert reasoning_gym(["<answer>1</answer>"], task_config=[columns["task_config"]], **row) == [1.0]
+    hit.unlink()
+    said = json.loads(json.dumps({**columns["task_config"], "size": 8}))
+    with pytest.raises(ValueError, match=r"task='mine': a data set of yours, and its row has arguments for it"):
+        reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
+    assert reasoning_gym(["<answer>1</answer>"], task_config=[None], **row) == [1.0]
+    start.note_settings_from([str(tmp_path / "theirs")])
+    with pytest.raises(ValueError, match=rf"data.task=mine: a data set of yours, not said .* in {tmp_path}/theirs "):
+        ReasoningGym("mine", config, 9, 0)
+    with pytest.raises(ValueError, match=r"data.task_config.datasets: mine: a data set of yours; allowed in the setti"):
+        ReasoningGym("composite", nested, 9, 0)
+    assert not hit.exists()
+    ReasoningGym("basic_arithmetic", {}, 9, 0)
+    start.note_words(["data.task=mine"])
+    ReasoningGym("mine", config, 9, 0)
+    assert hit.exists()
 
 
 @provocation(
