@@ -564,6 +564,13 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
         ("logger: {mlflow: {tracking_uri: 'sqlite:///bundle/x.db'}}", "logger.mlflow.tracking_uri=sqlite"),
         ("logger: {tensorboard: {name: bundle}}", "logger.tensorboard.name=bundle"),
+        ("logger: {wandb: {settings: {disable_git: false}}}", "logger.wandb.settings.disable_git=False"),
+        ("logger: {wandb: {settings: null}}", "logger.wandb.settings=None"),
+        ("logger: {wandb: {settings: {}}}", "logger.wandb.settings={}"),
+        (
+            "hydra: {sweeper: {params: {logger.wandb.settings.disable_git: false}}}",
+            "hydra.sweeper.params.logger.wandb.settings.disable_git=False",
+        ),
         ("callbacks: {samples: '${x}'}", "callbacks.samples=${x}"),
         ("callbacks: {samples: {directory: x}}", "callbacks.samples.directory=x"),
         (

@@ -31,7 +31,7 @@ _PARTS = ("hydra", "hydra.sweeper", "hydra.sweeper.params", "hydra.launcher")
 """What may be empty in it."""
 _PROMISED = {
     *("trusted", "trust_remote_code", "path", "_target_", "_args_", "base_url", "api_key_env", "url", "entity"),
-    *("tracking_uri", "artifact_location", "verifier", "tools"),
+    *("tracking_uri", "artifact_location", "verifier", "tools", "settings"),
 }
 _SWEPT = r"(?!.*[^\W\d]\w*\.[^\W\d])[\w.,+\-()\[\] ]*"  # no dotted name, which could be one of code
 """What a sweep of a file that the command brings along may not vary, and the values that it may give.
@@ -43,6 +43,8 @@ _TEXTS = (
     *("precision", "project", "run_name", "strategy", "tags"),
 )
 """What may be a text in a file that the command brings along, below callbacks, logger and trainer: none is a place."""
+_OF_SERVICE = re.compile(r"logger\.[^.]+\.settings")
+"""Settings of W&B's own, such as whether it runs git, which runs what a repository names."""
 _REFERENCES = ("${run_dir}", "${seed}", "${steps}")
 """What may stand for something else there, being plain values wherever they are said."""
 _OF_CONF = (
@@ -161,7 +163,9 @@ def _places(node: Any, key: str, of_user: list[str]) -> Iterator[tuple[str, Any]
             if not _is_of_user(value) if is_target else _may_be_a_part(value):  # it would be handed on, built
                 yield inner, value
         return
-    if isinstance(node, Mapping | list):
+    if _OF_SERVICE.fullmatch(key):
+        yield from leaves_of(node, key)
+    elif isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from _places(value, f"{key}.{name}", of_user)
         return

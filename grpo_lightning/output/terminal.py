@@ -27,7 +27,7 @@ _LIBRARIES = (
     *("transformers", "vllm"),
 )
 _OFFER = re.compile(
-    r"^(?=(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
+    r"^(?=[^\w|\n]*(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
     re.MULTILINE | re.IGNORECASE,
 )
 """Begins a line that offers a command or says how a run has ended."""
