@@ -68,6 +68,12 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", chat=True)
 
 
+@pytest.mark.parametrize("key", ["run_dir", "hydra.run.dir"])
+def test_the_run_directory_may_be_an_override(key, tmp_path):
+    run = grpo.compose(*SMALL, f"{key}={tmp_path}/x", reward={"letters": letters}, data=ROWS)
+    assert (run.directory, run.config["run_dir"]) == (tmp_path / "x", f"{tmp_path}/x")
+
+
 @pytest.mark.slow
 def test_a_run_of_functions_and_rows_learns_from_them(tmp_path):
     run = grpo.compose(*SMALL, run_dir=tmp_path, reward={"letters": letters}, data=ROWS)

@@ -73,6 +73,8 @@ def row(override: str, message: str):
             "loss.kl._target_=grpo_lightning.loss.MAX_LOG_RATIO",
             "allowed is a function or a class; ",
         ),
+        row("loss.kl._target_=[grpo_lightning.loss]", "loss.kl._target_=['grpo_lightning.loss']: allowed is a text, a"),
+        row("+callbacks.x={_target_: {a: 1}}", "callbacks.x._target_={'a': 1}: allowed is a text, a dotted name"),
         row("loss.kl._target_=grpo_lightning.loss", "allowed is a function or a class; it is a module"),
         row("policy.adapter={bogus: 8}", "policy.adapter.bogus: unknown; peft.LoraConfig takes "),
         row("policy.adapter={lora_alfa: 8}", "policy.adapter.lora_alfa: unknown; the nearest is lora_alpha; peft"),

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _ONE_AT_A_TIME = threading.RLock()
 """What is known of the settings that are composed, such as where they come from, is known of the process."""
-_RUN_DIRECTORY = "hydra.run.dir="
+_RUN_DIRECTORY = ("hydra.run.dir=", "run_dir=")
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
 _live: ContextVar[Mapping[str, Any]] = ContextVar("live")
@@ -78,7 +78,7 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
-    named = [word.removeprefix(_RUN_DIRECTORY) for word in words if word.startswith(_RUN_DIRECTORY)]
+    named = [word.partition("=")[2] for word in words if word.startswith(_RUN_DIRECTORY)]
     words = [word for word in words if not word.startswith(_RUN_DIRECTORY)]
     if "${" in str(run_dir):
         raise ValueError(

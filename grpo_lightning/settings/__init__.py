@@ -50,6 +50,9 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Something is wrong with them; the error lists everything that is.
     """
+    named_so = {f"{key}._target_": node["_target_"] for key, node in each_target(config)}
+    if odd := {key: name for key, name in named_so.items() if not isinstance(name, str)}:
+        raise ConfigError([f"{typed_key(key)}={name}: allowed is a text, a dotted name" for key, name in odd.items()])
     values = dict(_values(config))
     contradictions = []
     apart = (trainer_problems, sweep_metric_problems, recorded_problems, engine_problems, episode_problems)
