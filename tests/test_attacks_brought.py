@@ -1254,7 +1254,7 @@ def test_the_files_of_this_project_could_be_brought_along(file, here):
     "refused, whatever is in the folder",
 )
 @pytest.mark.parametrize("content", ["a file that is chosen", "a file that is optional", "nothing"])
-@pytest.mark.parametrize("key", ["policy.path", "trusted", "checkpoint", "reward.judge.function.cache", "run_dir"])
+@pytest.mark.parametrize("key", ["policy.path", "trusted", "checkpoint", "reward.judge.function.cache", "task_name"])
 def test_no_folder_is_called_as_a_setting(key, content, here):
     folder = here / "conf" / key
     folder.mkdir(parents=True)

@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", chat=True)
 
 
-@pytest.mark.parametrize("key", ["run_dir", "hydra.run.dir"])
+@pytest.mark.parametrize("key", ["run_dir", "++run_dir", "hydra.run.dir"])
 def test_the_run_directory_may_be_an_override(key, tmp_path):
     run = grpo.compose(*SMALL, f"{key}={tmp_path}/x", reward={"letters": letters}, data=ROWS)
     assert (run.directory, run.config["run_dir"]) == (tmp_path / "x", f"{tmp_path}/x")

@@ -78,8 +78,8 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
-    named = [word.partition("=")[2] for word in words if word.startswith(_RUN_DIRECTORY)]
-    words = [word for word in words if not word.startswith(_RUN_DIRECTORY)]
+    named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(_RUN_DIRECTORY)]
+    words = [word for word in words if not word.lstrip("+").startswith(_RUN_DIRECTORY)]
     if "${" in str(run_dir):
         raise ValueError(
             f"run_dir={run_dir}: allowed is a directory without ${{ in its name, which settings give a meaning"
