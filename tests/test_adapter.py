@@ -35,6 +35,7 @@ def adapted(base, directory, *overrides):
     )
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_policy_without_its_adapter_and_costs_nothing(base, tmp_path):
     module = adapted(base, tmp_path / "one")
     assert module.metrics["policy/kl_divergence"] == 0  # a new adapter changes nothing
@@ -70,6 +71,7 @@ def test_without_an_adapter_there_is_nothing_to_switch_off(base):
         adapter_off(load(base, **SETTINGS))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
     adapter = "policy.adapter={r: 1, lora_alpha: 2, target_modules: [q_proj]}"
     module = adapted(base, tmp_path / "run", adapter, "steps=2", "callbacks.checkpoint.every=1")
@@ -112,6 +114,7 @@ def test_a_checkpoint_is_small_beside_its_base(base, tmp_path):
     assert written < 0.02 * (tmp_path / "large" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_an_adapter_trains_above_quantized_weights(base, tmp_path, quantization):
     adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

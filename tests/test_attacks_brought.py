@@ -251,6 +251,7 @@ def here(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["brought_file", "brought_folder.part", "brought_package"])
 def test_files_are_trusted_by_name(name, here):
     lines = REWARD.replace("NAME", name)
@@ -490,6 +491,7 @@ def test_a_folder_of_data_is_not_imported_by_the_user_s_own_files(tmp_path):
     "of it; also by files of this project and of plug-ins that its defaults list puts below `hydra`",
     "refused by file and key; on the command line the same is checked by its value",
 )
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "lines",
     [
@@ -909,6 +911,7 @@ class Kept:
     "as what an object or a factory of the user's makes, with arguments of theirs, of a model's or of a data set's",
     "refused by its key before anything is imported; allowed are `trusted=[…]` and that key on the command line",
 )
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("lines", "key", "name", "word"),
     [
@@ -1065,6 +1068,7 @@ def test_a_run_that_is_scored_anew_calls_no_resolver_of_a_programs(word, tmp_pat
     "else, which calls it with arguments of theirs",
     "refused by its key",
 )
+@pytest.mark.slow
 def test_a_programs_objects_stand_in_their_own_places(here):
     called = []
 
@@ -1100,6 +1104,7 @@ def test_a_programs_objects_stand_in_their_own_places(here):
     "in an argument, by a name that is put together, among the defaults",
     "refused by its key; its own words may call it",
 )
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "lines",
     [

@@ -234,6 +234,7 @@ def test_names_of_different_jobs_differ_and_suit_file_systems():
     assert all(re.fullmatch(r"path=[\w.+~-]*", name, re.ASCII) and len(name) <= 100 for name in names), names
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_has_the_name_of_what_differs_in_its_directory():
     loader = CheckedLoader(create_config_search_path(str(CONF)))
     asked = ["steps=5", "seed=0,1", "algorithm=dapo"]

@@ -291,6 +291,7 @@ def test_the_program_that_is_offered_is_the_one_that_was_started(tmp_path, monke
             check_processes({"trainer": {"devices": 2, "accelerator": "cpu"}}, directory_given=True, multirun=True)
 
 
+@pytest.mark.slow
 def test_what_is_typed_elsewhere_is_told_with_the_place(tmp_path):
     (tmp_path / "train.py").write_text("open('HIT', 'w')\n")
     for words in (["zzzqq=1"], ["--help"]):

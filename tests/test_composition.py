@@ -150,6 +150,7 @@ def test_models_go_in_as_objects_and_as_paths(checkpoint, tmp_path):
     assert grpo.compose(*SMALL, policy=policy, reward=letters, data=ROWS).module.policy is policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["rlox_quickstart", "open_r1_exercise", "gpt2_notebook", "open_r1"])
 def test_rows_take_the_place_of_an_experiments_data(experiment, checkpoint):
     sizes = ("data.prompts_per_step=5", "rollout.group_size=4", "trainer=cpu", "reference=none", "loss.kl_coef=0")
@@ -201,6 +202,7 @@ def test_what_cannot_be_a_part_is_refused(parts, message):
         grpo.compose(*SMALL, **parts)
 
 
+@pytest.mark.slow
 def test_an_advantage_is_looked_at(tmp_path):
     with pytest.raises(ValueError, match=r"^{'steps': 3}: allowed are texts, such as 'steps=20'"):
         grpo.compose({"steps": 3})
@@ -603,6 +605,7 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     "or with code",
     "refused in one sentence",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fit", "fit, trusting", "validate", "asynchronously"])
 def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
     content = {"step": {"completed": 1}, "others": [torch.ones(2)]}

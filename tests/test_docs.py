@@ -141,6 +141,7 @@ def test_the_examples_of_the_page_on_python_run_as_printed(tmp_path):
     assert float(outputs[2][0]) > 0.4  # of 8 of 32 tokens, a random policy draws a quarter
 
 
+@pytest.mark.slow
 def test_the_example_of_an_experiment_is_taken_as_printed(tmp_path):
     (example,) = [block for language, block in FENCE.findall(TEXT[ROOT / "docs" / "your_own.md"]) if language == "yaml"]
     (tmp_path / "my_conf" / "experiment").mkdir(parents=True)

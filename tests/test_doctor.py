@@ -191,6 +191,7 @@ def test_the_advice_is_that_of_the_page_on_metrics():
     "a run of which nothing can come, with `callbacks.doctor.stop=true`",
     "it is saved and ends as a failure that names the finding; nothing is exported, and it can be continued",
 )
+@pytest.mark.slow
 def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
     with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*; what helps: a reward with finer"):
         small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "callbacks.doctor.stop=true")

@@ -102,6 +102,7 @@ def sampler(server, tmp_path):
     return VLLMServer(url=server.url, directory=str(tmp_path / "weights"), timeout=20)
 
 
+@pytest.mark.slow
 def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp_path):
     policy = tiny()
     for version in (0, 1):

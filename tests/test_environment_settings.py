@@ -137,6 +137,7 @@ def welcome(turns):
     return 1.0 if len(turns) > 1 else ("more", 0.0)
 
 
+@pytest.mark.slow
 def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
     """Its weights are those of a stage without one, and what it could do there is seen."""
     words = ("module=sft", "policy=tiny", "seed=3", "validation.every=2", "schedule.warmup_steps=0", *SMALL)

@@ -100,6 +100,7 @@ def test_a_run_that_failed_is_fitted_again(bad, done, tmp_path):
     assert difference(ended[0]["optimizer_states"], ended[1]["optimizer_states"]) is None
 
 
+@pytest.mark.slow
 def test_what_was_trained_by_other_means_keeps_its_logs(tmp_path):
     run = grpo.compose(*AGAIN, "logger=csv", run_dir=tmp_path, reward=letters, data=ROWS)
     run.module.train_step(["one", "two"])

@@ -103,6 +103,7 @@ def test_a_removed_csv_directory_is_made_again(unbroken, tmp_path, caplog):
 
 
 @provocation("the disk is full under the logger only", "one warning; trains on; logs again when there is room")
+@pytest.mark.slow
 def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, monkeypatch, capfd):
     write, calls = RecordWriter.write, []
 

@@ -179,6 +179,7 @@ def test_groups_carried_over_are_trained_on_off_policy(steps, tmp_path):
     assert all(step["policy/ratio_max"] == step["policy/ratio_mean"] == 1.0 for step in fresh)
 
 
+@pytest.mark.slow
 def test_a_continued_run_keeps_the_groups_that_were_carried_over(steps, tmp_path):
     whole = small_run(tmp_path / "whole", *CARRYING, "steps=6")
     unbroken = list(steps)

@@ -351,6 +351,7 @@ def geometric() -> PlainPolicy:
     return PlainPolicy(Constant([1.0, 4.5, 4.5]), Letters())
 
 
+@pytest.mark.slow
 def test_short_groups_come_first_and_over_many_steps_each_is_trained_on_once():
     policy, trained, begun = geometric(), Counter(), Counter()
     lengths, fractions, carried = [], [], None

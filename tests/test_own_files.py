@@ -53,6 +53,7 @@ def test_a_directory_with_more_than_an_export_is_not_replaced(own, tmp_path):
 
 
 @provocation("a directory `.NAME.partial` of one's own beside the export", "stays; one of a killed export is removed")
+@pytest.mark.slow
 def test_a_hidden_directory_beside_an_export_stays(tmp_path):
     own, cut = tmp_path / ".mine.partial", tmp_path / ".other.partial"
     for directory, name in ((own, "notes.txt"), (cut, "model.safetensors")):
@@ -855,6 +856,7 @@ def test_lightning_keeps_no_checkpoints_of_its_own(words, found, tmp_path):
     assert {str(path.relative_to(tmp_path / "run")) for path in tmp_path.rglob("*.ckpt")} == found
 
 
+@pytest.mark.slow
 def test_a_run_from_another_one_s_checkpoint_removes_no_foreign_logs(tmp_path):
     small_run(tmp_path / "one", "steps=1")
     foreign = logged(tmp_path / "two" / "tensorboard", 1)
@@ -868,6 +870,7 @@ def test_a_run_from_another_one_s_checkpoint_removes_no_foreign_logs(tmp_path):
 @provocation(
     "two runs with the same `callbacks.checkpoint.directory`", "the second is refused; the first's checkpoints stay"
 )
+@pytest.mark.slow
 def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
     shared = tmp_path / "shared"
     given = f"callbacks.checkpoint.directory={shared}"

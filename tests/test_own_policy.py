@@ -50,6 +50,7 @@ def test_an_export_needs_nothing_but_the_checkpoint(trained, tmp_path):
 
 
 @provocation("`mode=validate checkpoint=FILE` without the policy's settings", "measures what the training measured")
+@pytest.mark.slow
 def test_a_validation_has_the_policy_and_lengths_of_the_training(trained, tmp_path):
     best = f"checkpoint={trained}/checkpoints/last.ckpt"
     run = grpo.compose("mode=validate", best, *TASK, run_dir=tmp_path)

@@ -32,6 +32,7 @@ def test_the_precision_that_fits_a_device(
     assert natural_precision({}) == "32-true"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("given", "on_gpu", "expected"),
     [

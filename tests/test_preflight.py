@@ -170,6 +170,7 @@ def test_facts_follow_the_settings(tmp_path):
     assert "reward format is 0 for all completions: it teaches nothing." in said
 
 
+@pytest.mark.slow
 def test_what_an_environment_takes_is_part_of_sampling(tmp_path):
     environment = (
         "environment=custom",

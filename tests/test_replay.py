@@ -282,6 +282,7 @@ def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
     "a stranger's run directory is replayed whose overrides name a file that has come with it",
     "refused by its key, unless the command trusts it, or names it and it lies in the directory of the start itself",
 )
+@pytest.mark.slow
 def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -325,6 +326,7 @@ def _built(run, words):
     "another member, such as a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by place",
     "refused by its key",
 )
+@pytest.mark.slow
 def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(starting, "START", tmp_path)

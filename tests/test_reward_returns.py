@@ -27,6 +27,7 @@ def scored(function, timeout, texts=("ab", "abcd")):
 
 
 @WHERE
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "tensors", "column", "array", "generator", "values"])
 @provocation("a reward that returns a tensor, an array or a generator", "its numbers count, with a timeout or without")
 def test_numbers_are_taken_however_they_are_packed(kind, timeout):

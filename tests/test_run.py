@@ -173,6 +173,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_exported_later(tmp_path):
 @provocation(
     "a run is continued", "`seconds` goes on from what the checkpoint or summary.json says; `steps` never falls"
 )
+@pytest.mark.slow
 def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
     def summary():
         return json.loads((tmp_path / "summary.json").read_text())

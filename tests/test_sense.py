@@ -64,6 +64,7 @@ def test_prompts_that_just_fit_and_those_left_out_are_fine(tmp_path, caplog):
         small_run(tmp_path / "high", "data=jsonl", path, held_out, "data.max_prompt_length=510")
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_measured_with_their_own_lengths(tmp_path, started):
     path = rows(tmp_path / "my.jsonl", ["a", "b", "c"])
     held_out = rows(tmp_path / "held_out.jsonl", ["a", "x" * 420]).replace("data.path", "data.validation_path")

@@ -184,6 +184,7 @@ def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
     "a file or a link to nothing in the way of `hydra.run.dir`, or of a sweep by -m or `hydra.mode=MULTIRUN`",
     "a sentence by its key; `--cfg` shows the settings all the same",
 )
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -207,6 +208,7 @@ def test_a_directory_that_hydra_cannot_make_is_named(overrides, key, tmp_path):
     "`-m hydra.run.dir=DIR`, or `hydra.sweep.dir=DIR` without `-m`, which Hydra passes by",
     "the one that is meant is told",
 )
+@pytest.mark.slow
 def test_a_directory_without_effect_is_refused(tmp_path):
     for words, told in (
         (
@@ -221,6 +223,7 @@ def test_a_directory_without_effect_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     for word in ("--cfg=job", "--help", "--info=searchpath"):

@@ -18,6 +18,8 @@ import pyarrow.parquet
 import pytest
 import torch
 from datasets.features import features
+from datasets.packaged_modules.arrow.arrow import Arrow
+from datasets.packaged_modules.parquet.parquet import Parquet
 from fsspec.registry import known_implementations
 from reasoning_gym import factory
 from reasoning_gym.dataset import ProceduralDataset
@@ -28,6 +30,7 @@ from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.data.reasoning_gym import ReasoningGym
 from grpo_lightning.reward.accuracy import reasoning_gym
+from grpo_lightning.settings import given
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
@@ -211,6 +214,17 @@ def test_offsets_stay_inside_the_file(kind, tmp_path):
     (place / "train.arrow").write_bytes(whole.replace(offsets, struct.pack("<3i", 0, 2**30, 44)))
     with pytest.raises(ValueError, match="Offset invariant failure"):
         Hub(str(place / "train.arrow" if kind == "file" else place), split="train")
+
+
+@provocation(
+    "a parquet or arrow file with texts by their numbers in a dictionary, and numbers that it does not have",
+    "refused in one sentence before pyarrow changes the column's type",
+)
+@pytest.mark.parametrize("kind", [Arrow, Parquet])
+def test_numbers_of_words_are_those_of_a_dictionary(kind, tmp_path):
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 7], pa.int8()), pa.array(["a"]), safe=False)
+    with contained(), pytest.raises(pa.ArrowInvalid, match="out of bounds"):
+        kind._cast_table(kind(cache_dir=str(tmp_path)), pa.table({"prompt": words}))
 
 
 @pytest.mark.parametrize(
@@ -413,33 +427,64 @@ def registered(monkeypatch):
 
 
 @provocation(
-    "settings that the command brings along whose `data.task` is a data set that the user's own code has registered "
-    "with reasoning_gym, alone or in a composite, with a place in `data.task_config`; or rows with such columns",
-    "refused by its key; `data.task=mine` on the command line allows it, and own rows are scored with its arguments",
+    "a row with the name of a data set that the user's own code registers with reasoning_gym, and arguments for it",
+    "refused in one sentence; the rows of that data set itself are scored with its arguments",
 )
 def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_path):
     hit = tmp_path / "HIT"
-    config = {"output_file": str(hit)}
-    nested = {"datasets": [{"name": "mine", "weight": 1.0, "config": config}]}
-    question, columns = ReasoningGym("mine", config, 9, 0)[1]  # of one's own
+    question, columns = ReasoningGym("mine", {"output_file": str(hit)}, 9, 0)[1]  # of one's own
     assert question == "1?"
     row = {"answer": ["1"], "task": ["mine"], "metadata": [{}]}
     assert reasoning_gym(["<answer>1</answer>"], task_config=[columns["task_config"]], **row) == [1.0]
     hit.unlink()
     said = json.loads(json.dumps({**columns["task_config"], "size": 8}))
-    with pytest.raises(ValueError, match=r"task='mine': a data set of yours, and its row has arguments for it"):
+    with pytest.raises(ValueError, match=r"task='mine': no data set of reasoning_gym itself, and its row has argument"):
         reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
     assert reasoning_gym(["<answer>1</answer>"], task_config=[None], **row) == [1.0]
-    start.note_settings_from([str(tmp_path / "theirs")])
-    with pytest.raises(ValueError, match=rf"data.task=mine: a data set of yours, not said .* in {tmp_path}/theirs "):
-        ReasoningGym("mine", config, 9, 0)
-    with pytest.raises(ValueError, match=r"data.task_config.datasets: mine: a data set of yours; allowed in the setti"):
-        ReasoningGym("composite", nested, 9, 0)
     assert not hit.exists()
-    ReasoningGym("basic_arithmetic", {}, 9, 0)
-    start.note_words(["data.task=mine"])
-    ReasoningGym("mine", config, 9, 0)
-    assert hit.exists()
+
+
+@provocation(
+    "settings that the command brings along whose `data.task`, or a part of a composite, is a data set that the user's "
+    "own code registers with reasoning_gym; or that give the one that the command names a place",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    ("data", "words", "told"),
+    [
+        ({"task": "mine"}, [], "data.task=mine stands in a file"),
+        ({"task": "mine"}, ["data.task=mine"], None),
+        (
+            {"task": "mine", "task_config": {"output_file": "/x"}},
+            ["data.task=mine"],
+            "data.task_config.output_file=/x sta",
+        ),
+        (
+            {"task": "mine", "levels": {"mine": {"output_file": "/x"}}},
+            ["data.task=mine"],
+            "data.levels.mine.output_file=",
+        ),
+        (
+            {"task": "mine", "task_config": {"output_file": "/x"}},
+            ["data.task=mine", "data.task_config.output_file=/x"],
+            None,
+        ),
+        (
+            {"task": "composite", "task_config": {"datasets": [{"name": "mine"}]}},
+            [],
+            "data.task_config.datasets.0.name=",
+        ),
+        ({"task": "leg_counting", "task_config": {"output_file": "/x"}}, [], None),
+    ],
+)
+def test_a_registered_data_set_is_the_users_own(data, words, told, registered, tmp_path):
+    target = {"_target_": "grpo_lightning.data.reasoning_gym.prompts"}
+    config = {"run_dir": str(tmp_path / "run"), "data": target | data}
+    assert given.ungiven(config, words) == []  # of one's own
+    start.note_settings_from([str(tmp_path / "theirs")])
+    found = given.ungiven(config, words)
+    assert bool(found) == bool(told)
+    assert not found or found[0].startswith(told)
 
 
 @provocation(

@@ -91,6 +91,7 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_is_written_as_zeros(monk
     assert optimizer.state[weight]["step"] == 1
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_noticed(tmp_path, caplog):
     small_run(tmp_path, "steps=1")
     path = tmp_path / "checkpoints" / "last.ckpt"

@@ -35,6 +35,7 @@ def explained(override: str) -> str:
 @provocation(
     "a file of one's own for a part, such as `loss/mine.yaml`, that says not what it is", "told what brings it"
 )
+@pytest.mark.slow
 def test_a_file_for_a_part_says_what_it_is(tmp_path):
     files = {
         "loss": "kl_coef: 0.1",
@@ -272,6 +273,7 @@ def test_overrides_of_a_run_are_not_offered(word, tmp_path):
     assert " use +" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_keys_are_those_of_the_files_unless_they_are_given():
     known = known_keys(CONF)
     assert {key for key in RULES if lookup(composed(), key) is not KeyError} <= known

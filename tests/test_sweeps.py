@@ -273,6 +273,7 @@ def test_names_are_checked(word, message):
         check(composed(word))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "number"),
     [("group_size", 4), ("kl_coef", 4), ("lr", 5), ("ppo_epochs", 9), ("reward_weights", 3), ("seeds", 5)],

@@ -43,6 +43,7 @@ def test_it_was_taught_three_tasks():
     assert len(TAUGHT) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TAUGHT)
 def test_its_samples_are_often_wrong_while_its_likeliest_answer_mostly_is_right(task):
     parts = build(f"data.task={task}", "data.validation_size=100")

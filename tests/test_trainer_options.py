@@ -46,6 +46,7 @@ def with_option(option: str, value: Any) -> dict[str, Any]:
     return config | {"trainer": config["trainer"] | {option: value}}
 
 
+@pytest.mark.slow
 def test_what_the_settings_files_have_and_what_changes_nothing_is_allowed():
     for trainer in (path.stem for path in (CONF / "trainer").glob("*.yaml")):
         check(composed(f"trainer={trainer}"))

@@ -92,6 +92,7 @@ def contained() -> Iterator[None]:
 
     def cast(builder: Any, table: Any) -> Any:
         check_columns(table.schema)
+        table.validate(full=True)  # parquet's reader takes numbers of words of a dictionary as they are
         return casts[Arrow if isinstance(builder, Arrow) else Parquet](builder, table)
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below

@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.registered import OwnConfig, check_chosen
+from grpo_lightning.reward.registered import OwnConfig
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -33,7 +33,7 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
     """Open the data set of reasoning_gym that has this name.
 
     Raises:
-        ValueError: If there is no such task, the configuration is not one of its own, or `check_chosen` refuses it.
+        ValueError: If there is no such task, or the configuration is not one of its own.
     """
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.5) or sorted(DATASETS)
@@ -45,7 +45,6 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
             f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}; allowed: {sorted(allowed)}"
         )
     check_operators(task, config)
-    check_chosen(task, config)
     try:
         given = dict(config)
         if "datasets" in given:  # of the task "composite"

@@ -17,8 +17,9 @@ from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings import brought
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
+from grpo_lightning.settings.registered import of_user
 from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
-from grpo_lightning.settings.walk import each_target, key_problems, leaves
+from grpo_lightning.settings.walk import at, each_target, key_problems, leaves, nodes_called
 from grpo_lightning.start import settings_from
 
 _COPIED = (["rollout"], ["validation"], ["module"], ["module", "rollout"], ["module", "validation"])
@@ -71,7 +72,7 @@ def ungiven(
     named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
-    for key, value in _nodes(config, "trust_remote_code"):
+    for key, value in nodes_called(config, "trust_remote_code"):
         if value in (False, None):
             continue
         if not _is_given(config, key, given) or _NO.fullmatch(given.get(key, "")):
@@ -79,7 +80,7 @@ def ungiven(
             continue
         for name in ("path", "attn_implementation") if settings_from() else ():  # else it goes to code of their choice
             place = f"{key.rpartition('.')[0]}.{name}"
-            value = _at(config, place.split("."))
+            value = at(config, place.split("."))
             is_code = value and (name == "path" or "/" in str(value))  # such is a kernel of the hub
             if is_code and not _is_given(config, place, given):
                 found.append(f"{typed_key(place)}, with trust_remote_code=true,")
@@ -93,19 +94,22 @@ def ungiven(
     for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
             found.append(typed(key, value))
+    for key, task, _ in of_user(config) if settings_from() else ():
+        if not _is_given(config, key, given):
+            found.append(typed(key, task))
     # Objects of OmegaConf's would resolve what code of others, such as a chat template, puts into them.
     for place, node in each_target(config) if settings_from() else ():
         if node.get("_convert_") not in (None, "all") and not _is_given(config, f"{place}._convert_", given):
             found.append(typed(f"{place}._convert_", node["_convert_"]))
     key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
-    strategy = _at(config, key.split("."))
+    strategy = at(config, key.split("."))
     is_own = strategy is not None and not is_of_library(str(strategy))
     if is_own and settings_from() and not _is_given(config, key, given):
         found.append(key)
     # The first of several processes listens for the others, and reads pickles of whoever comes first.
     for key in ("trainer.devices", "trainer.num_nodes") if settings_from() else ():
         is_chosen = key == "trainer.devices" and _SEVERAL.fullmatch(given.get("trainer", ""))
-        if _at(config, key.split(".")) not in (None, 1) and not is_chosen and not _is_given(config, key, given):
+        if at(config, key.split(".")) not in (None, 1) and not is_chosen and not _is_given(config, key, given):
             found.append(key)
     # The value itself is not said: it may be a secret.
     found += [f"{typed_key(key)}=${{oc.env:…}}" for key in _sent(config, drawn) if not _is_given(config, key, given)]
@@ -131,7 +135,7 @@ def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
         top = name.partition(".")[0]
         is_own = "." in name and top.isidentifier() and not is_of_library(name) and is_of_user(top)
         listed = re.findall(r"[\w.]+", given.get(around, "").partition("=")[2])  # tools=[my_tools.search]
-        is_listed = name in listed and isinstance(_at(config, around.split(".")), list)
+        is_listed = name in listed and isinstance(at(config, around.split(".")), list)
         if is_own and not (top in trusted or brought.may_be_brought(top) or is_listed or _is_given(config, key, given)):
             found[name] = min(found.get(name, key), key, key=len)
     places = ", ".join(settings_from())
@@ -156,7 +160,7 @@ def is_whole(text: str) -> bool:
 def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> bool:
     """Whether an override sets a dotted key, a mapping above it with its name in it, or what it is a copy of."""
     parts = key.split(".")
-    while isinstance(_at(config, parts[:-1]), list):  # whoever gives a list gives what stands in it
+    while isinstance(at(config, parts[:-1]), list):  # whoever gives a list gives what stands in it
         parts.pop()
     for begin in range(len(parts) - 1):
         if begin and settings_from() and parts[:begin] not in _COPIED:
@@ -165,7 +169,7 @@ def _is_given(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> 
         names = ["[]" if part.isdecimal() else part for part in original]  # as `_below` calls what stands in lists
         above = {".".join(original[:count]): ".".join(names[count:]) for count in range(1, len(original))}
         is_set = ".".join(original) in given or any(rest in _below(given.get(name, "")) for name, rest in above.items())
-        if is_set and _at(config, original[:-1]) == _at(config, parts[:-1]):
+        if is_set and at(config, original[:-1]) == at(config, parts[:-1]):
             return True
     return ".".join(parts) in given
 
@@ -200,16 +204,6 @@ def _below(word: str) -> set[str]:
     return found
 
 
-def _at(node: Any, path: Sequence[str]) -> Any:
-    """What stands at a path; None where there is nothing."""
-    for part in path:
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
 def _servers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Where weights, results, and a key of the environment are sent, if not to this machine or the user's own place."""
     for key, node in each_target(config):
@@ -235,6 +229,8 @@ def _sent(config: Mapping[str, Any], drawn: Collection[str]) -> Iterator[str]:
 def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The places outside of the run directory that parts are to write to, as pairs of key and value."""
     run = config.get("run_dir")
+    for _, _, handed in of_user(config) if settings_from() else ():
+        yield from (found for place, part in handed.items() for found in _named(part, place, run))
     for key, node in each_target(config):
         target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):
@@ -260,7 +256,7 @@ def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
     """What could say, anywhere below a node, where code of the user's writes."""
     is_users = isinstance(run, str) and is_in(Path.cwd(), Path(run))  # what lies in it may be code of the user's
     for name in PLACES:
-        for place, value in _nodes(node, name, key):
+        for place, value in nodes_called(node, name, key):
             is_switch = name == CACHE and isinstance(value, bool | None)
             if not isinstance(value, str) and not is_switch:  # the code would make texts of numbers and null
                 yield place, value
@@ -287,13 +283,3 @@ def _is_of_this_machine(address: Any) -> bool:
         return False
     is_plain = not {*"?#\\"} & {*str(address)}  # else libraries append what they want to ask to something else
     return is_plain and parts.scheme in ("http", "https") and parts.hostname in _THIS_MACHINE
-
-
-def _nodes(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands under a name at any depth, as pairs of its dotted key and itself."""
-    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in pairs:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key == wanted:
-            yield name, value
-        yield from _nodes(value, wanted, name)

@@ -55,6 +55,26 @@ def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tu
         yield from leaves(value, parts, key)
 
 
+def at(node: Any, path: Sequence[str]) -> Any:
+    """What stands at a path; None where there is nothing."""
+    for part in path:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def nodes_called(node: Any, wanted: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands under a name at any depth, as pairs of its dotted key and itself."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == wanted:
+            yield name, value
+        yield from nodes_called(value, wanted, name)
+
+
 def _targets(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(node, Mapping) and "_target_" in node:
         yield prefix, node

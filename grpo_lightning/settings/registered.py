@@ -1,0 +1,32 @@
+"""Data sets that the user's own code registers with reasoning_gym: what settings say of one is handed to that code."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_lightning.reward.registered import is_of_library
+from grpo_lightning.settings.walk import each_target
+
+_OFTEN = ("spell_backward", "composite", "basic_arithmetic", "simple_equations")
+"""Of reasoning_gym's own, what conf/ names: to know others takes an import of two seconds."""
+
+
+def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Each data set of the user's that settings name, as key, name, and by key what it is given."""
+    for key, node in each_target(config):
+        task, arguments = node.get("task"), {f"{key}.task_config": node.get("task_config")}
+        if not str(node["_target_"]).startswith("grpo_lightning.data.reasoning_gym.") or not isinstance(task, str):
+            continue
+        levels = node.get("levels")
+        arguments[f"{key}.levels.{task}"] = levels.get(task) if isinstance(levels, Mapping) else None
+        given = {name: part for name, part in arguments.items() if isinstance(part, Mapping)}
+        if not _is_known(task):
+            yield f"{key}.task", task, given
+        for place, part in given.items():
+            for number, one in enumerate(part.get("datasets") or ()):
+                name = one.get("name") if isinstance(one, Mapping) else None
+                if isinstance(name, str) and not _is_known(name):
+                    yield f"{place}.datasets.{number}.name", name, {f"{place}.datasets.{number}": one}
+
+
+def _is_known(task: str) -> bool:
+    return task in _OFTEN or is_of_library(task)
