@@ -57,6 +57,7 @@ def test_the_reference_is_the_policy_without_its_adapter_and_costs_nothing(base,
         assert torch.equal(found[name], parameter), name
 
 
+@pytest.mark.slow
 def test_the_export_is_a_whole_model(base, tmp_path):
     module = adapted(base, tmp_path, "steps=3")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()

@@ -130,6 +130,7 @@ def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, c
 
 
 @provocation("the disk is full when the policy is exported", "one sentence; checkpoints stay; the old export stays")
+@pytest.mark.slow
 def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
     small_run(tmp_path, "steps=1")
     before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
@@ -143,6 +144,7 @@ def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
     assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -49,6 +49,7 @@ def logged_of(directory):
 @provocation(
     "from Python, `run.fit()` of a run that has finished, as when a notebook's cell is run twice", "it stays as it is"
 )
+@pytest.mark.slow
 def test_a_run_that_has_finished_is_not_fitted_again(tmp_path):
     run = grpo.compose(*AGAIN, "logger=[csv,tensorboard]", run_dir=tmp_path, reward=letters, data=ROWS).fit()
     files = contents(tmp_path)

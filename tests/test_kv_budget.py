@@ -44,6 +44,7 @@ def policy(tmp_path_factory) -> HFPolicy:
     return policy
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("copied", [0, 4 << 20])
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, copied, share_prompts):

@@ -91,6 +91,7 @@ def test_a_lock_ends_with_its_process(tmp_path, other):
     assert not (tmp_path / NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_about_to_end_is_waited_for(tmp_path):
     process = holder(tmp_path, seconds=1)
     started = time.monotonic()

@@ -94,6 +94,7 @@ def test_a_removed_log_directory_costs_the_removed_logs_only(unbroken, tmp_path,
 
 
 @provocation("`rm -r RUN/csv` while it trains with `logger=csv`", "one warning; trains on; later rows are kept")
+@pytest.mark.slow
 def test_a_removed_csv_directory_is_made_again(unbroken, tmp_path, caplog):
     removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {tmp_path}/csv, step: 3}}"
     small_run(tmp_path, *RUN, removal, "logger=csv")
@@ -124,6 +125,7 @@ def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, 
 
 
 @provocation("a logger's service raises in every call", "one warning; trains on, saves and exports")
+@pytest.mark.slow
 def test_a_logger_that_always_fails_is_warned_about_once(unbroken, tmp_path, caplog):
     small_run(tmp_path, *RUN, "logger=none", "+logger.failing={_target_: tests.test_loggers.Failing}")
     assert len(warnings_of(caplog)) == 1

@@ -341,6 +341,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_pa
     assert {int(values["step"]) for values in state.values()} == {2}
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_end_the_run_with_the_cause(tmp_path, monkeypatch):
     plain = StepModule.apply_gradients
 
@@ -370,6 +371,7 @@ def test_clipping_bounds_the_update(tmp_path):
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "schedule, rates",
     [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.5]), ("cosine", [0.5, 1.0, 1.0, 0.5])],
@@ -408,6 +410,7 @@ def test_a_broken_reward_function_ends_the_run_and_is_named(function, message, t
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_rewards_that_do_not_apply_are_left_out(tmp_path, caplog):
     module = small_run(
         tmp_path / "some", "reward.custom.function._target_=tests.support.rewards.sometimes", "reward=[custom]"

@@ -122,6 +122,7 @@ def test_a_tensor_is_known_by_its_contents():
         del fresh
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_the_backward_pass(monkeypatch):
     alive = []
     plain = offload._in_memory

@@ -134,6 +134,7 @@ def test_state_is_that_of_its_weight(kind):
             optimizer.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_such_state(tmp_path):
     small_run(tmp_path)
     file = tmp_path / "checkpoints" / "last.ckpt"

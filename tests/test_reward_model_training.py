@@ -317,6 +317,7 @@ def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_pat
     assert abs(fresh["val/reward/model"] - again["val/reward/model"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_does_not_inherit_what_another_has_trained(checkpoint, tmp_path):
     overrides = settings_of(checkpoint)
     held = small_run(tmp_path / "one", *overrides, "steps=2")  # its weights stay in memory

@@ -72,6 +72,7 @@ def test_the_row_at_which_a_reward_exits_is_named():
         scored(rewards.exits_at, None, ("ab", "bad"))
 
 
+@pytest.mark.slow
 def test_the_trainer_needs_no_torch_to_read_scores():
     code = """if __name__ == "__main__":
         import sys

@@ -202,6 +202,7 @@ def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
     assert summary()["seconds"] < 100
 
 
+@pytest.mark.slow
 def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):
     one, same, other = (
         small_run(tmp_path / name, f"seed={seed}", "policy.seed=0", "optimizer.lr=0.01")

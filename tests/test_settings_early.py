@@ -184,7 +184,7 @@ def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
     "a file or a link to nothing in the way of `hydra.run.dir`, or of a sweep by -m or `hydra.mode=MULTIRUN`",
     "a sentence by its key; `--cfg` shows the settings all the same",
 )
-@pytest.mark.grid
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

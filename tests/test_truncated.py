@@ -571,6 +571,7 @@ def test_recorded_sets_train_the_same_weights(tmp_path, name):
             ) if header["microbatches"] else None
 
 
+@pytest.mark.slow
 def test_numbers_of_truncation_may_vary(tmp_path):
     small_run(
         tmp_path,

@@ -105,6 +105,7 @@ def test_a_summary_tells_of_the_whole_run_and_of_its_parts(tmp_path):
     assert began.utcoffset().total_seconds() == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_values_is_continued(tmp_path):
     small_run(tmp_path, "steps=2")
     last = tmp_path / "checkpoints" / "last.ckpt"
@@ -117,6 +118,7 @@ def test_a_checkpoint_without_values_is_continued(tmp_path):
     assert told["values"]["val/pass@1"]["first_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
     activity.share()
     try:

@@ -32,6 +32,7 @@ def follow(directory, rollouts, *, first=True):
 
 
 @provocation("a reward that gives every completion the same number", "after 10 rollouts one warning, with what to try")
+@pytest.mark.slow
 def test_constant_rewards_are_said_once(tmp_path, caplog):
     constant = "reward.custom.function._target_=tests.support.rewards.same"
     small_run(tmp_path, constant, "reward=[custom]", "steps=7", "callbacks.doctor.rollouts=3", "validation.every=7")
@@ -78,6 +79,7 @@ def test_a_count_below_one_is_refused(tmp_path):
 @provocation(
     "`rollout.mask_truncated=true` where every completion is cut", "after 10 rollouts one warning, with where to look"
 )
+@pytest.mark.slow
 def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
     still = ["rollout.mask_truncated=true", "rollout.max_new_tokens=8", "rollout.stop=[]", "loss.kl_coef=0"]
     small_run(tmp_path, *still, "steps=5", "callbacks.doctor.rollouts=2", "validation.every=5")
@@ -86,6 +88,7 @@ def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
 
 
 @provocation("`optimizer.lr=1e30`: the weights become NaN", "the step is named, with the settings to lower")
+@pytest.mark.slow
 def test_damaged_weights_name_the_step_and_what_to_try(tmp_path):
     with pytest.raises(FloatingPointError, match="logits are not finite") as error:
         small_run(tmp_path, "optimizer.lr=1e38", "steps=9", "validation.every=9", "module.max_grad_norm=1.5")
