@@ -20,7 +20,7 @@ from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.links import followed
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import leads_out, link_problem, linked_part
+from grpo_lightning.settings.places import leads_out, link_problem, linked_part, place_problems
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation
@@ -509,9 +509,34 @@ def test_a_run_directory_is_no_link_to_other_files(tmp_path, monkeypatch):
     assert link_problem(run) is None
     (tmp_path / ".others").mkdir()
     Path("1").symlink_to(tmp_path / ".others")
-    told = f"hydra.run.dir=1: it is a link to {tmp_path}/.others; allowed is that directory by its own name, or a link"
-    assert str(link_problem(Path("1"))).startswith(told)
-    assert str(link_problem(Path("1"))).endswith("in the directory of the start to an empty directory or a run's")
+    told = f"{tmp_path}/here/1 is a link to {tmp_path}/.others, through which is not written where a stranger may have"
+    assert str(link_problem(Path("1"))).startswith(f"hydra.run.dir=1: {told}")
+    recipes, shell = tmp_path / ".config" / "recipes", tmp_path / ".config" / "bash"
+    for place in (recipes, shell):
+        place.mkdir(parents=True)
+    monkeypatch.chdir(recipes)
+    (recipes / "inside").mkdir()
+    for name, leads, below, is_allowed in (
+        *(("out", "../bash", "", False), ("runs", "../../.config", "bash", False), ("2", "inside", "", True)),
+        *(("3", str(others), "", True), ("4", str(others), "new", True), ("5", "..", "bash", False)),
+    ):
+        Path(name).symlink_to(leads)
+        assert (link_problem(Path(name, below)) is None) == is_allowed, name
+
+
+@provocation(
+    "`compose(run_dir=DIR)` with a hidden directory that holds files of others, which a shell may run",
+    "refused, as on the command line; a new one in it is allowed",
+)
+def test_a_program_writes_into_no_directory_of_programs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".config" / "bash").mkdir(parents=True)
+    (tmp_path / ".config" / "bash" / "aliases").touch()
+    found = list(place_problems({"run_dir": ".config/bash"}))
+    assert found[0].startswith("hydra.run.dir=.config/bash: a hidden directory with files that are no run's, or one of")
+    assert list(place_problems({"run_dir": ".config/bash/new"})) == []
+    (tmp_path / ".config" / "bash" / "train.log").touch()  # a run has begun
+    assert list(place_problems({"run_dir": ".config/bash"})) == []
 
 
 @provocation(

@@ -151,12 +151,14 @@ def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
     shown = StringIO()
     monkeypatch.setattr(sys, "stderr", Lasting(shown))
     print("help:\nstopped: step 3\nContinue\u00a0with:\n  x\ncontinued\n exported to /x", file=sys.stderr)
+    sys.stderr.write("zz\n\x1b[0;1m \x1b(Bcontinue with:\n50 %\r\x9b0mstopped: step 3\n")
     sys.stderr.write("continue with: python train.py; touch x\n")
     sys.stderr.write("\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \x9d0;t\x9c\r\x1bPq\n")
     say("continue with: python train.py")
     tell("this table again: python")
     assert shown.getvalue().splitlines() == [
         *("help:", "| stopped: step 3", "| Continue\u00a0with:", "  x", "continued", "|  exported to /x"),
+        *("zz", "| \x1b[0;1m \x1b(Bcontinue with:", "50 %", "| \x9b0mstopped: step 3"),
         "| continue with: python train.py; touch x",
         *("\\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \\x9d0;t\x9c", "\\x1bPq"),  # a line that is written over stays one
         *("continue with: python train.py", "this table again: python"),

@@ -40,6 +40,8 @@ def no_place(composed: DictConfig) -> str | None:
 
 def link_of_sweep(composed: DictConfig) -> str | None:
     """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
+    if composed.hydra.mode != RunMode.MULTIRUN:
+        return None
     with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
         problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)

@@ -26,8 +26,10 @@ _LIBRARIES = (
     *("accelerate", "datasets", "huggingface_hub", "lightning", "lightning.pytorch", "optuna", "peft", "torch"),
     *("transformers", "vllm"),
 )
+_SEQUENCE = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]"
 _OFFER = re.compile(
-    r"^(?=[^\w|\n]*(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
+    rf"(?:^|(?<=\r))(?=(?:{_SEQUENCE}|[^\w|\n])*"
+    r"(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
     re.MULTILINE | re.IGNORECASE,
 )
 """Begins a line that offers a command or says how a run has ended."""

@@ -21,8 +21,8 @@ def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
     told = obstacle(Path(run)) if isinstance(run, str) else None
     if told:
         yield _problem("run_dir", run, f"{told} (hydra.run.dir names it)")
-    if isinstance(run, str) and (linked := link_problem(Path(run))):
-        yield linked
+    if isinstance(run, str) and (wrong := entry_problem(Path(run))):
+        yield wrong
     if isinstance(run, str) and (found := next(_foreign_checkpoints(Path(run)), None)):
         yield one_line(
             f"hydra.run.dir={run}: {found} in it is a checkpoint that Lightning would go on from by itself on SLURM; "
@@ -150,15 +150,22 @@ def _is_of_programs(directory: Path) -> bool:
         return False
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
     is_used = names and names.isdisjoint(_OF_RUNS)
-    own = place.relative_to(start.place()).parts if place.is_relative_to(start.place()) else place.parts
-    return bool(is_used and any(part.startswith(".") for part in own)) or not _OF_PYTHON.isdisjoint(place.parts)
+    return bool(is_used and _is_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a path leads to a hidden directory, or into one, other than those that the start itself is in."""
+    place, own = followed(path), start.place()
+    parts = () if place is None else place.relative_to(own).parts if place.is_relative_to(own) else place.parts
+    return any(part.startswith(".") for part in parts)
 
 
 def linked_part(path: Path, *homes: Path) -> Path | None:
     """The link on the way along a path that leads out of the folder that it lies in, where a stranger may have made it.
 
     Links of the user's own lie in the directory of the start, in the home directory, and in what these lie in; those of
-    the administrator belong to him. Anything else may have been unpacked, also what a link of the user's leads through.
+    the administrator belong to him. Anything else may have been unpacked, also what a link of the user's leads through;
+    and so may the directory of the start, so that no link in it leads to a hidden directory, where programs run files.
 
     Args:
         path: The path.
@@ -169,7 +176,7 @@ def linked_part(path: Path, *homes: Path) -> Path | None:
     """
     own = [start.place(), *filter(None, [followed(Path(os.path.expanduser("~")))])]
     inside = [followed(home) for home in homes]
-    last = None
+    last = hiding = None
     try:
         for place, name, target in steps(path):
             if target is None:
@@ -179,22 +186,22 @@ def linked_part(path: Path, *homes: Path) -> Path | None:
             is_inside = any(home is None or place.is_relative_to(home) for home in inside)
             if (is_inside or not is_own) and leads_out(last, place):
                 return last
+            if place.is_relative_to(own[0]) and _is_hidden(last):
+                hiding = hiding or last
     except OSError:
         return last  # beyond which nobody can look
-    return None
+    return hiding
 
 
 def _is_of_the_user(link: Path) -> bool:
     """Whether a link to a run directory lies in the directory of the start, and leads to no folder of other files.
 
-    Such a folder may be one whose files a shell reads: one with files of others, or a hidden one.
+    Such a folder may be one whose files a shell reads.
     """
-    leads = followed(link)
-    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK) or leads is None:
+    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK):
         return False
     names = {path.name for path in link.iterdir()} if link.is_dir() else set()
-    hidden = {part for part in leads.parts if part.startswith(".")} - {*start.place().parts}
-    return not hidden and (not names or not names.isdisjoint(_OF_RUNS))
+    return not names or not names.isdisjoint(_OF_RUNS)
 
 
 def leads_out(path: Path, directory: Path) -> bool:
