@@ -667,6 +667,24 @@ def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
 
 
 @provocation(
+    "`compose('hydra.run.dir=runs/${task_name}')` with settings that a program brings along, whose `task_name` is "
+    "`../../.bashrc.d`",
+    "refused by its key, as on the command line; `${oc.env:NAME}` is allowed",
+)
+@pytest.mark.parametrize("key", ["hydra.run.dir", "run_dir", "++run_dir"])
+def test_no_stranger_says_a_part_of_the_run_directory(key, here, monkeypatch):
+    (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: ../../elsewhere\n")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs")
+    with pytest.raises(
+        ConfigError, match=r"run_dir=runs/\$\{task_name\}: allowed in \$\{…\} are now:, oc.env:NAME and"
+    ):
+        grpo.compose(*words, f"{key}=runs/${{task_name}}")
+    monkeypatch.setenv("JOB", "7")
+    assert grpo.compose(*words, f"{key}=runs/${{oc.env:JOB}}").config["run_dir"] == "runs/7"
+    assert grpo.compose("task_name=x", f"{key}=runs/${{task_name}}").config["run_dir"] == "runs/x"
+
+
+@provocation(
     "a command with `environment.function._target_=my_env.play`, and settings that it brings along with the same node "
     "as `reward.environment.function`, where the function would be given prompts and completions",
     "the function needs `trusted=[my_env]` there",

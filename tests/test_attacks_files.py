@@ -485,6 +485,31 @@ def test_what_libraries_ask_of_python_is_not_asked_here(tmp_path):
     assert mark.read_text() == "json "
 
 
+@provocation(
+    "a folder `ctypes/` in the working directory of a program of the user's own that lies elsewhere, or is started "
+    "with `python -P`, when torch starts Python with a question",
+    "it is not run; what the program itself starts is started as it says",
+)
+@pytest.mark.parametrize("option", [(), ("-P",)], ids=["", "-P"])
+def test_what_libraries_ask_of_python_is_not_asked_of_the_folder_of_a_program(option, tmp_path):
+    here, mark = tmp_path / "here", tmp_path / "HIT"
+    for name in ("ctypes", "json"):
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(f"open({str(mark)!r}, 'a').write({name!r} + ' ')\n")
+    code = (
+        "import subprocess, sys\nfrom pathlib import Path\nimport grpo_lightning as grpo\n"
+        "grpo.compose('steps=1')\nfrom torch._inductor.cpu_vec_isa import valid_vec_isa_list\n"
+        f"assert valid_vec_isa_list()\nassert not Path({str(mark)!r}).exists()\n"
+        "subprocess.run([sys.executable, '-c', 'import json'])\n"
+    )
+    (tmp_path / "program.py").write_text(code)
+    more = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, *option, str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=here, env=os.environ | more, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert mark.read_text() == "json "
+
+
 @pytest.fixture
 def nothing_named(monkeypatch):
     """Whatever other tests have named in this process, such as ``tests``, whose code would be the user's."""

@@ -427,7 +427,7 @@ def registered(monkeypatch):
 
 
 @provocation(
-    "a row with the name of a data set that the user's own code registers with reasoning_gym, and arguments for it",
+    "a row with the name of a data set that the user's own code registers with reasoning_gym, and a place for it",
     "refused in one sentence; the rows of that data set itself are scored with its arguments",
 )
 def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_path):
@@ -437,9 +437,11 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
     row = {"answer": ["1"], "task": ["mine"], "metadata": [{}]}
     assert reasoning_gym(["<answer>1</answer>"], task_config=[columns["task_config"]], **row) == [1.0]
     hit.unlink()
-    said = json.loads(json.dumps({**columns["task_config"], "size": 8}))
-    with pytest.raises(ValueError, match=r"task='mine': no data set of reasoning_gym itself, and its row has argument"):
+    assert type(columns["task_config"]) is dict  # which is carried over, and stands in checkpoints
+    said = {"size": 8, "output_file": str(hit)}
+    with pytest.raises(ValueError, match=r"task='mine': no data set of reasoning_gym itself, and task_config of its "):
         reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
+    assert reasoning_gym(["<answer>1</answer>"], task_config=[{"size": 8}], **row) == [1.0]
     assert reasoning_gym(["<answer>1</answer>"], task_config=[None], **row) == [1.0]
     assert not hit.exists()
 

@@ -12,9 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.output.shell import shell_word
+from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.given import is_whole
 from grpo_lightning.settings.places import entry_problem, unwritable
+from grpo_lightning.start import settings_from
 
 _PLACES = ("hydra.sweep.dir", "hydra.run.dir")
+_OF_RUN = ("hydra.run.dir=", "run_dir=")
 _BEFORE_NUMBERS = re.compile(r"(?:\$\{[^{}]*\}|[^%])*")
 """What of submitit's folder is the same for all jobs, before what stands for a job's number, such as %j."""
 
@@ -54,3 +58,22 @@ def use_new_folder(composed: DictConfig) -> None:
     if (folder := launcher.get("submitit_folder")) is not None and (begins := _BEFORE_NUMBERS.match(str(folder))):
         between = "/" if begins[0] == str(folder) else ""
         composed.hydra.launcher.submitit_folder = f"{begins[0]}{between}{token_hex(8)}/%j"
+
+
+def without_directory(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Overrides without those of the run directory, and what the last of these says; None without one."""
+    named = [word for word in words if word.lstrip("+").startswith(_OF_RUN)]
+    return [word for word in words if word not in named], named[-1].partition("=")[2] if named else None
+
+
+def check_directory(place: str) -> None:
+    """Refuse a run directory of which settings that are brought along would say a part.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if settings_from() and not is_whole(place):
+        places = ", ".join(settings_from())
+        raise ConfigError(
+            [f"run_dir={place}: allowed in ${{…}} are now:, oc.env:NAME and the like, as settings come from {places}"]
+        )

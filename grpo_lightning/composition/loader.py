@@ -109,6 +109,10 @@ class CheckedLoader(ConfigLoaderImpl):
             composed.hydra.help.template = str(composed.hydra.help.template).replace("python train.py", program)
         return composed
 
+    def get_group_options(self, *args: Any, **options: Any) -> list[str]:
+        """The names of files that there are, each in one line, as ``--help`` lists them: they may be a stranger's."""
+        return [one_line(name) for name in super().get_group_options(*args, **options)]
+
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others.
 
@@ -233,6 +237,7 @@ def installed() -> Iterator[None]:
     """
     before, told = hydra_internal.ConfigLoaderImpl, only_composes.set(True)  # type: ignore[attr-defined]
     install()
+    fresh.protect_processes()
     try:
         with known_only():
             yield

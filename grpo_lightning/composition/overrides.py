@@ -26,6 +26,7 @@ from grpo_lightning import start
 from grpo_lightning.composition import CONF, episodes
 from grpo_lightning.composition.callbacks import with_callbacks
 from grpo_lightning.composition.choices import chosen
+from grpo_lightning.composition.directories import check_directory, without_directory
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import installed
 from grpo_lightning.composition.resolvers import known_only
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _ONE_AT_A_TIME = threading.RLock()
 """What is known of the settings that are composed, such as where they come from, is known of the process."""
-_RUN_DIRECTORY = ("hydra.run.dir=", "run_dir=")
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
 _live: ContextVar[Mapping[str, Any]] = ContextVar("live")
@@ -78,13 +78,12 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
-    named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(_RUN_DIRECTORY)]
-    words = [word for word in words if not word.lstrip("+").startswith(_RUN_DIRECTORY)]
+    words, named = without_directory(words)
     if "${" in str(run_dir):
         raise ValueError(
             f"run_dir={run_dir}: allowed is a directory without ${{ in its name, which settings give a meaning"
         )
-    directory = Path(run_dir or (named[-1] if named else _new_directory()))
+    directory = Path(run_dir or named or _new_directory())
     with _composing():
         cfg = hydra_compose("train", words)
         files = chosen(words)
@@ -92,6 +91,7 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
             own = hydra_compose("train", [f"{name}={file}"])[name]
             kept = raw(cfg[name])
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else kept[key] for key in own}
+    check_directory(str(directory))
     OmegaConf.set_struct(cfg, False)
     cfg.run_dir = str(directory)
     for key, text in given.values.items():
@@ -114,7 +114,7 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
             live=given.objects,
             explicit=[*words, *(f"{name}=" for name in parts)],
             overrides=list(overrides),
-            directory_given=run_dir is not None or bool(named),
+            directory_given=(run_dir or named) is not None,
             choices={part: name for part, name in files.items() if part not in given.whole}
             | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
             on_start=lambda place: write_settings(cfg, words, place),

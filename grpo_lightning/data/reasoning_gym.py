@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.registered import OwnConfig
+from grpo_lightning.reward.registered import note_own
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -124,6 +124,7 @@ class ReasoningGym:
             raise ValueError(f"data.train_size, data.validation_size: got {size}: allowed: 1 to {_SPARE_OFFSET}")
         self._task, self._task_config, self._size, self._held_out = task, dict(task_config), size, held_out
         self._entries = _dataset(task, task_config, size, seed)
+        note_own(task, task_config)
         self._open_spares = functools.cache(
             functools.partial(_dataset, task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET)
         )
@@ -154,7 +155,7 @@ class ReasoningGym:
                     "answer": "" if answer is None else str(answer),
                     "task": self._task,
                     "metadata": entry["metadata"],
-                    "task_config": OwnConfig(self._task_config),
+                    "task_config": self._task_config,
                 }
                 return entry["question"], columns
         raise ValueError(

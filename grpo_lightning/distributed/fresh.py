@@ -27,6 +27,7 @@ _HERE = "grpo_lightning"
 
 _PYTHON = re.compile(r"python[\w.]*")
 _COMPILER = re.compile(r"([\w.]+-)*(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|hipcc|icpx|ld|nvcc)(-[\d.]+)?")
+_INSTALLED = {"site-packages", "dist-packages"}
 _CWD = 8
 """The place of ``cwd`` among the arguments of ``Popen``, behind the command."""
 
@@ -58,13 +59,14 @@ def _begin_safely(process: Any, args: Any, *others: Any, **options: Any) -> None
     _drop_empty(os.environ)
     if isinstance(variables := options.get("env"), Mapping):
         options["env"] = _drop_empty(dict(variables))
-    if start.START is None or _is_asked_by_the_user():  # a program's own way to start others is its own
+    if _is_program_of_here() or _is_asked_by_the_user():
         _begin(process, args, *others, **options)
         return
     if is_compiler(args) and len(others) <= _CWD and options.get("cwd") is None:
         options["cwd"] = sys.prefix
     command = without_here(args)
-    if _ROOT not in sys.path and (command is not args or _is_of_a_library(args)):  # `pip install -e` may put it there
+    is_library = command is not args or _is_of_a_library(args)
+    if start.START is not None and _ROOT not in sys.path and is_library:  # `pip install -e` may put it there
         variables = os.environ if options.get("env") is None else options["env"]
         options["env"] = {**variables, _PATH: os.pathsep.join(filter(None, [alone.PLACE, variables.get(_PATH)]))}
     _begin(process, command, *others, **options)
@@ -92,16 +94,22 @@ def _drop_empty(variables: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]
     return variables
 
 
+def _is_program_of_here() -> bool:
+    """Whether this is a program of the user's own that looks into the working directory itself."""
+    return start.START is None and any(place in ("", os.getcwd()) for place in sys.path)
+
+
 def _is_asked_by_the_user() -> bool:
-    """Whether the code that starts a program stands in a file of the user's."""
+    """Whether the code that starts a program stands in a file of the user's; in a program of his own, in no library."""
     frame: FrameType | None = sys._getframe(2)
     known = (start.importable() or ("", []))[1]
     while frame is not None:
         top = str(frame.f_globals.get("__name__")).partition(".")[0]
         if top not in _PASSED_BY:
-            return top in known
+            is_of_library = not _INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)
+            return top in known or (start.START is None and not is_of_library)
         frame = frame.f_back
-    return False
+    return start.START is None
 
 
 def _is_of_a_library(command: Any) -> bool:

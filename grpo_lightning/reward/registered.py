@@ -1,27 +1,33 @@
-"""Data sets that the user's own code registers with reasoning_gym: rows of a file hand no arguments to that code."""
+"""Data sets that the user's own code registers with reasoning_gym: rows of a file name no places for that code."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_lightning.allowed import may_be_place
 
-class OwnConfig(dict[str, Any]):
-    """Arguments of a task's data set that the run's own settings give, and no row of a file."""
+_own: set[str] = set()
+
+
+def note_own(task: str, config: Mapping[str, Any]) -> None:
+    """Take note of a task and its arguments as the run's own settings have them, with which its rows come back."""
+    _own.add(f"{task} {dict(config)!r}")
 
 
 def check_arguments(task: str, config: Mapping[str, Any]) -> None:
-    """Refuse arguments of a row of the data for a data set of the user's.
+    """Refuse arguments of a row of the data that are called as places, for a data set of the user's.
 
     Args:
         task: Name of a data set, as the row says it.
-        config: `OwnConfig`, or what the row says.
+        config: Its arguments, as the row says them.
 
     Raises:
-        ValueError: There are such.
+        ValueError: There are such, and they are not those of the run's own settings.
     """
-    if config and not isinstance(config, OwnConfig) and not is_of_library(task):
+    named = next(filter(may_be_place, _names(config)), None)
+    if named and f"{task} {dict(config)!r}" not in _own and not is_of_library(task):
         raise ValueError(
-            f"task={task!r}: no data set of reasoning_gym itself, and its row has arguments for it (task_config), "
-            "which could name places; allowed are those of reasoning_gym's own"
+            f"task={task!r}: no data set of reasoning_gym itself, and task_config of its row has {named!r}, which "
+            "could name a place; allowed are the arguments of data.task_config, and those of reasoning_gym's own"
         )
 
 
@@ -30,3 +36,10 @@ def is_of_library(task: str) -> bool:
     from reasoning_gym.factory import DATASETS  # takes two seconds; not every run needs it
 
     return task in DATASETS and DATASETS[task][0].__module__.startswith("reasoning_gym.")
+
+
+def _names(node: Any) -> Iterator[str]:
+    """The keys of a mapping, and of those in it."""
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ():
+        yield str(key)
+        yield from _names(value)
