@@ -667,6 +667,25 @@ def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
 
 
 @provocation(
+    "a command whose run directory is named by Hydra's words for a job, `hydra.run.dir=runs/${hydra.job.id} "
+    "hydra.job.id=${task_name}` or `${hydra.job.override_dirname}` beside `a=${task_name}`, and settings that it "
+    "brings along with a `task_name` of `../../.bashrc.d`",
+    "refused by its key; of overrides `${` is left out there",
+)
+def test_no_stranger_says_what_hydras_words_for_a_job_are(here, monkeypatch):
+    (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: ../../elsewhere\n")
+    words = [f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs"]
+    with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
+        for key in ("id", "name"):
+            with pytest.raises(ConfigCompositionException, match=rf"hydra.job.{key}=\$\{{task_name\}}: allowed in"):
+                compose("train", [*words, f"hydra.job.{key}=${{task_name}}"], return_hydra_config=True)
+        job = compose("train", [*words, "+names=${task_name}"], return_hydra_config=True).hydra.job
+        assert "names={task_name}" in job.override_dirname
+        job = compose("train", ["+names=${task_name}"], return_hydra_config=True).hydra.job
+        assert "names=${task_name}" in OmegaConf.to_container(job, resolve=False)["override_dirname"]
+
+
+@provocation(
     "`compose('hydra.run.dir=runs/${task_name}')` with settings that a program brings along, whose `task_name` is "
     "`../../.bashrc.d`",
     "refused by its key, as on the command line; `${oc.env:NAME}` is allowed",
@@ -798,7 +817,7 @@ def test_nothing_else_is_put_below_a_node_of_the_users(here):
     )
     (here / "conf" / "experiment" / "plain.yaml").write_text(f"# @package _global_\n{said}")
     words = (f"hydra.searchpath=[file://{here}/conf]",)
-    told = r"first\.yaml: 'logger\.mine\.\S+=\"\$\{\S+\}\"' stands in a file that the command brings along"
+    told = r"first\.yaml: 'logger\.mine\.\S+=\"\$…\{\S+\}\"' stands in a file that the command brings along"
     with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
         with pytest.raises(ConfigCompositionException, match=told):
             compose("train", [*words, "experiment=first"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from grpo_lightning import start
 from grpo_lightning.checkpoint.command import continue_command, longer_command, say_begun
@@ -208,7 +209,7 @@ def test_no_command_is_offered_with_another_word_in_place_of_a_secret(monkeypatc
             "x=y",
             "#",
         ),
-        *("http://localhost:80/x?a=b&c", "range(1,3)", "a:b", "+x", "${x}", "$\\{x}", "a\nb", "a\\\n", "null", "1e5"),
+        *("http://localhost:80/x?a=b&c", "range(1,3)", "a:b", "+x", "$\\{x}", "a\nb", "a\\\n", "null", "1e5"),
     ],
 )
 def test_what_a_file_says_is_offered_as_the_same_text(text, is_list):
@@ -221,6 +222,17 @@ def test_what_a_file_says_is_offered_as_the_same_text(text, is_list):
     assert override.key_or_group == "reference.x"
     plain = {"null": None, "1e5": 1e5}.get(text, text)
     assert override.value() == ([plain, "b"] if is_list else plain)
+
+
+@provocation(
+    "a name of a stranger's file with `${eval:…}` in a command that a message offers, such as of a checkpoint",
+    "it stands there as `$…{eval:…}`, the name of nothing",
+)
+def test_what_would_be_given_a_meaning_is_offered_as_the_name_of_nothing():
+    (word,) = shlex.split(typed("checkpoint", 'best${eval:"x"}${a}.ckpt'))
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert override.value() == 'best$…{eval:"x"}$…{a}.ckpt'
+    assert OmegaConf.create({"a": override.value()}).a == 'best$…{eval:"x"}$…{a}.ckpt'
 
 
 def test_a_key_of_a_file_is_offered_without_a_value_of_its_own():

@@ -211,7 +211,7 @@ def test_a_parquet_file_whose_words_are_not_there_is_named(tmp_path):
     content, index = (tmp_path / "a.parquet").read_bytes(), b"\x12\x2c\x01"  # nine times 300
     assert content.count(index) == 1
     (tmp_path / "a.parquet").write_bytes(content.replace(index, b"\x12\x2f\x01"))
-    with pytest.raises(ValueError, match=r"a\.parquet: not a parquet file, or damaged: .*out-of-bounds"):
+    with pytest.raises(ValueError, match=r"a\.parquet: not a parquet file, or damaged: .*out of bounds"):
         JsonLines(str(tmp_path / "a.parquet"))
 
 

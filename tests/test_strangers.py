@@ -257,9 +257,13 @@ def test_a_tokenizer_fetches_nothing(file, tmp_path, monkeypatch):
     place = source / file
     said = json.loads(place.read_text()) if place.exists() else {}
     more = {"name_or_path": "stranger/model", "cache_dir": str(tmp_path / "plugin")}
+    more["extra_special_tokens"] = {"gguf_file": "a", "auto_map": "evil.Tok", "image_token": "<|im_end|>"}
     place.write_text(json.dumps(said | more))
     tokenizer = hf.load(str(source), **PLAIN).tokenizer
-    assert "cache_dir" not in tokenizer.init_kwargs
+    tokenizer.save_pretrained(tmp_path / "export")
+    handed_on = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    assert not {"cache_dir", "gguf_file", "auto_map"} & {*tokenizer.init_kwargs, *handed_on}
+    assert handed_on["image_token"] == "<|im_end|>"
     (source / "tokenizer.json").unlink()
     (source / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate("abcdefg")}))
     (source / "merges.txt").write_text("#version: 0.2\n")

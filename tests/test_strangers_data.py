@@ -25,7 +25,8 @@ from reasoning_gym import factory
 from reasoning_gym.dataset import ProceduralDataset
 
 from grpo_lightning import start
-from grpo_lightning.data.archives import check_columns, contained
+from grpo_lightning.data.archives import contained
+from grpo_lightning.data.columns import check_columns
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.data.reasoning_gym import ReasoningGym
@@ -225,6 +226,19 @@ def test_numbers_of_words_are_those_of_a_dictionary(kind, tmp_path):
     words = pa.DictionaryArray.from_arrays(pa.array([0, 7], pa.int8()), pa.array(["a"]), safe=False)
     with contained(), pytest.raises(pa.ArrowInvalid, match="out of bounds"):
         kind._cast_table(kind(cache_dir=str(tmp_path)), pa.table({"prompt": words}))
+
+
+@pytest.mark.parametrize("fault", ["view", "number"])
+def test_so_are_those_of_parquet_files_that_are_read_as_rows(fault, tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"]}), tmp_path / "x.parquet")
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 7], pa.int8()), pa.array(["a"]), safe=False)
+    column = words if fault == "number" else pa.array(["a"], pa.string_view())
+    monkeypatch.setattr(pyarrow.parquet, "read_table", lambda file: pa.table({"prompt": column}))
+    told = "x.parquet: not a parquet file, or damaged: .*out of bounds"
+    with pytest.raises(
+        ValueError, match=told if fault == "number" else "x.parquet: the column 'prompt' holds values of"
+    ):
+        JsonLines(str(tmp_path / "x.parquet"))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
         ("loss: dapo", "loss=dapo"),
         ("reward: [accuracy, format]", "'reward=[accuracy,format]'"),
         ("schedule: null", "schedule=None"),
-        ("policy: ${x}", "'policy=\"${x}\"'"),
+        ("policy: ${x}", "'policy=\"$…{x}\"'"),
         ("algorithm: dapo", "algorithm=dapo"),
         ("experiment: open_r1", "experiment=open_r1"),
     ],

@@ -75,8 +75,10 @@ def _fits(name: str, value: Tensor, weight: Tensor, parts: Mapping[Any, Any], av
         return is_known and value.shape == shape and value.dtype == first.dtype  # type: ignore[union-attr]
     if kind == "absmax":
         return value.dtype == torch.float32 and value.numel() >= held * -(-weight.numel() // _BLOCK)
-    if kind == "step" or kind in ("max", "new_max", "unorm_vec"):
+    if kind == "step":
         return value.numel() == 1
+    if kind in ("max", "new_max", "unorm_vec"):
+        return value.dtype == torch.float32 and value.numel() == 1
     if kind in _SIZES:
         return value.dtype == torch.float32 and value.numel() == _SIZES[kind]
     return value.shape == weight.shape

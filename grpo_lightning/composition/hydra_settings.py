@@ -75,6 +75,10 @@ only_composes: ContextVar[bool] = ContextVar("only_composes", default=False)
 """Whether settings are composed and Hydra runs nothing of its own: they may be those of a stranger's run."""
 
 
+_OF_JOB = {f"hydra.job.{name}" for name in ("name", "num", "id", "config_name")}
+"""What the directories of a run may be named by; ``override_dirname`` is told without ``${``."""
+
+
 def problems(hydra: Any) -> list[str]:
     """What is wrong with Hydra's own settings.
 
@@ -99,7 +103,7 @@ def problems(hydra: Any) -> list[str]:
         plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
         if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
             found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
-        elif part in ("run", "sweep") and settings_from() and not is_whole(str(value)):
+        elif (part in ("run", "sweep") or key in _OF_JOB) and settings_from() and not is_whole(str(value)):
             found.append(
                 f"{key}={value}: allowed in ${{…}} are now:, oc.env:NAME, hydra.job.override_dirname and the like, as "
                 f"settings come from {places}"

@@ -86,6 +86,9 @@ class CheckedLoader(ConfigLoaderImpl):
         if foreign := foreign_parts(composed):
             raise ConfigCompositionException(_listed(foreign))
         note_sources(composed.hydra)
+        if start.settings_from():  # which would say what a ``${…}`` of the command stands for in a directory's name
+            named: Any = OmegaConf.to_container(composed.hydra.job, resolve=False)
+            composed.hydra.job.override_dirname = str(named["override_dirname"]).replace("${", "{")
         wrong = problems(OmegaConf.to_container(composed.hydra, resolve=False))
         settings: Any = OmegaConf.to_container(composed, resolve=False)
         own = {key: part for key, part in settings.items() if key != "hydra"}
@@ -132,7 +135,8 @@ class CheckedLoader(ConfigLoaderImpl):
         with open_dict(composed):
             if len(common) < len(words):
                 named.exclude_keys = [*named.exclude_keys, *common]
-            job.override_dirname = job_name(words, hidden=named.exclude_keys)
+            name = job_name(words, hidden=named.exclude_keys)
+            job.override_dirname = name.replace("${", "{") if start.settings_from() else name
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
@@ -16,6 +15,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
+from grpo_lightning.data.columns import check_columns
 from grpo_lightning.output.terminal import one_line
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
@@ -33,13 +33,6 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
-_COLUMNS = (
-    *(pa.types.is_null, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
-    *(pa.types.is_temporal, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary),
-    *(pa.types.is_fixed_size_binary, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
-    *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
-)
-"""Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
 _DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(-?\d+)\)", re.ASCII)
 _DIGITS = {"128": 38, "256": 76}
 """Bits of a number -> its most digits: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
@@ -110,33 +103,6 @@ def contained() -> Iterator[None]:
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
         Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
-
-
-def check_columns(schema: pa.Schema) -> None:
-    """Refuse columns of types that pyarrow reads unchecked: a view that is null is copied in the length that it says.
-
-    Raises:
-        ValueError: There are such; names the first.
-    """
-    for field in schema:
-        for kind in _kinds(field.type):
-            if not any(is_one(kind) for is_one in _COLUMNS):
-                raise ValueError(
-                    f"the column {one_line(repr(field.name))} holds values of the type {one_line(str(kind))[:80]}; "
-                    "allowed are types with memory of their own, such as string and large_string"
-                )
-
-
-def _kinds(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """A type, and those that it is made of, which its own name may not tell."""
-    if isinstance(kind, pa.BaseExtensionType):
-        yield from _kinds(kind.storage_type)
-        return
-    yield kind
-    if pa.types.is_dictionary(kind):
-        yield from _kinds(kind.value_type)
-    for number in range(kind.num_fields):
-        yield from _kinds(kind.field(number).type)
 
 
 def check_inside(text: str, where: str) -> None:

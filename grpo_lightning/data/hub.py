@@ -17,7 +17,8 @@ from huggingface_hub import DatasetCard
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.archives import check_columns, check_inside, contained, texts
+from grpo_lightning.data.archives import check_inside, contained, texts
+from grpo_lightning.data.columns import check_columns
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, show_printable

@@ -13,6 +13,7 @@ import pyarrow.parquet
 
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import PromptData, Row
+from grpo_lightning.data.columns import check_columns
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
 _RESERVED = ("prompts", "completions", "completion_ids", "self")
@@ -151,9 +152,14 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         try:
             # By its name, such as hdfs:/x.parquet, it could be a place elsewhere.
             with _plain_types(), path.open("rb") as file:
-                rows = pyarrow.parquet.read_table(file).to_pylist()
+                table = pyarrow.parquet.read_table(file)
+            check_columns(table.schema)
+            table.validate(full=True)
+            rows = table.to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
         return [

@@ -54,7 +54,11 @@ def _escape(character: str) -> str:
 
 
 def hydra_text(value: str) -> str:
-    """``value`` as Hydra reads it back: a text, but for numbers and the like, which have no quotes."""
+    """``value`` as Hydra reads it back: a text, but for numbers and the like, which have no quotes.
+
+    Where it holds ``${``, which would be given a meaning, it is told as ``$…{``: as a name, that of nothing.
+    """
+    value = value.replace("${", "$…{")
     if _PLAIN.fullmatch(value):
         return value
     if not {*'"\\'} & {*value}:

@@ -21,7 +21,7 @@ _PROGRAM = re.compile(r".*\.(?:py[cdw]?|so|dylib|dll)\s*:.*", re.IGNORECASE | re
 """A text that names something in a file of code, as FILE.py:NAME."""
 ELSEWHERE = "speculators_config"
 """What leads vLLM to another model, which nobody has looked at."""
-_LEFT_OUT = ("auto_map", "custom_pipelines", ELSEWHERE)
+_LEFT_OUT = ("auto_map", "custom_generate", "custom_pipelines", ELSEWHERE)
 """Keys of code and of other models: none is used, and an export would hand them on as the user's own."""
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation\w*")
 """Keys of functions, left out where a slash says that they name a kernel of the hub, whose code would run."""

@@ -33,6 +33,7 @@ _ADAPTERS = (
 """Kinds of adapters that name no other model, tokenizer or file (as X-LoRA, Shadow, prompt tuning do)."""
 _OF_LOADING = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
 """Of where files are loaded from and where they are kept: no words of a tokenizer's files."""
+_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -163,6 +164,9 @@ def _tokenizers_only() -> Iterator[None]:
             raise ValueError(
                 f"gguf_file={one_line(repr(file)[:80])} in its tokenizer's files; allowed are those of a tokenizer"
             )
+        for name in _TOKENS:  # an export would hand other names on, as keys of its own
+            if isinstance(tokens := settings.get(name), Mapping):
+                settings[name] = {one: token for one, token in tokens.items() if one.endswith("_token")}
         begin(tokenizer, *args, **{name: value for name, value in settings.items() if name not in _OF_LOADING})
 
     with (

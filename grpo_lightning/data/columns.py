@@ -1,0 +1,42 @@
+"""Types of columns of arrow and parquet files that strangers may have written."""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from grpo_lightning.output.terminal import one_line
+
+_COLUMNS = (
+    *(pa.types.is_null, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
+    *(pa.types.is_temporal, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary),
+    *(pa.types.is_fixed_size_binary, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
+    *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
+)
+"""Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
+
+
+def check_columns(schema: pa.Schema) -> None:
+    """Refuse columns of types that pyarrow reads unchecked: a view that is null is copied in the length that it says.
+
+    Raises:
+        ValueError: There are such; names the first.
+    """
+    for field in schema:
+        for kind in _kinds(field.type):
+            if not any(is_one(kind) for is_one in _COLUMNS):
+                raise ValueError(
+                    f"the column {one_line(repr(field.name))} holds values of the type {one_line(str(kind))[:80]}; "
+                    "allowed are types with memory of their own, such as string and large_string"
+                )
+
+
+def _kinds(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """A type, and those that it is made of, which its own name may not tell."""
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from _kinds(kind.storage_type)
+        return
+    yield kind
+    if pa.types.is_dictionary(kind):
+        yield from _kinds(kind.value_type)
+    for number in range(kind.num_fields):
+        yield from _kinds(kind.field(number).type)
