@@ -17,7 +17,11 @@ from tests.support.provocations import sections
 PROVOKED = pytest.StashKey[dict[str, str]]()
 COLLECTED = pytest.StashKey[set[str]]()
 torch.set_num_threads(1)
-fresh.protect_processes()  # as any run does: what one starts finds the packages of the checkout
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # no tests run in xdist's own
+        fresh.protect_processes()  # as any run does: what one starts finds the packages of the checkout
 
 
 def pytest_collection_finish():

@@ -681,6 +681,7 @@ def test_no_stranger_says_what_hydras_words_for_a_job_are(here, monkeypatch):
                 compose("train", [*words, f"hydra.job.{key}=${{task_name}}"], return_hydra_config=True)
         job = compose("train", [*words, "+names=${task_name}"], return_hydra_config=True).hydra.job
         assert "names={task_name}" in job.override_dirname
+    with installed(), initialize_config_dir(str(CONF), version_base="1.3"):  # of one's own
         job = compose("train", ["+names=${task_name}"], return_hydra_config=True).hydra.job
         assert "names=${task_name}" in OmegaConf.to_container(job, resolve=False)["override_dirname"]
 
