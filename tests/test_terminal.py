@@ -1,6 +1,7 @@
 import json
 import logging
 import sys
+import time
 import warnings
 from io import StringIO
 
@@ -83,6 +84,14 @@ def test_a_warning_looks_like_no_line_of_our_own(capsys, monkeypatch):
     assert not any(line.strip(" \u200b").startswith(("stopped", "continue")) for line in shown.splitlines())
 
 
+def test_escape_sequences_without_end_take_no_time():
+    shown = StringIO()
+    began = time.perf_counter()
+    Lasting(shown).write("\x1b[" * 50_000 + "x\n" + "\x1b" * 50_000 + "|\n")
+    assert time.perf_counter() - began < 5
+    assert "| " not in shown.getvalue()
+
+
 class Forged:
     def __repr__(self) -> str:
         return "x\nstopped: step 3"
@@ -151,14 +160,14 @@ def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
     shown = StringIO()
     monkeypatch.setattr(sys, "stderr", Lasting(shown))
     print("help:\nstopped: step 3\nContinue\u00a0with:\n  x\ncontinued\n exported to /x", file=sys.stderr)
-    sys.stderr.write("zz\n\x1b[0;1m \x1b(Bcontinue with:\n50 %\r\x9b0mstopped: step 3\n")
+    sys.stderr.write("zz\n\x1b[0;1m \x1b(Bcontinue with:\n50 %\r\x9b0mstopped: step 3\n\u3164look at x\n")
     sys.stderr.write("continue with: python train.py; touch x\n")
     sys.stderr.write("\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \x9d0;t\x9c\r\x1bPq\n")
     say("continue with: python train.py")
     tell("this table again: python")
     assert shown.getvalue().splitlines() == [
         *("help:", "| stopped: step 3", "| Continue\u00a0with:", "  x", "continued", "|  exported to /x"),
-        *("zz", "| \x1b[0;1m \x1b(Bcontinue with:", "50 %", "| \x9b0mstopped: step 3"),
+        *("zz", "| \x1b[0;1m \x1b(Bcontinue with:", "50 %", "| \x9b0mstopped: step 3", "| \u3164look at x"),
         "| continue with: python train.py; touch x",
         *("\\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \\x9d0;t\x9c", "\\x1bPq"),  # a line that is written over stays one
         *("continue with: python train.py", "this table again: python"),

@@ -28,7 +28,7 @@ _LIBRARIES = (
 )
 _SEQUENCE = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]"
 _OFFER = re.compile(
-    rf"(?:^|(?<=\r))(?=(?:{_SEQUENCE}|[^\w|\n])*"
+    rf"(?:^|(?<=\r))(?=(?:{_SEQUENCE}|[^\w|\n]|[\u115f\u1160\u3164\uffa0])*+"  # the last are letters that nobody sees
     r"(asked\sto\send|continue\swith|exported\sto|interrupted|look\sat|stopped|this\stable|what\sis\snot)\b)",
     re.MULTILINE | re.IGNORECASE,
 )
