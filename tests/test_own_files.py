@@ -740,6 +740,9 @@ OUTSIDE = [
         (f"logger=csv logger.csv.{part}={value} logger.csv.save_dir=RUN/mine", f"logger.csv.{part}={said}: allowed is")
         for part, value, said in (("name", "false", "False"), ("name", "0", "0"), ("version", "true", "True"))
     ),
+    ("logger=csv logger.csv.version=.bashrc.d", "logger.csv.version=.bashrc.d: allowed is a name without '..'"),
+    ("logger=csv logger.csv.name=a/.b/c", "logger.csv.name=a/.b/c: allowed is a name without '..'"),
+    ("logger=csv logger.csv.save_dir=RUN/.b", "logger.csv.save_dir=RUN/.b: allowed is a directory in run_dir"),
     ("logger=csv logger.csv.version=../vic", "logger.csv.version=../vic: allowed is a name without '..'"),
     ("logger=csv logger.csv.name=/vic", "logger.csv.name=/vic: allowed is a name without '..'"),
     (

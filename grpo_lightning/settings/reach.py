@@ -110,11 +110,18 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             yield one_line(f"{key}.{place}={value}: {inside}")
         elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
             yield one_line(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
+        elif isinstance(value, str) and not shared and _hides(Path(os.path.relpath(value, run))):
+            yield one_line(
+                f"{key}.{place}={value}: {inside}, none that begins with '.'"
+            )  # a shell may run what is in it
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
-        leads = isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value}
+        hides = isinstance(value, str) and part != "filename_suffix" and _hides(PurePath(value))
+        leads = hides or (isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value})
         if leads or (isinstance(value, str) and value.startswith(("/", "~"))):
-            yield one_line(f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '/', '~'")
+            yield one_line(
+                f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '.', '/', '~'"
+            )
     suffix = node.get("filename_suffix")
     if isinstance(suffix, str) and "." in suffix.removesuffix(SUFFIX):  # programs run files of some, as .vim
         yield one_line(f"{key}.filename_suffix={suffix}: allowed is a text without '.', but for {SUFFIX} at its end")
@@ -135,6 +142,11 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             f"{key}: {found} is a link that leads elsewhere, or hides such, through which is not written; allowed is a "
             f"directory in run_dir={run} whose own files lie in it and can be listed"
         )
+
+
+def _hides(path: PurePath) -> bool:
+    """Whether a path leads up or through something hidden."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _kept(key: str, node: Mapping[str, Any], inside: str) -> Iterator[str]:
