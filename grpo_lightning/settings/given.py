@@ -16,7 +16,7 @@ from grpo_lightning.allowed import CACHE, PLACES, may_be_place
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings import brought
-from grpo_lightning.settings.reach import OWN_DIRECTORIES, is_in
+from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
 from grpo_lightning.settings.registered import of_user
 from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
 from grpo_lightning.settings.walk import at, each_target, key_problems, leaves, nodes_called
@@ -272,7 +272,7 @@ def _leaves(run: Any, value: Any) -> bool:
         return False
     places = Path(value), Path(value).expanduser()  # some parts replace a "~", to others it is a directory
     # A shell started in a run directory that is the user's own would look into .bashrc.d.
-    is_hidden = settings_from() and any(part.startswith(".") for part in Path(os.path.relpath(value, run)).parts)
+    is_hidden = settings_from() and hides(Path(os.path.relpath(value, run)))
     return is_hidden or not all(is_in(place, Path(run)) for place in places)
 
 

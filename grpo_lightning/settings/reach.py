@@ -110,14 +110,13 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
             yield one_line(f"{key}.{place}={value}: {inside}")
         elif isinstance(value, str) and os.path.expandvars(os.path.expanduser(value)) != value:
             yield one_line(f"{key}.{place}={value}: {inside}, nor '~' and '$', which Lightning would replace")
-        elif isinstance(value, str) and not shared and _hides(Path(os.path.relpath(value, run))):
-            yield one_line(
-                f"{key}.{place}={value}: {inside}, none that begins with '.'"
-            )  # a shell may run what is in it
+        elif isinstance(value, str) and not shared and hides(Path(os.path.relpath(value, run))):
+            # A shell may run what lies in one.
+            yield one_line(f"{key}.{place}={value}: {inside}, none that begins with '.'")
     for part in (*_NAMES, *_BELOW.get(name, ())):
         value = node.get(part)
-        hides = isinstance(value, str) and part != "filename_suffix" and _hides(PurePath(value))
-        leads = hides or (isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value})
+        is_hidden_name = isinstance(value, str) and part != "filename_suffix" and hides(PurePath(value))
+        leads = is_hidden_name or (isinstance(value, str) and {"..", "$"} & {*PurePath(value).parts, *value})
         if leads or (isinstance(value, str) and value.startswith(("/", "~"))):
             yield one_line(
                 f"{key}.{part}={value}: allowed is a name without '..' and '$' that begins with no '.', '/', '~'"
@@ -144,7 +143,7 @@ def _places(key: str, node: Mapping[str, Any], name: str, run: Path) -> Iterator
         )
 
 
-def _hides(path: PurePath) -> bool:
+def hides(path: PurePath) -> bool:
     """Whether a path leads up or through something hidden."""
     return any(part.startswith(".") for part in path.parts)
 
