@@ -183,6 +183,24 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
 
 
 @provocation(
+    "a stranger's checkpoint with `_convert_: none`, so that its chat template would be given objects of OmegaConf's, "
+    "which resolve what it says",
+    "refused by its key",
+)
+def test_a_checkpoint_says_not_what_parts_are_made_of():
+    for value in ("none", "partial", "object", {"a": 1}):
+        for key, policy in (
+            ("policy._convert_", LOADED | {"_convert_": value}),
+            ("policy.template_kwargs._convert_", LOADED | {"template_kwargs": {"_convert_": value}}),
+        ):
+            said = "1" if isinstance(value, dict) else value
+            with pytest.raises(ValueError, match=rf"its {key}(\.a)? is “{said}”; allowed is {key}"):
+                own_settings(recorded(policy=policy), [], nothing)
+            assert own_settings(recorded(policy=policy), [f"++{key}=all", f"++{key}.a=1"], {key: "all"}.get)
+    assert own_settings(recorded(policy=LOADED | {"_convert_": "all"}), [], nothing)
+
+
+@provocation(
     "`checkpoint=theirs.ckpt policy.trust_remote_code=true`, which says itself where that code lies",
     "asks for `policy.path`, too",
 )

@@ -123,7 +123,10 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         names = key.split(".") if key != f"{part}.path" else []  # by which models are read
         is_called = may_be_place if isinstance(value, str) else is_written
         is_place = is_foreign and ("_args_" in names or any(map(is_called, names)))  # of code of the user's
-        if is_place or (isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))):
+        # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
+        is_unresolved = "_convert_" in key.split(".") and value not in (None, "all")
+        is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))
+        if is_place or is_unresolved or is_hidden:
             told = quoted(str(value))
             raise ValueError(f"its {typed_key(key)} is {told}; allowed is {typed_key(key)}=… with the value")
 
