@@ -559,6 +559,34 @@ def test_shared_libraries_do_not_come_from_here(monkeypatch):
 
 
 @provocation(
+    "`PATH=$PATH:`, whose empty element means the working directory, in which a data set has a program that libraries "
+    "ask for and few have (`neuron-monitor`, by W&B)",
+    "it is not found",
+)
+@pytest.mark.parametrize("named", ["{}:", ":{}", "{}::"])
+def test_programs_do_not_come_from_here(named, tmp_path, monkeypatch):
+    (tmp_path / "neuron-monitor").write_text("#!/bin/sh\ntouch HIT\n")
+    (tmp_path / "neuron-monitor").chmod(0o755)
+    before = os.environ["PATH"]
+    slip = named.format(before)
+    ask = "import os, shutil; print(shutil.which('neuron-monitor'), os.environ['PATH']); os.system('neuron-monitor')"
+    begin = "from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here as l; l()"
+    for code, is_found in ((ask, True), (f"{begin}; {ask}", False)):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env={"PATH": slip, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True)
+        assert (done.stdout.decode() == f"None {before}\n") is not is_found
+        assert (tmp_path / "HIT").exists() is is_found
+        (tmp_path / "HIT").unlink(missing_ok=True)
+    fresh.protect_processes()
+    monkeypatch.chdir(tmp_path)
+    asked = ["sh", "-c", "neuron-monitor; echo $PATH"]
+    assert subprocess.run(asked, env={"PATH": slip}, capture_output=True, text=True).stdout == f"{before}\n"
+    monkeypatch.setenv("PATH", slip)
+    assert subprocess.run(asked, capture_output=True, text=True).stdout == f"{before}\n"
+    assert not (tmp_path / "HIT").exists()
+
+
+@provocation(
     "a `libgcc_s.so.1` in the working directory, which a linker finds there when Triton has kernels compiled",
     "compilers are run elsewhere, where they are given no relative paths",
 )

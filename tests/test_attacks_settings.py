@@ -149,6 +149,25 @@ def test_no_texts_are_put_together_to_lines_of_a_script():
     assert script_problems(hydra.launcher) == []
 
 
+@provocation(
+    "a sweep with `hydra/launcher=submitit_slurm` that is started in a folder whose name has several lines, of which "
+    "the scripts of its jobs would have commands",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_the_name_of_the_directory_adds_no_lines_to_a_script(end, tmp_path, monkeypatch):
+    here = tmp_path / f"data{end}touch HIT{end}#"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    launcher = OmegaConf.create({"setup": None, "nodes": 1})
+    [told] = script_problems(launcher)
+    shown = str(here.resolve()).replace("\n", "\\n").replace("\r", "\\r")
+    assert told == f"{shown}: SLURM's scripts hold this name; allowed is a start where it is one line"
+    assert script_problems(OmegaConf.create({"nodes": 1})) == []
+    monkeypatch.chdir(tmp_path)
+    assert script_problems(launcher) == []
+
+
 def with_code(place: Path, *, of: str = "") -> Path:
     """A model whose directory, or a repository of the hub, has code of its own, which leaves a mark."""
     model = place / "bundle" / "model"

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition.file_rules import leaves_of
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 from grpo_lightning.settings.given import is_whole
-from grpo_lightning.start import settings_from
+from grpo_lightning.start import place, settings_from
 
 _LOG_CLASSES = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
@@ -220,6 +221,8 @@ def script_problems(launcher: DictConfig) -> list[str]:
     Args:
         launcher: The settings below ``hydra.launcher``.
     """
+    if "setup" in launcher and {"\n", "\r"} & {*str(place())}:  # of SLURM, to which plug-ins name files from the root
+        return [f"{one_line(str(place()))}: SLURM's scripts hold this name; allowed is a start where it is one line"]
     try:
         return list(_line_problems(OmegaConf.to_container(launcher, resolve=True)))
     except OmegaConfBaseException:  # Hydra, which reads them in the same way, makes no launcher of them

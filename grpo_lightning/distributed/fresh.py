@@ -19,9 +19,9 @@ from typing import Any
 from grpo_lightning import start
 from grpo_lightning.distributed import alone
 
-_SAFE_PATH, _PATH, _LIBRARIES = "PYTHONSAFEPATH", "PYTHONPATH", "LD_LIBRARY_PATH"
+_SAFE_PATH, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 _TOLD = ("GRPO_LIGHTNING_BEGUN", "GRPO_LIGHTNING_GIVEN", "GRPO_LIGHTNING_SETTINGS_FROM")
-_BETWEEN = re.compile("[:;]")
+_PLACES = {"LD_LIBRARY_PATH": re.compile("[:;]"), "PATH": re.compile(":")}
 _HERE = "grpo_lightning"
 """A value of the variable that tells it from one of the user's; any but the empty one has the same effect."""
 
@@ -43,8 +43,9 @@ def protect_processes() -> None:
 
     It sends the path anyway, but late. Libraries that start Python for a question, as torch and vLLM do, start it
     without the working directory on its path. An option, unlike a variable, is not handed on to what a process starts:
-    a program that a reward starts finds the files beside it. Nor do shared libraries come from the working directory,
-    which an empty element of ``LD_LIBRARY_PATH`` means; opencv, which vLLM imports, adds one. Compilers run elsewhere.
+    a program that a reward starts finds the files beside it. Nor do shared libraries and programs come from the working
+    directory, which an empty element of ``LD_LIBRARY_PATH`` and ``PATH`` means; opencv, which vLLM imports, adds one.
+    Compilers run elsewhere.
     """
     util.spawnv_passfds = _spawn_safely
     subprocess.Popen.__init__ = _begin_safely  # type: ignore[assignment,method-assign]
@@ -87,10 +88,11 @@ def is_compiler(command: Any) -> bool:
 
 
 def _drop_empty(variables: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """The same variables, of which the one that says where shared libraries are has no empty elements any more."""
-    places = _BETWEEN.split(str(variables.get(_LIBRARIES, "")))
-    if "" in places and len(places) > 1:
-        variables[_LIBRARIES] = ":".join(filter(None, places))
+    """The same variables, of which those that say where shared libraries and programs are have no empty elements."""
+    for name, between in _PLACES.items():
+        places = between.split(str(variables.get(name, "")))
+        if "" in places and len(places) > 1:
+            variables[name] = ":".join(filter(None, places))
     return variables
 
 
