@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed
 
 LIVE = "grpo_lightning.composition.part"
 """Stands in settings for an object that a program has given to compose, by its name."""
@@ -127,7 +127,7 @@ def local_or_hub(path: str, key: str) -> str:
         return str(expanded) if path.startswith("~") else path
     there = [one.name for one in expanded.parent.iterdir()] if expanded.parent.is_dir() else []
     near = get_close_matches(expanded.name, there, n=1)
-    hint = f" (there is {shell_word(str(expanded.parent / near[0]))})" if near else ""
+    hint = f" (there is {typed(key, expanded.parent / near[0])})" if near else ""
     raise ValueError(
         f"{key}={path!r}: no such file or directory{hint}; allowed is one that exists, or NAME or ORG/NAME of the hub"
     )

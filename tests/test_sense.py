@@ -132,11 +132,12 @@ def test_names_of_the_hub_and_directories_pass(tmp_path, monkeypatch):
     for path in ("gpt2", "Qwen/Qwen3-0.6B", "model", "./model", str(tmp_path)):
         assert local_or_hub(path, "policy.path") == path
     assert local_or_hub("~/model", "policy.path") == str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"\(there is model\)"):
+    with pytest.raises(ValueError, match=r"\(there is policy\.path=model\)"):
         local_or_hub("./modle", "policy.path")
-    (tmp_path / "model`touch HIT`").mkdir()
-    with pytest.raises(ValueError, match=r"\(there is 'model`touch HIT`'\)"):
-        local_or_hub("./modeltouch HIT", "policy.path")
+    for name, told in (("model`touch HIT`", "model`touch HIT`"), ("model${eval:HIT}", r"model\$…{eval:HIT}")):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=rf"\(there is 'policy\.path=\"{told}\"'\)"):
+            local_or_hub(f"./{name[:-1]}", "policy.path")
 
 
 @pytest.mark.slow

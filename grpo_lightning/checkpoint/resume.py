@@ -14,7 +14,7 @@ from grpo_lightning.checkpoint.io import check, read
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
-from grpo_lightning.output.shell import shell_word, typed
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, quoted
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ def _refuse_another(config: Mapping[str, Any], directory: Path, given: Path | No
     if (place / "last.ckpt").exists() or _others(place):
         raise ValueError(
             f"callbacks.checkpoint.directory={named}: holds the checkpoints of a run; allowed is a directory without "
-            f"any, and {shell_word(f'checkpoint={place}/last.ckpt')} continues that run"
+            f"any, and {typed('checkpoint', place / 'last.ckpt')} continues that run"
         )
 
 

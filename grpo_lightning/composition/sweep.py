@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import redacted_words
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show
 
 if TYPE_CHECKING:
@@ -144,5 +144,5 @@ def close(status: int) -> int:
         tell(str(error))
     tell(f"this table again: {told_command(directory)}")
     if status or failed:
-        tell(f"what is not finished is continued by the same command with hydra.sweep.dir={shell_word(str(directory))}")
+        tell(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
     return status or int(failed)
