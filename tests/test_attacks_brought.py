@@ -22,7 +22,7 @@ from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import typed
-from grpo_lightning.settings import ConfigError, given, trust
+from grpo_lightning.settings import ConfigError, _unknown, given, trust
 from grpo_lightning.settings.given import ungiven
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
@@ -652,18 +652,46 @@ def test_a_stranger_hides_no_file_in_the_run_directory(here):
 
 
 @provocation(
+    "settings that the command brings along with keys that are called much like what only the user may say (`truste: "
+    "mine`, `run_dirs: ~`)",
+    "`trusted=mine` is not offered",
+)
+@pytest.mark.parametrize(("key", "meant"), [("truste", "trusted"), ("run_dirs", "run_dir")])
+def test_nothing_that_only_the_user_says_is_offered(key, meant, here, monkeypatch):
+    monkeypatch.setenv("GRPO_LIGHTNING_GIVEN", "[]")
+    (told,) = _unknown({key: "mine"})
+    assert told == f"{key}=mine: unknown; the nearest is {meant}=mine"  # of one's own
+    start.note_settings_from([str(here / "conf")])
+    assert not any(meant in told for told in _unknown({key: "mine"}))
+    assert list(_unknown({"stepps": 8})) == ["stepps=8: unknown; the nearest is steps=8"]
+    start.note_words([f"+{key}=mine"])
+    assert list(_unknown({key: "mine"})) == [told]
+
+
+@provocation(
     "settings that the command brings along with `policy: {_convert_: none}`, so that a chat template would be given "
     "objects of OmegaConf's, which resolve what it says",
     "refused by its key",
 )
-@pytest.mark.parametrize(("value", "is_refused"), [("none", True), ("partial", True), ("object", True), ("all", False)])
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [("none", True), ("partial", True), ("object", True), ("ALL", True), ({}, True), ([], True), ("all", False)],
+)
 def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
-    config = {"policy": {"_target_": "grpo_lightning.transformer.hf.load", "_convert_": value}}
-    assert given.ungiven(config, []) == []  # of one's own
+    target = {"_target_": "grpo_lightning.transformer.hf.load"}
     start.note_settings_from([str(here / "conf")])
-    told = f"policy._convert_={value} stands in a file; allowed is to give it on the command line, or to compose"
-    assert given.ungiven(config, []) == ([told] if is_refused else [])
-    assert given.ungiven(config, [f"+policy._convert_={value}"]) == []
+    for key, config in (
+        ("policy._convert_", {"policy": target | {"_convert_": value}}),
+        ("policy.box._convert_", {"policy": target | {"box": {"_convert_": value}}}),
+        ("policy.boxes.0.a._convert_", {"policy": target | {"boxes": [{"a": {"_convert_": value}}]}}),
+        ("more._convert_", {"more": {"_convert_": value}}),
+    ):
+        told = f"{typed(key, value)} stands in a file; allowed is to give it on the command line, or to compose"
+        assert given.ungiven(config, []) == ([told] if is_refused else [])
+        if "boxes" not in key:
+            assert given.ungiven(config, [f"+{key}={value}"]) == []
+    start.forget_settings_from()
+    assert given.ungiven(config, []) == []  # of one's own
 
 
 @provocation(

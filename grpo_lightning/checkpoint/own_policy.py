@@ -132,13 +132,13 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
+    if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{prefix}.{key}")
-    elif isinstance(node, list | tuple):
+    elif isinstance(node, list | tuple) and node:
         for number, value in enumerate(node):
             yield from _leaves(value, f"{prefix}.{number}")
-    else:
+    else:  # also what is empty, and may have a meaning
         yield prefix, node
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.json
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
@@ -15,7 +16,8 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
-from grpo_lightning.data.columns import check_columns
+from grpo_lightning.data.columns import check_columns, check_length
+from grpo_lightning.data.json_tables import read_in_one_block
 from grpo_lightning.output.terminal import one_line
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
@@ -49,10 +51,12 @@ def contained() -> Iterator[None]:
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
     And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
     the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
-    tensors, media or formats of other programs.
+    tensors, media or formats of other programs. Files say how long lists are; and no ``filters``, by which parquet's
+    reader would compute with tables before they are validated.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
     prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
+    nested, lines = features.get_nested_type, pyarrow.json.read_json
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -69,6 +73,8 @@ def contained() -> Iterator[None]:
         kind = type(builder).__module__.rpartition(".")[2]
         if kind not in (*_KINDS, _PREPARED):
             raise ValueError(f"its files are of the kind {kind}; allowed are {', '.join(_KINDS)}")
+        if getattr(builder.config, "filters", None) is not None:
+            raise ValueError("its README says filters; allowed are rows that are all read, as data.filter chooses some")
         prepare(builder, *args, **options)
 
     def known(name: str) -> Any:
@@ -83,6 +89,10 @@ def contained() -> Iterator[None]:
                 raise ValueError(f"a column of the type {one_line(repr(name))}: allowed are {allowed}")
         return arrow(name)
 
+    def bounded(feature: Any) -> Any:
+        check_length(kind := nested(feature))
+        return kind
+
     def cast(builder: Any, table: Any) -> Any:
         check_columns(table.schema)
         table.validate(full=True)  # parquet's reader takes numbers of words of a dictionary as they are
@@ -90,6 +100,7 @@ def contained() -> Iterator[None]:
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
+    features.get_nested_type, pyarrow.json.read_json = bounded, read_in_one_block
     Arrow._cast_table = Parquet._cast_table = cast
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
@@ -102,6 +113,7 @@ def contained() -> Iterator[None]:
             kinds.update(left_out)
         DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
+        features.get_nested_type, pyarrow.json.read_json = nested, lines
         Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
 
 

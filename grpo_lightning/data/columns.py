@@ -13,6 +13,8 @@ _COLUMNS = (
     *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
 )
 """Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
+_MOST_VALUES = 2**24
+"""Of one row, as far as its type says how many it has: with the number of rows, pyarrow counts in 64 bits."""
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -28,6 +30,29 @@ def check_columns(schema: pa.Schema) -> None:
                     f"the column {one_line(repr(field.name))} holds values of the type {one_line(str(kind))[:80]}; "
                     "allowed are types with memory of their own, such as string and large_string"
                 )
+        check_length(field.type)
+
+
+def check_length(kind: pa.DataType) -> None:
+    """Refuse a type whose lists have so many values that pyarrow would write beyond their memory.
+
+    Raises:
+        ValueError: It has.
+    """
+    if (number := _values(kind)) > _MOST_VALUES:
+        told = one_line(str(kind))[:80]
+        raise ValueError(f"a column of the type {told}, of {number} values in a row; allowed are {_MOST_VALUES}")
+
+
+def _values(kind: pa.DataType) -> int:
+    """How many values a row of a type has in its longest list of lists, as far as the type says; of texts, bytes."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _values(kind.storage_type)
+    own = kind.list_size if pa.types.is_fixed_size_list(kind) else 1
+    own = kind.byte_width if pa.types.is_fixed_size_binary(kind) else own
+    below = [kind.value_type] if pa.types.is_dictionary(kind) else []
+    below += [kind.field(number).type for number in range(kind.num_fields)]
+    return max(own, 1) * max(map(_values, below), default=1)
 
 
 def _kinds(kind: pa.DataType) -> Iterator[pa.DataType]:

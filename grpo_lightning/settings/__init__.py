@@ -18,6 +18,7 @@ from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
 from grpo_lightning.settings.episodes import episode_problems
+from grpo_lightning.settings.given import is_said
 from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.places import place_problems
@@ -30,6 +31,7 @@ from grpo_lightning.settings.targets import adapter_problems, target_problems
 from grpo_lightning.settings.trainer import trainer_problems
 from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
 from grpo_lightning.settings.walk import BUILT, PARTS, each_target, leaves
+from grpo_lightning.start import settings_from
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
@@ -158,9 +160,14 @@ TOP = (
 
 
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
-    """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
+    """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere.
+
+    Those that only the user may say are not offered with the value that a stranger has given.
+    """
     for key, value in config.items():
-        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
+        is_brought = settings_from() and not is_said(str(key))
+        known = [name for name in TOP if not (is_brought and name in ("trusted", "run_dir"))]
+        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), known)):
             yield one_line(said)
 
 

@@ -98,9 +98,9 @@ def ungiven(
         if not _is_given(config, key, given):
             found.append(typed(key, task))
     # Objects of OmegaConf's would resolve what code of others, such as a chat template, puts into them.
-    for place, node in each_target(config) if settings_from() else ():
-        if node.get("_convert_") not in (None, "all") and not _is_given(config, f"{place}._convert_", given):
-            found.append(typed(f"{place}._convert_", node["_convert_"]))
+    for key, value in nodes_called(config, "_convert_") if settings_from() else ():
+        if value not in (None, "all") and not _is_given(config, key, given):
+            found.append(typed(key, value))
     key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
     strategy = at(config, key.split("."))
     is_own = strategy is not None and not is_of_library(str(strategy))

@@ -1,0 +1,177 @@
+"""Tables in a stranger's data set stay within their memory, whatever its files say of their columns."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+import pytest
+from datasets.features import features
+
+from grpo_lightning.data import json_tables
+from grpo_lightning.data.archives import contained
+from grpo_lightning.data.columns import check_length
+from grpo_lightning.data.hub import Hub
+from grpo_lightning.data.json_tables import read_in_one_block
+from tests.support.composed import ROOT
+from tests.support.provocations import provocation
+
+ROWS = [{"prompt": "own", "x": {"a": 1}}] * 256 + [{"prompt": "own", "x": [{"a": 1}]}] * 256
+READ = "import sys; from grpo_lightning.data.hub import Hub; print(list(Hub(sys.argv[1], 'train'))[::511])"
+LENGTH = 2**31 - 1
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def lines(rows):
+    """One of 64 bytes for each row: 256 are a block as datasets would read them."""
+    return "".join(f"{json.dumps(row):<63}\n" for row in rows)
+
+
+def read(place: Path) -> subprocess.CompletedProcess[str]:
+    """Prints the first and the last row, in a process of its own: what is tested may end it."""
+    env = {"HF_HOME": str(place.parent), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", READ, place], env=env, capture_output=True, text=True)
+
+
+@provocation(
+    "a data set's lines of JSON in which a mapping becomes a list, and a README by which datasets reads them in "
+    "several blocks, where pyarrow would write beyond its memory",
+    "they are read in one block, and refused in one sentence",
+)
+@pytest.mark.slow
+def test_lines_of_json_are_read_in_one_block(place):
+    (place / "x.jsonl").write_text(lines(ROWS))
+    config = {"config_name": "own", "data_files": "x.jsonl", "chunksize": 2**19, "on_mixed_types": None}
+    (place / "README.md").write_text(f"---\n{json.dumps({'configs': [config]})}\n---\n")
+    done = read(place)
+    assert done.returncode == 1, done.stderr
+    assert f"data.path='{place}', data.split='train': JSON parse error: Column(/x) changed from" in done.stderr
+    (place / "README.md").unlink()  # by itself datasets makes texts of such a column
+    done = read(place)
+    assert done.stdout == "[('own', {'x': {'a': 1}}), ('own', {'x': [{'a': 1}]})]\n", done.stderr
+
+
+def test_pyarrow_reads_in_one_block_while_a_data_set_is_loaded():
+    before = pyarrow.json.read_json
+    with contained():
+        assert pyarrow.json.read_json is read_in_one_block
+        whole = pyarrow.json.read_json(io.BytesIO(lines(ROWS[:3]).encode()), pyarrow.json.ReadOptions(block_size=65))
+    assert pyarrow.json.read_json is before
+    assert (whole.to_pylist(), whole["x"].num_chunks) == (ROWS[:3], 1)
+
+
+@provocation(
+    'a line of JSON like `{"x": [null, 9]}`, of which pyarrow makes a list that is longer than its memory',
+    "its lines are read one by one",
+)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"x": [None, 9]}],
+        [{"x": None}, {"x": [None, {"a": [None, "b"]}]}, {"x": [{"a": None}, {}]}],
+        [{"x": [[None, 1.5], None]}, {"y": "z\n"}],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_lists_are_as_long_as_their_lines_say(rows, end):
+    content = lines(rows).removesuffix("\n").encode() + end.encode()
+    with pytest.raises(pa.ArrowInvalid):  # else pyarrow has mended it
+        pyarrow.json.read_json(io.BytesIO(content)).validate(full=True)
+    table = read_in_one_block(io.BytesIO(content))
+    table.validate(full=True)
+
+    def plain(value):  # an absent key is null in a table
+        if isinstance(value, dict):
+            return {key: found for key, one in value.items() if (found := plain(one)) is not None}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    assert [plain(row) for row in table.to_pylist()] == [plain(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"x": [null, 9]}\n{"x": "a"}', b'{"x": [null, 9]}\n{"y": 99999999999999999999}', b"{", b"[1]", b"x\n"]
+)
+def test_what_is_no_table_is_told_as_pyarrow_tells_it(content):
+    with pytest.raises(pa.ArrowInvalid):
+        read_in_one_block(io.BytesIO(content))
+
+
+def test_a_block_has_a_size_that_pyarrow_can_count(monkeypatch):
+    monkeypatch.setattr(json_tables, "_MOST_BYTES", 9)
+    assert read_in_one_block(io.BytesIO(b'{"x": 1}')).to_pylist() == [{"x": 1}]
+    with pytest.raises(pa.ArrowInvalid, match=r"^10 bytes at once; allowed are 9, such as in shorter lines$"):
+        read_in_one_block(io.BytesIO(b'{"x": 11}'))
+
+
+@provocation(
+    "a data set whose README or tables say that a column has lists of 2147483647 lists of 2147483647 values, for whose "
+    "absent rows pyarrow would write beyond its memory",
+    "refused in one sentence before a row is read",
+)
+@pytest.mark.parametrize("form", ["README", "parquet", "arrow"])
+def test_files_say_not_that_lists_are_longer_than_memory(form, place):
+    if form == "README":
+        (place / "x.jsonl").write_text('{"prompt": "own"}\n')
+        nested = {"list": {"list": "int8", "length": LENGTH}, "length": LENGTH}
+        said = {"features": [{"name": "prompt", "dtype": "string"}, {"name": "x"} | nested]}
+        (place / "README.md").write_text(f"---\n{json.dumps({'dataset_info': said})}\n---\n")
+    elif form == "parquet":
+        inner = {"feature": {"dtype": "int8", "_type": "Value"}, "length": LENGTH, "_type": "List"}
+        long = {"feature": inner, "length": LENGTH, "_type": "List"}
+        about = {"features": {"prompt": {"dtype": "string", "_type": "Value"}, "x": long}}
+        table = pa.table({"prompt": ["own"]}).replace_schema_metadata({"huggingface": json.dumps({"info": about})})
+        pyarrow.parquet.write_table(table, place / "x.parquet")
+    else:
+        schema = pa.schema({"prompt": pa.string(), "x": pa.list_(pa.list_(pa.int8(), LENGTH), LENGTH)})
+        with pa.OSFile(str(place / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, schema):
+            pass
+    told = r"a column of the type fixed_size_list<.*, of \d+ values in a row; allowed are 16777216"
+    with pytest.raises(ValueError, match=f"^data.path='{place}', data.split='train': {told}"):
+        Hub(str(place), "train")
+
+
+def test_lengths_are_multiplied_by_hand():
+    for kind, number in (
+        (pa.list_(pa.list_(pa.int8(), 2**12), 2**13), 2**25),
+        (pa.struct({"a": pa.string(), "b": pa.list_(pa.map_(pa.string(), pa.list_(pa.binary(8), 2**22)))}), 2**25),
+        (pa.dictionary(pa.int32(), pa.binary(2**25)), 2**25),
+        (pa.large_list(pa.list_(pa.null(), 2**25)), 2**25),
+        (pa.list_(pa.list_(pa.list_(pa.int8(), LENGTH), 0), LENGTH), LENGTH**2),
+    ):
+        with pytest.raises(ValueError, match=rf", of {number} values in a row; allowed are 16777216$"):
+            check_length(kind)
+    check_length(pa.list_(pa.list_(pa.decimal128(38), 2**12), 2**12))
+    check_length(pa.struct({"a": pa.list_(pa.int8(), 2**20), "b": pa.list_(pa.int8(), 2**20)}))
+
+
+def test_lists_of_a_length_are_read(place):
+    said = {"features": [{"name": "prompt", "dtype": "string"}, {"name": "x", "list": "int8", "length": 2}]}
+    (place / "x.jsonl").write_text('{"prompt": "own", "x": [1, 2]}\n')
+    (place / "README.md").write_text(f"---\n{json.dumps({'dataset_info': said})}\n---\n")
+    before = features.get_nested_type
+    assert Hub(str(place), "train")[0] == ("own", {"x": [1, 2]})
+    assert features.get_nested_type is before
+
+
+@provocation(
+    "a data set of parquet whose README has `filters`, with which pyarrow would compute before tables are validated",
+    "refused in one sentence",
+)
+def test_a_readme_filters_no_rows(place):
+    pyarrow.parquet.write_table(pa.table({"prompt": ["own"]}), place / "x.parquet")
+    config = {"config_name": "own", "data_files": "x.parquet", "filters": [["prompt", "=", "own"]]}
+    (place / "README.md").write_text(f"---\n{json.dumps({'configs': [config]})}\n---\n")
+    with pytest.raises(ValueError, match=r"data.split='train': its README says filters; allowed are rows that are all"):
+        Hub(str(place), "train")
