@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -55,6 +55,8 @@ _ENVIRONMENT = re.compile(
     r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
     r"|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|WANDB_MODE"
 )
+_ENDS, _ODD, _WITHOUT = {*"\n\r"}, {*"\n\r\"'\\"}, "without quotes and backslashes"
+"""What is odd in the scripts of jobs: SLURM takes a backslash between single quotes for an escape, as no shell does."""
 _LOGS = ("job_logging", "hydra_logging")
 _MADE = ("callbacks", "launcher", "sweeper", *_LOGS)
 """What Hydra makes objects of."""
@@ -216,23 +218,26 @@ def _plugin_problems(sweeper: Mapping[str, Any], launcher: Mapping[str, Any]) ->
 
 
 def script_problems(launcher: DictConfig) -> list[str]:
-    """What would add lines to the script of a job, whatever the texts are put together of.
+    """What would add lines and options to the script of a job, whatever the texts are put together of.
 
     Args:
         launcher: The settings below ``hydra.launcher``.
     """
-    if "setup" in launcher and {"\n", "\r"} & {*str(place())}:  # of SLURM, to which plug-ins name files from the root
-        return [f"{one_line(str(place()))}: SLURM's scripts hold this name; allowed is a start where it is one line"]
+    is_slurm = "setup" in launcher
+    if is_slurm and _ODD & {*str(place())}:  # plug-ins name files from the root
+        name = one_line(str(place()))
+        return [f"{name}: SLURM's scripts hold this name; allowed is a start where it has one line, {_WITHOUT}"]
     try:
-        return list(_line_problems(OmegaConf.to_container(launcher, resolve=True)))
+        return list(_line_problems(OmegaConf.to_container(launcher, resolve=True), _ODD if is_slurm else _ENDS))
     except OmegaConfBaseException:  # Hydra, which reads them in the same way, makes no launcher of them
         return []
 
 
-def _line_problems(launcher: Any) -> Iterator[str]:
+def _line_problems(launcher: Any, odd: Set[str] = _ENDS) -> Iterator[str]:
     for key, value in leaves_of(launcher, "hydra.launcher"):
-        if isinstance(value, str) and {"\n", "\r"} & set(value):
-            yield f"{key}: allowed are texts of one line, which cannot add lines to a script"
+        if isinstance(value, str) and odd & set(value):
+            also = "" if odd <= _ENDS else f", {_WITHOUT}"
+            yield f"{key}: allowed are texts of one line{also}, which cannot add to a script"
 
 
 def _keys_of(part: str, target: Any) -> set[str]:
