@@ -12,6 +12,7 @@ import torch
 
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
+from grpo_lightning.output import redaction
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
@@ -44,6 +45,15 @@ def _thin_out(items):
             if cases[name] % 7:
                 item.add_marker("slow")
             cases[name] += 1
+
+
+@pytest.fixture(autouse=True)
+def secrets_of_this_test_alone():
+    """No word is hidden in messages any more that was a secret to a test before this one."""
+    before = {*redaction._known}
+    yield
+    redaction._known.clear()
+    redaction._known.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -675,7 +675,16 @@ def test_nothing_that_only_the_user_says_is_offered(key, meant, here, monkeypatc
 )
 @pytest.mark.parametrize(
     ("value", "is_refused"),
-    [("none", True), ("partial", True), ("object", True), ("ALL", True), ({}, True), ([], True), ("all", False)],
+    [
+        ("none", True),
+        ("partial", True),
+        ("object", True),
+        ("ALL", True),
+        (None, True),
+        ({}, True),
+        ([], True),
+        ("all", False),
+    ],
 )
 def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
     target = {"_target_": "grpo_lightning.transformer.hf.load"}
@@ -1128,6 +1137,23 @@ def test_a_run_that_is_scored_anew_calls_no_resolver_of_a_programs(word, tmp_pat
     finally:
         OmegaConf.clear_resolver("noted")
     assert not called
+
+
+@provocation(
+    "a stranger's run directory is replayed with a reward whose file registers a resolver such as `eval`, which a "
+    "verifier of reasoning_gym would call when it compares a recorded completion with what settings say",
+    "it is not called",
+)
+def test_nor_do_the_rewards_that_score_it(tmp_path):
+    code = (
+        "import runpy, sys\nfrom omegaconf import OmegaConf\nfrom grpo_lightning import start\n"
+        "OmegaConf.register_new_resolver('noted', str)\n"
+        "try:\n    runpy.run_module('grpo_lightning.replay', run_name='__main__')\nexcept SystemExit:\n    pass\n"
+        "for places in ([], ['theirs']):\n    start.note_settings_from(places)\n"
+        "    print(OmegaConf.create(['${noted:1}']) == ['1'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @provocation(

@@ -71,6 +71,14 @@ def test_the_schema_is_what_the_signature_and_the_docstring_say():
     ]
 
 
+def test_what_a_chat_template_is_given_says_not_what_a_tool_takes():
+    environment, wrong = Tools([toolbox.add]), call("add", a=[1], b=2)
+    before = environment(turns=[wrong])
+    assert isinstance(before, BadCall)
+    environment.tools[0]["function"]["parameters"].clear()
+    assert environment(turns=[wrong]) == before
+
+
 def test_a_chat_template_shows_the_schema_and_the_reply():
     tools = Tools([toolbox.add])
     replies = made("qwen2_5", tools=tools.tools)

@@ -189,7 +189,7 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
     "refused by its key",
 )
 def test_a_checkpoint_says_not_what_parts_are_made_of():
-    for value in ("none", "partial", "object", {"a": 1}, {}, []):
+    for value in ("none", "partial", "object", None, {"a": 1}, {}, []):
         for key, policy in (
             ("policy._convert_", LOADED | {"_convert_": value}),
             ("policy.template_kwargs._convert_", LOADED | {"template_kwargs": {"_convert_": value}}),

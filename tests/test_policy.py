@@ -6,9 +6,11 @@ import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -278,6 +280,30 @@ def test_prompts_are_rendered_by_the_template(checkpoints):
     assert policy.render(own).startswith("<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\nHi")
     assert "Be brief" not in policy.render(own)
     assert policy.count_tokens(["2 + 2?"]) == [len(policy.tokenizer(policy.render("2 + 2?"))["input_ids"])]
+
+
+def test_a_system_prompt_is_a_text(checkpoints):
+    with pytest.raises(ValueError, match=r": policy\.system_prompt: a PosixPath; allowed are texts and null$"):
+        opened(checkpoints["qwen3"], system_prompt=Path("x"))
+
+
+def test_a_template_cannot_change_the_messages_of_a_prompt(checkpoints, monkeypatch):
+    policy = opened(checkpoints["qwen3"])
+    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", lambda messages, **_: messages[0].update(content="x"))
+    own = [{"role": "user", "content": "Hi"}]
+    policy.render(own)
+    assert own == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_template_is_given_plain_data(checkpoints):
+    box = OmegaConf.create({"a": [1, {"b": 2}], "c": "d"})
+    for given in ({"box": box, "none": None, "call": len}, OmegaConf.create({"box": box, "none": None})):
+        kept = opened(checkpoints["qwen3"], template_kwargs=given).template_kwargs
+        assert kept == {"box": {"a": [1, {"b": 2}], "c": "d"}, "none": None} | (
+            {"call": len} if "call" in given else {}
+        )
+        assert {type(kept), type(kept["box"]), type(kept["box"]["a"][1])} == {dict}
+        assert type(kept["box"]["a"]) is list
 
 
 def test_plain_text_prompts(checkpoints):

@@ -5,6 +5,7 @@ import pytest
 from grpo_lightning.settings import ConfigError, _unknown, arithmetic, cautions, check
 from grpo_lightning.settings.given import ungiven
 from tests.support.composed import composed
+from tests.support.provocations import provocation
 
 
 def problems(*overrides: str) -> tuple[str, ...]:
@@ -12,6 +13,27 @@ def problems(*overrides: str) -> tuple[str, ...]:
         check(composed(*overrides))
     assert all(problem in str(error.value) for problem in error.value.problems)
     return error.value.problems
+
+
+@provocation(
+    "settings of a part that stand in `module` only, where no check looks: `module.loss: {kl_coef: -1, …}`, or an "
+    "object for a chat template, `module.policy: {system_prompt: {_target_: …}, …}`",
+    "refused by their keys",
+)
+def test_a_module_has_no_settings_of_its_own_for_its_parts():
+    for words, part, key, value in (
+        ((), "loss", "kl_coef", -1),
+        ((), "policy", "system_prompt", {"_target_": "grpo_lightning.policy.hf.load", "path": "x"}),
+        (("module=sft", "data=demonstrations", "data.path=x"), "optimizer", "lr", 1),
+    ):
+        config = composed(*words)
+        assert config["module"][part][key] == config[part][key]
+        config["module"][part] = config[part] | {key: value}
+        with pytest.raises(ConfigError) as error:
+            check(config)
+        told = f"module.{part}: allowed is what {part} says, such as {part}=NAME: checks and summaries look there"
+        assert told in error.value.problems
+    check(composed("loss.kl_coef=0.1", "optimizer.lr=0.1"))
 
 
 def test_the_defaults_are_right():

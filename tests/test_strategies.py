@@ -116,6 +116,13 @@ def test_a_checkpoint_in_parts_is_for_the_trainer_that_wrote_it(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "last_3_0.ckpt")
     with pytest.raises(ValueError, match=r"last.ckpt leads to last_3_0.ckpt, which is gone"):
         chosen(config, tmp_path, directory_given=True)
+    last.unlink()
+    last.symlink_to("a file of step 120; it is continued by: sh theirs/continue.sh; the first one, a link to /tmp")
+    told = (
+        r"leads to “a file of step 120; it is continued by: sh theirs/continue\.sh; the first one, a …”, which is gone$"
+    )
+    with pytest.raises(ValueError, match=told):
+        chosen(config, tmp_path, directory_given=True)
 
 
 def test_an_adapter_of_another_trainer_is_refused_where_its_optimizer_would_be_mixed_up(tmp_path):

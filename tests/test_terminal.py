@@ -15,6 +15,7 @@ from grpo_lightning.output.terminal import (
     FileFormatter,
     Lasting,
     TerminalFormatter,
+    name_of_file,
     printable,
     quoted,
     say,
@@ -101,6 +102,10 @@ def test_words_of_a_strangers_are_quoted_and_cut():
     assert quoted("a\nb\x1b") == "“a\\nb\\x1b”"
     assert quoted("x" * 80) == f"“{'x' * 80}”"
     assert quoted("x" * 81) == f"“{'x' * 80}…”"
+    assert quoted("a”; it is continued by: sh x; “b") == '“a"; it is continued by: sh x; "b”'
+    assert name_of_file("../runs/a-b_1.ckpt") == "../runs/a-b_1.ckpt"
+    assert name_of_file("a, it is continued by: sh x") == "“a, it is continued by: sh x”"
+    assert name_of_file("ä\n") == "“ä”"
 
 
 @provocation(

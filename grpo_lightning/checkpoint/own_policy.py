@@ -124,7 +124,7 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
         is_called = may_be_place if isinstance(value, str) else is_written
         is_place = is_foreign and ("_args_" in names or any(map(is_called, names)))  # of code of the user's
         # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
-        is_unresolved = "_convert_" in key.split(".") and value not in (None, "all")
+        is_unresolved = "_convert_" in key.split(".") and value != "all"
         is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))
         if is_place or is_unresolved or is_hidden:
             told = quoted(str(value))

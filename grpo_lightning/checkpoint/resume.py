@@ -15,7 +15,7 @@ from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.output.shell import typed
-from grpo_lightning.output.terminal import one_line, quoted
+from grpo_lightning.output.terminal import name_of_file, one_line, quoted
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
     if last.is_symlink() and not last.exists():
         offer = f"; {_offer(own, directory, overrides)}" if _others(own) else ""
-        raise ValueError(f"checkpoint=last: {last} leads to {one_line(str(last.readlink()))}, which is gone{offer}")
+        raise ValueError(f"checkpoint=last: {last} leads to {name_of_file(str(last.readlink()))}, which is gone{offer}")
     _refuse_another(config, directory, None)
     if last.exists():
         return last

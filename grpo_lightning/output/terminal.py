@@ -18,7 +18,9 @@ _COMMAND = re.compile(r"\x1b(?=[\]PX^_])|[\x90\x98\x9d-\x9f]")
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_NO_WORDS = re.compile(r"[\w/.,:=@%~+-]+", re.ASCII)
 _MOST_QUOTED = 80
+_WITHIN = str.maketrans("“”", '""')
 """Characters."""
 _MORE = "\n  | "
 """How further lines begin of what others say, so that none of them looks like one of this program's own."""
@@ -57,9 +59,14 @@ def one_line(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """The beginning of `one_line` in quotes: words of a stranger's in a sentence of this program."""
-    told = one_line(text)
+    """The beginning of `one_line` in quotes: words of a stranger's in a sentence of this program, which end none."""
+    told = one_line(text).translate(_WITHIN)
     return f"“{told[:_MOST_QUOTED]}{'…' * (len(told) > _MOST_QUOTED)}”"
+
+
+def name_of_file(text: str) -> str:
+    """A name that a stranger may have given a file, as it stands if it is no words, and else as `quoted`."""
+    return text if _NO_WORDS.fullmatch(text) else quoted(text)
 
 
 def brief(value: float, digits: int) -> str:

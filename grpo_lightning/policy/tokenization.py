@@ -19,6 +19,7 @@ from grpo_lightning.policy.partner import Partner
 from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.reporting import decoded, one_by_one, reporter
 from grpo_lightning.policy.stop_strings import StopStrings
+from grpo_lightning.policy.template import template_arguments
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.begun import Begun
@@ -58,7 +59,7 @@ class TextPolicy(Policy):
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.templated = is_templated(tokenizer, plain_text=plain_text)
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs = template_arguments(system_prompt, template_kwargs)
         self.end_ids = list(end_ids)
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
         self.pad_id = next(number for number in padding if number is not None)
@@ -139,7 +140,7 @@ class TextPolicy(Policy):
 
     def render(self, prompt: str | list[dict[str, str]]) -> str:
         """The text that the model continues: the chat template's, or the messages' own text where there is none."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
         if self.system_prompt and not any(message["role"] == "system" for message in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if not self.templated:

@@ -85,4 +85,7 @@ if __name__ == "__main__":
     last_through_closed_pipes()
     start.START = Path.cwd().resolve()
     fresh.protect_processes()
+    from grpo_lightning.composition.resolvers import keep_from_strangers
+
+    keep_from_strangers()  # such as those of whoever has made the run
     main()

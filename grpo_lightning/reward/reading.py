@@ -76,7 +76,8 @@ def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(message["content"] for message in messages) + completion
-    text: str = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": completion}], tokenize=False)
+    said = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change them
+    text: str = tokenizer.apply_chat_template(said, tokenize=False)
     return text
 
 

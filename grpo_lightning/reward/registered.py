@@ -14,7 +14,7 @@ def note_own(task: str, config: Mapping[str, Any]) -> None:
 
 
 def check_arguments(task: str, config: Mapping[str, Any]) -> None:
-    """Refuse arguments of a row of the data that are called as places, for a data set of the user's.
+    """Refuse arguments of a row of the data that are texts, or called as places, for a data set of the user's.
 
     Args:
         task: Name of a data set, as the row says it.
@@ -23,12 +23,31 @@ def check_arguments(task: str, config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: There are such, and they are not those of the run's own settings.
     """
-    named = next(filter(may_be_place, _names(config)), None)
-    if named and f"{task} {dict(config)!r}" not in _own and not is_of_library(task):
+    named = next(_places(config), None)
+    tasks = (task, *(name for _, name, _ in composed_of(config)))
+    if named and f"{task} {dict(config)!r}" not in _own and not all(map(is_of_library, tasks)):
         raise ValueError(
             f"task={task!r}: no data set of reasoning_gym itself, and task_config of its row has {named!r}, which "
             "could name a place; allowed are the arguments of data.task_config, and those of reasoning_gym's own"
         )
+
+
+def composed_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The data sets that the arguments of a composite name, also those of composites in it.
+
+    Args:
+        config: The arguments.
+        prefix: Where they stand.
+
+    Yields:
+        Where a data set stands, its name, and what is said of it.
+    """
+    listed = config.get("datasets") if isinstance(config, Mapping) else None
+    for number, one in enumerate(listed) if isinstance(listed, list | tuple) else ():
+        if isinstance(one, Mapping):
+            place = f"{prefix}.datasets.{number}"
+            yield place, str(one.get("name")), one
+            yield from composed_of(one.get("config"), f"{place}.config")
 
 
 def is_of_library(task: str) -> bool:
@@ -38,8 +57,9 @@ def is_of_library(task: str) -> bool:
     return task in DATASETS and DATASETS[task][0].__module__.startswith("reasoning_gym.")
 
 
-def _names(node: Any) -> Iterator[str]:
-    """The keys of a mapping, and of those in it."""
+def _places(node: Any) -> Iterator[str]:
+    """The keys of what could name a place, in a mapping and in those in it."""
     for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ():
-        yield str(key)
-        yield from _names(value)
+        if may_be_place(str(key)) or isinstance(value, str):
+            yield str(key)
+        yield from _places(value)

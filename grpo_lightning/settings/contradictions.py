@@ -6,6 +6,7 @@ from typing import Any
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.reward.engine.gate import Gate
+from grpo_lightning.settings.walk import HELD
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
@@ -36,6 +37,15 @@ def reader(config: Mapping[str, Any], broken: Collection[str]) -> Reader:
         return value
 
     return read
+
+
+def _parts_of_module(get: Reader) -> list[str]:
+    module = get("module")
+    return [
+        f"module.{part}: allowed is what {part} says, such as {part}=NAME: checks and summaries look there"
+        for part in HELD["module"]
+        if part in module and module[part] != get(part)
+    ]
 
 
 def _ks(get: Reader) -> list[str]:
@@ -234,6 +244,7 @@ def _preflight_of_rollouts(get: Reader) -> list[str]:
 
 
 CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
+    _parts_of_module,
     _ks,
     _outcome,
     _complete_rewards,

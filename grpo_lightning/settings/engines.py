@@ -1,7 +1,6 @@
 """Settings that an engine beside the policy cannot follow."""
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.settings.contradictions import Reader, Unsound
@@ -13,22 +12,15 @@ def engine_problems(get: Reader) -> list[str]:
     """What the settings ask of ``sampler=vllm`` or ``sampler=vllm_server`` that it cannot do."""
     target = str(get("sampler._target_"))
     if not target.startswith(_VLLM):
-        return list(_another(get))
+        return []
     name = "sampler=vllm_server" if target.endswith("VLLMServer") else "sampler=vllm"
-    found = list(_another(get))
+    found: list[str] = []
     for rule in _RULES:
         try:
             found += rule(get, name)
         except Unsound:
             continue  # broken or absent, which is said elsewhere or is no problem here
     return found
-
-
-def _another(get: Reader) -> Iterator[str]:
-    """Whether the module has another sampler than the one that is checked here."""
-    with suppress(Unsound):
-        if get("module.sampler") != get("sampler"):
-            yield "module.sampler: allowed is what sampler says: sampler=own, sampler=vllm or sampler=vllm_server"
 
 
 def _installed(get: Reader, name: str) -> list[str]:

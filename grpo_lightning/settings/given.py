@@ -99,7 +99,7 @@ def ungiven(
             found.append(typed(key, task))
     # Objects of OmegaConf's would resolve what code of others, such as a chat template, puts into them.
     for key, value in nodes_called(config, "_convert_") if settings_from() else ():
-        if value not in (None, "all") and not _is_given(config, key, given):
+        if value != "all" and not _is_given(config, key, given):  # to Hydra null is another way, too
             found.append(typed(key, value))
     key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
     strategy = at(config, key.split("."))

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_lightning import start
 from grpo_lightning.output.links import followed, steps
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.output.terminal import name_of_file, one_line
 
 
 def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -107,13 +107,13 @@ def link_problem(directory: Path, *more: str) -> str | None:
     """
     if part := linked_part(directory):
         return one_line(
-            f"hydra.run.dir={directory}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-            "stranger may have made it; allowed is the directory that it leads to, by its own name"
+            f"hydra.run.dir={directory}: {part} is a link to {name_of_file(os.readlink(part))}, through which is not "
+            "written where a stranger may have made it; allowed is the directory that it leads to, by its own name"
         )
     if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
         return one_line(
-            f"hydra.run.dir={directory}: it is a link to {os.readlink(directory)}; allowed is that directory by its "
-            "own name, or a link in the directory of the start to an empty directory or a run's"
+            f"hydra.run.dir={directory}: it is a link to {name_of_file(os.readlink(directory))}; allowed is that "
+            "directory by its own name, or a link in the directory of the start to an empty directory or a run's"
         )
     try:
         written = list(_written(directory, more))
@@ -121,7 +121,7 @@ def link_problem(directory: Path, *more: str) -> str | None:
         which = str(error.filename)[:200]
         return one_line(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
     for path in written:
-        name = "itself" if path == directory else f"{path.relative_to(directory)} in it"
+        name = "itself" if path == directory else f"{name_of_file(str(path.relative_to(directory)))} in it"
         if is_hidden(path):
             return one_line(
                 f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
@@ -135,7 +135,11 @@ def link_problem(directory: Path, *more: str) -> str | None:
         may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
         # A stranger's may be one folder among the user's own files.
         if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
-            how = f"a link to {os.readlink(path)}" if path.is_symlink() else "a hard link, another name of some file"
+            how = (
+                f"a link to {name_of_file(os.readlink(path))}"
+                if path.is_symlink()
+                else "a hard link, another name of some file"
+            )
             return one_line(
                 f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
                 "whose own files lie in it, so remove the link"

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
 from grpo_lightning.output.links import followed
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.output.terminal import name_of_file, one_line
 from grpo_lightning.settings.places import is_hidden, is_looked_through, leads_out, linked_part
 from grpo_lightning.settings.walk import each_target
 
@@ -77,8 +77,8 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
         if part is not None and part not in known:
             yield one_line(
-                f"{key}={value}: {part} is a link to {os.readlink(part)}, through which is not written where a "
-                "stranger may have made it; allowed is the directory that it leads to, by its own name"
+                f"{key}={value}: {part} is a link to {name_of_file(os.readlink(part))}, through which is not written "
+                "where a stranger may have made it; allowed is the directory that it leads to, by its own name"
             )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_lightning.reward.registered import is_of_library
+from grpo_lightning.reward.registered import composed_of, is_of_library
 from grpo_lightning.settings.walk import each_target
 
 _OFTEN = ("spell_backward", "composite", "basic_arithmetic", "simple_equations")
@@ -22,10 +22,9 @@ def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, 
         if not _is_known(task):
             yield f"{key}.task", task, given
         for place, part in given.items():
-            for number, one in enumerate(part.get("datasets") or ()):
-                name = one.get("name") if isinstance(one, Mapping) else None
-                if isinstance(name, str) and not _is_known(name):
-                    yield f"{place}.datasets.{number}.name", name, {f"{place}.datasets.{number}": one}
+            for one, name, said in composed_of(part, place):
+                if not _is_known(name):
+                    yield f"{one}.name", name, {one: said}
 
 
 def _is_known(task: str) -> bool:

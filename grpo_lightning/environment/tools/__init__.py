@@ -1,5 +1,6 @@
 """An environment of tools: functions that the model calls by name, whose results it is told."""
 
+import copy
 import inspect
 import json
 import re
@@ -77,7 +78,7 @@ class Tools:
             raise ValueError(f"columns: expected names of parameters of {', '.join(names)}, got {', '.join(unused)}")
         self._by_name = {one.name: one for one in made}
         self._max_calls, self._max_result = max_calls, max_result
-        self.tools = [dict(one.schema) for one in made]
+        self.tools = [copy.deepcopy(one.schema) for one in made]  # templates are given these, which may change them
         """The JSON schemas that the chat template shows."""
         self.__signature__ = _signature(made)
 
