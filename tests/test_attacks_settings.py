@@ -149,18 +149,19 @@ def test_no_texts_are_put_together_to_lines_of_a_script():
     assert script_problems(hydra.launcher) == []
     hydra.launcher.setup = None  # of SLURM
     assert script_problems(hydra.launcher) == []
-    for sign in "\n\r\"'\\":
+    for sign in (*"\n\r\"'\\", "PackJob"):
         hydra.sweep.dir = f"a{sign}b"
-        told = "hydra.launcher.comment: allowed are texts of one line, without quotes and backslashes, which cannot add"
-        assert script_problems(hydra.launcher) == [f"{told} to a script"]
+        told = "hydra.launcher.comment: allowed are texts of one line, without quotes, backslashes and 'packjob', which"
+        assert script_problems(hydra.launcher) == [f"{told} cannot add to a script"]
 
 
 @provocation(
     "a sweep with `hydra/launcher=submitit_slurm` that is started in a folder whose name has several lines, of which "
-    "the scripts of its jobs would have commands, or quotes and backslashes, of which they would have options",
+    "the scripts of its jobs would have commands, or quotes and backslashes, of which they would have options, or "
+    "`packjob`, at which SLURM's parser writes beyond its memory",
     "refused in one sentence",
 )
-@pytest.mark.parametrize("end", ["\n", "\r", "'", '"', "\\"])
+@pytest.mark.parametrize("end", ["\n", "\r", "'", '"', "\\", "packjob"])
 def test_the_name_of_the_directory_adds_no_lines_to_a_script(end, tmp_path, monkeypatch):
     here = tmp_path / f"data{end}touch HIT{end}#"
     here.mkdir()
@@ -168,7 +169,7 @@ def test_the_name_of_the_directory_adds_no_lines_to_a_script(end, tmp_path, monk
     launcher = OmegaConf.create({"setup": None, "nodes": 1})
     [told] = script_problems(launcher)
     shown = str(here.resolve()).replace("\n", "\\n").replace("\r", "\\r")
-    without = "one line, without quotes and backslashes"
+    without = "one line, without quotes, backslashes and 'packjob'"
     assert told == f"{shown}: SLURM's scripts hold this name; allowed is a start where it has {without}"
     assert script_problems(OmegaConf.create({"nodes": 1})) == []
     monkeypatch.chdir(tmp_path)

@@ -174,6 +174,8 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
         ({"output": "../.bashrc"}, "output"),
         ({"options": {"csvfile": "x"}}, "options.csvfile"),
         ({"history": {"path": "../.bashrc"}}, "history.path"),
+        ({"report": "../.bashrc"}, "report"),
+        ({"more": [{"x": b"../.bashrc"}]}, "more.0.x"),
     ):
         with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value"):
             own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], lambda key: "mine.load")

@@ -180,6 +180,9 @@ def test_mlflow_writes_files_where_the_database_of_the_directory_is(own_store, t
             ):
                 logger.log_metrics({"x": 1.0}, 1)
     assert not (tmp_path / "elsewhere").exists()
+    for place, is_refused in (("file:mlruns/x", False), ("FILE:mlruns/x", True), (f"File://{tmp_path}/mlruns/x", True)):
+        with pytest.raises(ValueError, match="this database has f") if is_refused else contextlib.nullcontext():
+            made("inside")._check_one(place, is_new=True)  # MLflow takes the latter for folders "FILE:mlruns", "File:"
     for logger in (made("inside"), made("new"), made("elsewhere", artifact_location=str(tmp_path / "elsewhere"))):
         logger.experiment.log_dict(logger.run_id, {}, "table/1.json")
         [run] = client.search_runs([logger.experiment_id], max_results=1)

@@ -458,7 +458,8 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
     said = {"size": 8, "output_file": str(hit)}
     with pytest.raises(ValueError, match=r"task='mine': no data set of reasoning_gym itself, and task_config of its "):
         reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
-    for said in ({"report": str(hit)}, {"size": 8, "more": [{"report": "x"}]}):  # whatever it is called
+    named = ({"report": str(hit)}, {"report": bytes(hit)}, {"size": 8, "more": [({"report": "x"},)]})
+    for said in named:  # whatever it is called
         with pytest.raises(
             ValueError, match=r"task='mine': .*task_config of its row has 'report', which could name a "
         ):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import LIVE, is_written, may_be_place
+from grpo_lightning.allowed import LIVE, is_written
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
@@ -19,6 +19,8 @@ _TAKEN = {
     ),
 }
 """Part -> what may build it on the word of a checkpoint, which can be a stranger's: nothing that runs other code."""
+_READ = ("_target_", "path", "dtype", "attn_implementation", "quantization", "reply_role", "system_prompt")
+"""Texts by which models are read, and what they are told."""
 _COMES_WITH = {
     "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
     "reference": ("loss.kl_coef", "rollout.kl_penalty"),
@@ -120,9 +122,10 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
     for key, value in leaves.items():
         if key in given:
             continue
-        names = key.split(".") if key != f"{part}.path" else []  # by which models are read
-        is_called = may_be_place if isinstance(value, str) else is_written
-        is_place = is_foreign and ("_args_" in names or any(map(is_called, names)))  # of code of the user's
+        names = key.split(".")[1:]
+        is_known = len(names) == 1 and names[0] in _READ
+        is_place = "_args_" in names or any(map(is_written, names)) or isinstance(value, str | bytes)
+        is_place = is_foreign and is_place and not is_known  # code of the user's may write to any text
         # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
         is_unresolved = "_convert_" in key.split(".") and value != "all"
         is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -55,8 +55,10 @@ _ENVIRONMENT = re.compile(
     r"|NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE|SHM_DISABLE|SOCKET_IFNAME|IB_HCA|IB_TIMEOUT|NTHREADS)"
     r"|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|WANDB_MODE"
 )
-_ENDS, _ODD, _WITHOUT = {*"\n\r"}, {*"\n\r\"'\\"}, "without quotes and backslashes"
-"""What is odd in the scripts of jobs: SLURM takes a backslash between single quotes for an escape, as no shell does."""
+_ENDS, _ODD = re.compile(r"[\n\r]"), re.compile(r"[\n\r\"'\\]|packjob", re.IGNORECASE)
+_WITHOUT = "without quotes, backslashes and 'packjob'"
+"""What is odd in the scripts of jobs: SLURM takes a backslash between single quotes for an escape, as no shell does,
+and at its word for several jobs in one it writes beyond its memory."""
 _LOGS = ("job_logging", "hydra_logging")
 _MADE = ("callbacks", "launcher", "sweeper", *_LOGS)
 """What Hydra makes objects of."""
@@ -224,19 +226,20 @@ def script_problems(launcher: DictConfig) -> list[str]:
         launcher: The settings below ``hydra.launcher``.
     """
     is_slurm = "setup" in launcher
-    if is_slurm and _ODD & {*str(place())}:  # plug-ins name files from the root
-        name = one_line(str(place()))
-        return [f"{name}: SLURM's scripts hold this name; allowed is a start where it has one line, {_WITHOUT}"]
+    if is_slurm and _ODD.search(here := str(place())):  # plug-ins name files from the root
+        return [
+            f"{one_line(here)}: SLURM's scripts hold this name; allowed is a start where it has one line, {_WITHOUT}"
+        ]
     try:
         return list(_line_problems(OmegaConf.to_container(launcher, resolve=True), _ODD if is_slurm else _ENDS))
     except OmegaConfBaseException:  # Hydra, which reads them in the same way, makes no launcher of them
         return []
 
 
-def _line_problems(launcher: Any, odd: Set[str] = _ENDS) -> Iterator[str]:
+def _line_problems(launcher: Any, odd: re.Pattern[str] = _ENDS) -> Iterator[str]:
     for key, value in leaves_of(launcher, "hydra.launcher"):
-        if isinstance(value, str) and odd & set(value):
-            also = "" if odd <= _ENDS else f", {_WITHOUT}"
+        if isinstance(value, str) and odd.search(value):
+            also = "" if odd == _ENDS else f", {_WITHOUT}"
             yield f"{key}: allowed are texts of one line{also}, which cannot add to a script"
 
 

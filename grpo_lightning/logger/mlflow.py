@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
@@ -47,6 +47,8 @@ class MLFlowLogger(loggers.MLFlowLogger):
     def experiment(self) -> Any:
         """The client of the mlflow library."""
         is_new = not self._initialized
+        if is_new and self._tracking_uri == STORE and Path(_DATABASE).exists():
+            _check_tables()  # before what they say is run
         with _without_git():
             client = super().experiment
         if self._initialized:
@@ -73,10 +75,12 @@ class MLFlowLogger(loggers.MLFlowLogger):
 
     def _check_one(self, place: str, *, is_new: bool) -> None:
         """Refuse a place other than one without links below ``mlruns`` in this directory, or the one that was given."""
+        from mlflow.utils.file_utils import local_file_uri_to_path
+
         own, address = Path.cwd().resolve() / "mlruns", urlsplit(place)
-        path = followed(Path(unquote(address.path if address.scheme == "file" else place)))
-        is_given = self._given_place is not None and place.startswith(self._given_place)
-        is_local = address.scheme in ("", "file") and address.netloc == ""
+        path = followed(Path(local_file_uri_to_path(place)))  # of which "FILE:" is part, not its scheme
+        is_given = self._given_place is not None and place.startswith(self._given_place) and ".." not in place
+        is_local = address.netloc == "" and (not address.scheme or place.startswith("file:"))
         is_below = path is not None and path != own and path.is_relative_to(own)
         if not is_given and not (is_local and is_below and path and not (is_new and _has_links(path))):
             raise ValueError(

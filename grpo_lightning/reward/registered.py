@@ -58,8 +58,9 @@ def is_of_library(task: str) -> bool:
 
 
 def _places(node: Any) -> Iterator[str]:
-    """The keys of what could name a place, in a mapping and in those in it."""
-    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ():
-        if may_be_place(str(key)) or isinstance(value, str):
+    """The keys of what could name a place, in a mapping and in those in it: of all that are not numbers."""
+    is_listed = isinstance(node, list | tuple)
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if is_listed else ():
+        if may_be_place(str(key)) or not isinstance(value, int | float | None | Mapping | list | tuple):
             yield str(key)
         yield from _places(value)
