@@ -7,6 +7,7 @@ import pickle
 import tarfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from io import BytesIO, StringIO
 
 import datasets
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 import transformers
 from transformers import tokenization_utils_tokenizers
+from transformers.integrations.bitnet import BitLinear
 
 from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
@@ -208,6 +210,18 @@ def test_what_belongs_to_quantized_weights_fits_them(bits, part, value, told, tm
     safetensors.torch.save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^policy.path='.*': its quantized weight \S*{name}.weight {told}"):
         hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+
+
+@provocation(
+    "a model whose configuration has BitNet pack a layer of an odd size, so that attention has fewer keys than values",
+    "refused in one sentence, before it is run",
+)
+def test_packed_layers_have_the_sizes_that_they_say():
+    for size, is_refused in ((16, False), (18, True), (2, True)):
+        network = torch.nn.Sequential(torch.nn.Linear(8, size), BitLinear(8, size, bias=False))
+        told = rf"^policy.path=x: its quantized layer 1 has other weights than its sizes say, {size} x 8$"
+        with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
+            lay_out(network, "policy.path=x")
 
 
 def test_a_models_own_tensors_are_dense():

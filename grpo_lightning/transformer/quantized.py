@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers that share one scale in bitsandbytes."""
@@ -23,6 +23,22 @@ def state_problem(weight: Tensor) -> str | None:
         scales = getattr(weight, "SCB", None)
         return None if scales is None or _is(scales, len(weight), torch.float32) else "has other scales than rows"
     return None
+
+
+def layer_problem(layer: nn.Module) -> str | None:
+    """What does not fit a layer as BitNet packs it, four numbers in a byte, to be read behind its name.
+
+    Where it makes fewer features than it says, attention may have fewer keys than values, which torch does not compare.
+
+    Args:
+        layer: Of any class.
+    """
+    if type(layer).__name__ != "BitLinear":
+        return None
+    sizes = [getattr(layer, name, None) for name in ("out_features", "in_features")]
+    weight = getattr(layer, "weight", None)
+    is_packed = isinstance(weight, Tensor) and weight.dim() == 2 and [4 * len(weight), weight.shape[1]] == sizes
+    return None if is_packed else f"has other weights than its sizes say, {sizes[0]} x {sizes[1]}"
 
 
 def _of_four_bits(weight: Tensor, state: Any) -> str | None:

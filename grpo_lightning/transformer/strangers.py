@@ -22,7 +22,7 @@ from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
-from grpo_lightning.transformer.quantized import state_problem
+from grpo_lightning.transformer.quantized import layer_problem, state_problem
 
 _OF_PROGRAMS = "BertJapaneseTokenizer"
 """The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
@@ -189,6 +189,9 @@ def lay_out(model: nn.Module, where: str) -> None:
     Raises:
         ValueError: A weight is no dense tensor, or what belongs to a quantized one does not fit it.
     """
+    for name, layer in model.named_modules():
+        if found := layer_problem(layer):
+            raise ValueError(f"{where}: its quantized layer {one_line(name[:80])} {found}")
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.layout != torch.strided or weight.is_nested:
             kind = "nested" if weight.is_nested else str(weight.layout)
