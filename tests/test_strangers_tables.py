@@ -18,6 +18,7 @@ from grpo_lightning.data.archives import contained
 from grpo_lightning.data.columns import check_length
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.json_tables import read_in_one_block
+from grpo_lightning.data.jsonl import JsonLines
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
@@ -140,6 +141,15 @@ def test_files_say_not_that_lists_are_longer_than_memory(form, place):
     told = r"a column of the type fixed_size_list<.*, of \d+ values in a row; allowed are 16777216"
     with pytest.raises(ValueError, match=f"^data.path='{place}', data.split='train': {told}"):
         Hub(str(place), "train")
+
+
+def test_rows_of_parquet_are_read_when_their_types_are_known(tmp_path, monkeypatch):
+    kind = pa.list_(pa.list_(pa.int8(), LENGTH), LENGTH)
+    table = pa.table({"prompt": pa.array([], pa.string()), "x": pa.array([], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    monkeypatch.setattr(pyarrow.parquet, "read_table", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ValueError, match=r"x\.parquet: a column of the type fixed_size_list<.*; allowed are 16777216"):
+        JsonLines(str(tmp_path / "x.parquet"))
 
 
 def test_lengths_are_multiplied_by_hand():

@@ -152,6 +152,8 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         try:
             # By its name, such as hdfs:/x.parquet, it could be a place elsewhere.
             with _plain_types(), path.open("rb") as file:
+                check_columns(pyarrow.parquet.read_schema(file))  # it fills lists up to the length that files say
+                file.seek(0)
                 table = pyarrow.parquet.read_table(file)
             check_columns(table.schema)
             table.validate(full=True)
