@@ -51,8 +51,9 @@ def contained() -> Iterator[None]:
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
     And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
     the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
-    tensors, media or formats of other programs. Files say how long lists are; and no ``filters``, by which parquet's
-    reader would compute with tables before they are validated.
+    tensors, media or formats of other programs. Lists have no type that makes them longer than pyarrow can count, lines
+    of JSON are read in one block, and there are no ``filters``, by which parquet's reader would compute with tables
+    before they are validated.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
     prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
