@@ -569,11 +569,12 @@ def test_programs_do_not_come_from_here(named, tmp_path, monkeypatch):
     (tmp_path / "neuron-monitor").chmod(0o755)
     before = os.environ["PATH"]
     slip = named.format(before)
-    ask = "import os, shutil; print(shutil.which('neuron-monitor'), os.environ['PATH']); os.system('neuron-monitor')"
+    slips = f"import os, shutil; os.environ['PATH'] = {slip!r}"  # not given by this process, which drops it
+    ask = "print(shutil.which('neuron-monitor'), os.environ['PATH']); os.system('neuron-monitor')"
     begin = "from grpo_lightning.distributed.alone.grpo_lightning_path import leave_here as l; l()"
-    for code, is_found in ((ask, True), (f"{begin}; {ask}", False)):
+    for code, is_found in ((f"{slips}; {ask}", True), (f"{slips}; {begin}; {ask}", False)):
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env={"PATH": slip, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True)
+        done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True)
         assert (done.stdout.decode() == f"None {before}\n") is not is_found
         assert (tmp_path / "HIT").exists() is is_found
         (tmp_path / "HIT").unlink(missing_ok=True)
