@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ CASES = {
 @provocation(
     "`--config-dir bundle experiment=theirs`, or `experiment=../../bundle/experiment/theirs`: settings that name a "
     "file of Python of the folder they came in, or of another folder; the same for Hydra's own (`hydra.callbacks`)",
-    "refused by its key, nothing ran; `trusted=[bundle]` allows it",
+    "refused by file and key, nothing ran; `trusted_settings=true` allows it",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
@@ -77,12 +77,14 @@ def test_a_folder_of_settings_brings_no_code(case, tmp_path):
     done = begun(tmp_path, *words, *TINY)
     assert done.returncode == 1, done.stderr
     told = "theirs.yaml: hydra.callbacks.x._target_=bundle.evil.score stands in a file; allowed there are hydra.mode"
-    assert (told if lines == HYDRA else "allowed is trusted=[bundle] on the command line") in done.stderr
+    named = ".yaml: reward.custom.function._target_=bundle.evil.score"
+    assert (told if lines == HYDRA else named) in done.stderr
+    assert "stands in a file" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "HIT").exists()
     if lines == HYDRA:
         return
-    done = begun(tmp_path, *words, *TINY, "trusted=[bundle]")
+    done = begun(tmp_path, *words, *TINY, "trusted_settings=true")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "HIT").exists()
 
@@ -132,12 +134,12 @@ def test_the_name_of_a_folder_says_nothing(tmp_path):
     )
     done = begun(tmp_path, "--config-dir", "trusted=sympy", "experiment=theirs", *TINY)
     assert done.returncode == 1
-    assert "trusted stands in a file; allowed is to give it on the command line" in done.stderr
+    assert "theirs.yaml: 'trusted=[sympy]'; reward.format.function._target_=sympy.sympify" in done.stderr
     assert not (tmp_path / "HIT").exists()
 
 
 @provocation(
-    "settings of a stranger's in a folder `REDACTED`, whose `token`s are words of commands that a sweep offers, so "
+    "settings in a folder `REDACTED`, trusted by a word, whose `token`s are words of commands that a sweep offers, so "
     "that `python -P -m …` would be `python REDACTED -m …`",
     "what stands there is the name of nothing: the command does not run",
 )
@@ -149,7 +151,7 @@ def test_no_token_makes_another_command_of_what_a_sweep_offers(tmp_path):
     (tmp_path / "REDACTED" / "theirs.yaml").write_text(
         f"defaults: [train, _self_]\nnote: {{tokens: {{token: {tokens}}}, text: hunter22}}\n"
     )
-    words = ("-m", "--config-dir", "REDACTED", "--config-name", "theirs", "seed=0,1", *TINY)
+    words = ("-m", "--config-dir", "REDACTED", "--config-name", "theirs", "seed=0,1", "trusted_settings=true", *TINY)
     done = begun(tmp_path, *words, "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr
     told = re.search(
@@ -253,22 +255,18 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["brought_file", "brought_folder.part", "brought_package"])
-def test_files_are_trusted_by_name(name, here):
+def test_files_are_trusted_by_a_word(name, here):
     lines = REWARD.replace("NAME", name)
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
-    top = name.partition(".")[0]
-    told = f"{top} is a folder, or lies in one, and may have come with the settings in {here}/conf; if you know it, "
-    if name == "brought_file":
-        told = f"not said by the command itself, and the settings in {here}/conf would choose what this code of yours "
-    with pytest.raises(ConfigError) as caught:
-        grpo.compose(*words, run_dir=here / "run")
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"reward.custom.function._target_={name}.score: {told}")
-    assert f"trusted=[{top}]" in problem
-    assert top not in sys.modules
-    words = (*words, f"trusted=[{top}]")
-    assert "custom" in grpo.compose(*words, run_dir=here / "run").config["reward"]
+    told = rf"theirs\.yaml: reward\.custom\.function\._target_={name}\.score stands in a file that the command brings"
+    for more in ("trusted_settings=false", f"trusted=[{name.partition('.')[0]}]", "trusted_settings=${oc.decode:true}"):
+        with pytest.raises(ConfigCompositionException, match=told):
+            grpo.compose(*words, more, run_dir=here / "run")
+        assert name not in sys.modules
+    run = grpo.compose(*words, "trusted_settings=true", run_dir=here / "run")
+    assert "custom" in run.config["reward"]
+    assert start.settings_from() == []
 
 
 OBJECTS = """
@@ -562,13 +560,17 @@ def test_files_may_say_what_a_sweep_is(here):
         ("logger: ${x}", "logger=${x}"),
         (
             "logger: {csv: {version: {_target_: grpo_lightning.varying.Piecewise, values: [a]}}}",
-            "logger.csv.version",
+            "logger.csv.version.values",
         ),
+        ("trainer: {strategy: {_target_: brought_file.clean, text: deepspeed}}", "trainer.strategy._target_=brought"),
+        ("policy: {_convert_: none}", "policy._convert_=none"),
+        ("policy: {_convert_: null}", "policy._convert_=None"),
+        ("policy: {template_kwargs: {box: {_convert_: null}}}", "policy.template_kwargs.box._convert_=None"),
+        ("reward: {accuracy: {_convert_: ALL}}", "reward.accuracy._convert_=ALL"),
         ("logger: {mlflow: {tracking_uri: 'sqlite:///bundle/x.db'}}", "logger.mlflow.tracking_uri=sqlite"),
         ("logger: {tensorboard: {name: bundle}}", "logger.tensorboard.name=bundle"),
         ("logger: {wandb: {settings: {disable_git: false}}}", "logger.wandb.settings.disable_git=False"),
         ("logger: {wandb: {settings: null}}", "logger.wandb.settings=None"),
-        ("logger: {wandb: {settings: {}}}", "logger.wandb.settings={}"),
         (
             "hydra: {sweeper: {params: {logger.wandb.settings.disable_git: false}}}",
             "hydra.sweeper.params.logger.wandb.settings.disable_git=False",
@@ -581,20 +583,17 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
         ("callbacks: {stop: {_target_: '${x}', monitor: a}}", "callbacks.stop._target_=${x}"),
         ("callbacks: {m: {_target_: lightning.pytorch.callbacks.ModelCheckpoint}}", "callbacks.m._target_=lightning"),
-        ("callbacks: {a: {_target_: brought_file.score, x: 1}, b: {_args_: [x]}}", "callbacks.b._args_.0=x"),
+        ("callbacks: {a: {_target_: brought_file.score, x: 1}, b: {_args_: [x]}}", "callbacks.b._args_"),
         (
             "logger: {a: {_target_: brought_file.score, x: [{_target_: lightning.pytorch.loggers.CSVLogger}]}}",
-            "logger.a.x.0._target_=lightning",
+            "logger.a.x",
         ),
         ("callbacks: {a: {_target_: brought_file.score, x: {_target_: '${b}'}}}", "callbacks.a.x._target_=${b}"),
-        ("logger: {a: {_target_: brought_file.score, x: ['${preflight.x}']}}", "logger.a.x.0=${preflight.x}"),
+        ("logger: {a: {_target_: brought_file.score, x: ['${preflight.x}']}}", "logger.a.x"),
         ("logger: {a: {_target_: brought_file.score, x: '${oc.select:b}'}}", "logger.a.x=${oc.select:b}"),
         ("trainer: {default_root_dir: x}", "trainer.default_root_dir=x"),
         ("trainer: {profiler: simple}", "trainer.profiler=simple"),
-        (
-            "trainer: {plugins: [{_target_: grpo_lightning.checkpoint.io.AtomicCheckpointIO}]}",
-            "trainer.plugins.0",
-        ),
+        ("trainer: {plugins: [{_target_: grpo_lightning.checkpoint.io.AtomicCheckpointIO, x: 1}]}", "trainer.plugins"),
         ("hydra: {sweeper: {params: {run_dir: .}}}", "hydra.sweeper.params.run_dir=."),
         ("hydra: {sweeper: {params: {data.verifier: a_1}}}", "hydra.sweeper.params.data.verifier=a_1"),
         ("hydra: {sweeper: {params: {++seed.trusted: a}}}", "hydra.sweeper.params.++seed.trusted=a"),
@@ -630,8 +629,9 @@ def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
     with pytest.raises(ConfigCompositionException) as caught:
         grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", run_dir=here / "run")
     name, sign, value = key.partition("=")
-    assert f"experiment/theirs.yaml: {typed(name, value) if sign else key}" in str(caught.value)
-    assert "stands in a file" in str(caught.value)
+    told = str(caught.value)
+    assert (typed(name, value) if sign else key) in told[told.index("experiment/theirs.yaml: ") :]
+    assert "stands in a file" in told
 
 
 @provocation(
@@ -666,41 +666,6 @@ def test_nothing_that_only_the_user_says_is_offered(key, meant, here, monkeypatc
     assert list(_unknown({"stepps": 8})) == ["stepps=8: unknown; the nearest is steps=8"]
     start.note_words([f"+{key}=mine"])
     assert list(_unknown({key: "mine"})) == [told]
-
-
-@provocation(
-    "settings that the command brings along with `policy: {_convert_: none}`, so that a chat template would be given "
-    "objects of OmegaConf's, which resolve what it says",
-    "refused by its key",
-)
-@pytest.mark.parametrize(
-    ("value", "is_refused"),
-    [
-        ("none", True),
-        ("partial", True),
-        ("object", True),
-        ("ALL", True),
-        (None, True),
-        ({}, True),
-        ([], True),
-        ("all", False),
-    ],
-)
-def test_a_stranger_says_not_what_parts_are_made_of(value, is_refused, here):
-    target = {"_target_": "grpo_lightning.transformer.hf.load"}
-    start.note_settings_from([str(here / "conf")])
-    for key, config in (
-        ("policy._convert_", {"policy": target | {"_convert_": value}}),
-        ("policy.box._convert_", {"policy": target | {"box": {"_convert_": value}}}),
-        ("policy.boxes.0.a._convert_", {"policy": target | {"boxes": [{"a": {"_convert_": value}}]}}),
-        ("more._convert_", {"more": {"_convert_": value}}),
-    ):
-        told = f"{typed(key, value)} stands in a file; allowed is to give it on the command line, or to compose"
-        assert given.ungiven(config, []) == ([told] if is_refused else [])
-        if "boxes" not in key:
-            assert given.ungiven(config, [f"+{key}={value}"]) == []
-    start.forget_settings_from()
-    assert given.ungiven(config, []) == []  # of one's own
 
 
 @provocation(
@@ -741,24 +706,6 @@ def test_no_stranger_says_a_part_of_the_run_directory(key, here, monkeypatch):
     assert grpo.compose("task_name=x", f"{key}=runs/${{task_name}}").config["run_dir"] == "runs/x"
 
 
-@provocation(
-    "a command with `environment.function._target_=my_env.play`, and settings that it brings along with the same node "
-    "as `reward.environment.function`, where the function would be given prompts and completions",
-    "the function needs `trusted=[my_env]` there",
-)
-def test_a_function_is_named_in_its_own_place(here):
-    node = {"_target_": "brought_file.score", "_partial_": True}
-    config = {"environment": {"function": node}, "reward": {"environment": {"function": node}}}
-    words = ["environment.function._target_=brought_file.score"]
-    assert given.ungiven(config, words, is_built=True) == []
-    start.note_settings_from([str(here / "conf")])
-    (told,) = given.ungiven(config, words, is_built=True)
-    assert told.startswith("reward.environment.function._target_=brought_file.score: not said by the command itself")
-    for above in ("rollout", "validation"):
-        copied = {"environment": config["environment"], above: {"environment": config["environment"]}}
-        assert given.ungiven(copied, words, is_built=True) == []
-
-
 @pytest.mark.parametrize("word", ["${tags}", "$\\{tags\\}", "[$\\{tags.0\\}]"])
 def test_no_file_has_references_in_a_sweep(word):
     (told,) = hydra_problems("own.yaml", {"sweeper": {"params": {"seed": word}}})
@@ -797,169 +744,6 @@ def test_a_folder_of_settings_is_what_hydra_takes_it_for(here):
     assert start.settings_from() == [str(link)]
 
 
-@provocation(
-    "settings of several files: one that the command brings along puts texts beside a function of the user's, another "
-    "makes of it a part of Lightning's, which then has those texts",
-    "refused by file and key",
-)
-@pytest.mark.parametrize(
-    ("lines", "key"),
-    [
-        ("logger: {tensorboard: {_target_: nobody.x, sub_dir: some/where}}", "logger.tensorboard"),
-        ("trainer: {_target_: nobody.y, profiler: simple}", "trainer"),
-        ("callbacks: {lr: {_target_: nobody.z, dirpath: a}}", "callbacks.lr"),
-    ],
-)
-def test_a_node_of_the_users_stays_one(lines, key, here):
-    (here / "conf" / "first.yaml").write_text(f"# @package _global_\n{lines}\n")
-    (here / "conf" / "lr.yaml").write_text("_target_: lightning.pytorch.callbacks.EarlyStopping\nmonitor: a\n")
-    (here / "conf" / "theirs.yaml").write_text("defaults: [first, /train, lr@callbacks.lr, _self_]\n")
-    told = rf"first\.yaml: {key}\._target_=\S+ stands in a file that the command brings along"
-    with (
-        installed(),
-        initialize_config_dir(str(here / "conf"), version_base="1.3"),
-        pytest.raises(ConfigCompositionException, match=told),
-    ):
-        compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
-
-
-@provocation(
-    "settings of several files: one that the command brings along puts texts beside a function of the user's, another "
-    "puts a part of Lightning's below it, which then has those texts",
-    "refused by file and key",
-)
-def test_no_part_of_a_library_stands_below_a_node_of_the_users(here):
-    (here / "conf" / "lr.yaml").write_text("_target_: lightning.pytorch.callbacks.EarlyStopping\nmonitor: a\n")
-    told = r"first\.yaml: callbacks\.mine\.own\._target_=lightning\S+ stands in a file that the command brings along"
-    for said, refused in (("_target_: nobody.z, own: {prefix: a}", True), ("own: {patience: 3}", False)):
-        (here / "conf" / "first.yaml").write_text(f"# @package _global_\ncallbacks: {{mine: {{{said}}}}}\n")
-        (here / "conf" / "theirs.yaml").write_text("defaults: [/train, lr@callbacks.mine.own, first, _self_]\n")
-        with (
-            installed(),
-            initialize_config_dir(str(here / "conf"), version_base="1.3"),
-            pytest.raises(ConfigCompositionException, match=told) if refused else nullcontext(),
-        ):
-            compose("theirs", [f"hydra.searchpath=[file://{CONF}]"])
-
-
-@provocation(
-    "settings of several files: one that the command brings along has a node of the user's, into which "
-    "`${preflight.x}` comes by way of one of this project's own (`${taught.basic_arithmetic}` of data=reasoning_gym)",
-    "refused by file and key; on the command line it may stand",
-)
-def test_nothing_else_is_put_below_a_node_of_the_users(here):
-    said = "logger: {mine: {_target_: nobody.x, levels: {composite: null}}}\ntrainer: {_target_: nobody.y}\n"
-    said += "callbacks: {checkpoint: {_target_: nobody.z}, hparams: {_target_: nobody.z}}\n"
-    (here / "conf" / "experiment" / "first.yaml").write_text(
-        f"# @package _global_\ndefaults: [/data@logger.mine: reasoning_gym, _self_]\n{said}"
-    )
-    (here / "conf" / "experiment" / "plain.yaml").write_text(f"# @package _global_\n{said}")
-    words = (f"hydra.searchpath=[file://{here}/conf]",)
-    told = r"first\.yaml: 'logger\.mine\.\S+=\"\$…\{\S+\}\"' stands in a file that the command brings along"
-    with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
-        with pytest.raises(ConfigCompositionException, match=told):
-            compose("train", [*words, "experiment=first"])
-        compose("train", [*words, "experiment=plain"])
-        compose("train", [*words, "experiment=plain", "logger=csv", "+logger.mine.x=${preflight}"])
-        with pytest.raises(ConfigCompositionException, match=told):
-            compose("train", [*words, "experiment=first", "logger=csv"])
-
-
-@provocation(
-    "settings that the command brings along with a reward or environment of the user's own that has a `directory` "
-    "outside of the run directory, or a `save_dir`",
-    "refused by its key; allowed on the command line",
-)
-@pytest.mark.parametrize("name", ["directory", "save_dir"])
-@pytest.mark.parametrize("key", ["reward.mine.function", "data.train", "callbacks.mine", "callbacks.mine.options.0"])
-def test_the_users_code_writes_nowhere_else_for_a_stranger(key, name, here):
-    *above, last = key.removesuffix(".options.0").split(".")
-    config = {"run_dir": str(here / "run")}
-    node = config
-    for part in above:
-        node = node.setdefault(part, {})
-    node[last] = {"_target_": "brought_file.Logged", name: None}
-    if key.endswith(".options.0"):
-        node[last] = {"_target_": "brought_file.Logged", "options": [{name: None}]}
-        node, last = node[last]["options"], 0
-    assert given.ungiven(config, []) == []  # of one's own
-    node[last][name] = "../elsewhere"
-    start.note_settings_from([str(here / "conf")])
-    told = f"{key}.{name}=../elsewhere stands in a file; allowed is to give it on the command line, or to compose"
-    assert given.ungiven(config, []) == [told]
-    if key == "callbacks.mine":  # below two nodes of the user's
-        assert given.ungiven(
-            config | {"callbacks": {"mine": {"_target_": "brought_file.Kept", "a": node[last]}}}, []
-        ) == [told.replace(key, f"{key}.a")]
-    assert given.ungiven(config, [f"{key}.{name}=../elsewhere"]) == []
-    node[last][name] = str(here / "run" / "kept")
-    assert given.ungiven(config, []) == []
-    for run in (here, here.parent):  # code of the user's may lie in it
-        (told,) = given.ungiven(config | {"run_dir": str(run)}, [])
-        assert told.startswith(f"{key}.{name}={here}/run/kept stands in a file; allowed is to give it on the command ")
-    node[last]["cache"] = True
-    assert given.ungiven(config, []) == []
-    for value in ("../answers.jsonl", {"_target_": "brought_file.score"}, ["../x"]):
-        node[last]["cache"] = value
-        assert f"{typed(f'{key}.cache', value)} stands in a file" in given.ungiven(config, [])[0]
-    del node[last]["cache"]
-    for value in (2026, None, True):
-        node[last][name] = value
-        assert f"{key}.{name}={value} stands in a file" in given.ungiven(config, [])[0]
-
-
-@provocation(
-    "settings that the command brings along which give a function of the user's own another argument that may say "
-    "where it writes, such as `log_file: ${oc.env:HOME}/.bashrc`",
-    "refused by its key; allowed on the command line",
-)
-@pytest.mark.parametrize(
-    ("name", "value", "place"),
-    [
-        ("log_file", "/home/me/.bashrc", "log_file"),
-        ("answers_path", "../x", "answers_path"),
-        ("outputFile", "~/x", "outputFile"),
-        ("output", ".bashrc", "output"),
-        ("to", ["a.txt"], "to.0"),
-        ("options", {"file": "my_rewards.py"}, "options.file"),
-        ("paths", {"x": "a.txt"}, "paths.x"),
-        *((name, "a.txt", name) for name in ("csvfile", "fname", "foldername", "logname", "dirname", "tmpfile")),
-        ("log_every", 10, None),
-        ("path", None, None),
-        ("text", "../x", None),
-        ("profile", "a.txt", None),
-    ],
-)
-def test_files_of_the_users_code_are_named_by_the_user(name, value, place, here):
-    node = {"_target_": "brought_file.Logged", name: value}
-    config = {"run_dir": str(here / "run"), "reward": {"mine": {"function": node}}}
-    assert given.ungiven(config, []) == []
-    start.note_settings_from([str(here / "conf")])
-    found = [told.partition("=")[0].strip("'") for told in given.ungiven(config, [])]
-    assert found == ([f"reward.mine.function.{place}"] if place else [])
-    said = f"reward.mine.function.{name}=[x]" if isinstance(value, list) else f"reward.mine.function.{place}=x"
-    assert given.ungiven(config, [said]) == []
-
-
-@provocation(
-    "settings that the command brings along with a `directory` among the `kwargs` that an environment hands on to a "
-    "function of the user's own",
-    "refused by its key; allowed on the command line",
-)
-def test_what_is_handed_on_to_the_users_code_writes_nowhere_else(here):
-    handed = {"directory": "../elsewhere", "more": [{"cache": "../x"}], "title": "../x"}
-    make = {"_target_": "brought_file.make", "_partial_": True}
-    function = {"_target_": "grpo_lightning.environment.gymnasium.Gymnasium", "make": make, "kwargs": handed}
-    config = {"run_dir": str(here / "run"), "environment": {"function": function}}
-    assert given.ungiven(config, []) == []
-    start.note_settings_from([str(here / "conf")])
-    names = ["environment.function.kwargs.directory=../elsewhere", "environment.function.kwargs.more.0.cache=../x"]
-    assert [told.partition(" stands in a file")[0] for told in given.ungiven(config, [])] == names
-    assert given.ungiven(config, names) == []
-    function["kwargs"] = {"directory": str(here / "run" / "games")}
-    assert given.ungiven(config, []) == []
-
-
 WRITES = """
 def note(text: str, directory: str = "notes") -> str:
     \"\"\"Keep a text.
@@ -982,68 +766,33 @@ class Kept:
 
 
 @provocation(
-    "settings that the command brings along which name a function of the user's own: as a reward or a tool, itself or "
-    "as what an object or a factory of the user's makes, with arguments of theirs, of a model's or of a data set's",
-    "refused by its key before anything is imported; allowed are `trusted=[…]` and that key on the command line",
+    "settings that the command brings along which name a function of the user's own: as a reward, a tool, a callback",
+    "refused by file and key before anything is imported; allowed is `trusted_settings=true`",
 )
-@pytest.mark.grid
 @pytest.mark.parametrize(
-    ("lines", "key", "name", "word"),
+    ("lines", "told"),
     [
         (
             "defaults: [override /environment: tools]\nenvironment: {function: {tools: [brought_notes.note]}}\n",
-            "environment.function.tools.0._target_",
-            "brought_notes.note",
-            "environment.function.tools=[brought_notes.note]",
+            "'environment.function.tools=[brought_notes.note]'",
         ),
-        (
-            REWARD.replace("NAME.score", "brought_notes.kept"),
-            "reward.custom.function._target_",
-            "brought_notes.kept",
-            "reward.custom.function._target_=brought_notes.kept",
-        ),
-        (
-            REWARD.replace("NAME.score", "brought_notes.kept"),
-            "reward.custom.function._target_",
-            "brought_notes.kept",
-            "+reward.custom.function={_target_: brought_notes.kept}",
-        ),
-        (
-            "callbacks: {mine: {_target_: brought_notes.Kept, other: {_target_: brought_notes.note}}}\n",
-            "callbacks.mine._target_",
-            "brought_notes.Kept",
-            "callbacks.mine={_target_: brought_notes.Kept, other: {_target_: brought_notes.note}}",
-        ),
+        (REWARD.replace("NAME.score", "brought_notes.kept"), "reward.custom.function._target_=brought_notes.kept"),
+        ("callbacks: {mine: {_target_: brought_notes.Kept}}\n", "callbacks.mine._target_=brought_notes.Kept"),
+        ("optimizer: {_target_: brought_notes.Kept}\n", "optimizer._target_=brought_notes.Kept"),
+        ("data: {map_row: {_target_: brought_notes.note}}\n", "data.map_row._target_=brought_notes.note"),
     ],
-    ids=["tool", "reward", "mapping", "inner"],
 )
-def test_the_users_code_is_asked_for(lines, key, name, word, here):
+def test_the_users_code_is_named_by_no_file(lines, told, here):
     (here / "brought_notes.py").write_text(WRITES)
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
     words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", *TINY)
-    with pytest.raises(ConfigError) as caught:
-        grpo.compose(*words, run_dir=here / "run")
-    assert caught.value.problems[0] == (
-        f"{key}={name}: not said by the command itself, and the settings in {here}/conf would choose what this code of "
-        "yours is given; allowed is trusted=[brought_notes] or this key on the command line"
-    )
-    assert len([problem for problem in caught.value.problems if name in problem]) == 1
-    assert "brought_notes" not in sys.modules
-    (here / "a`touch x`.py").write_text(WRITES)
-    (here / "conf" / "experiment" / "theirs.yaml").write_text(
-        f"# @package _global_\n{lines}".replace(name, "a`touch x`.b")
-    )
-    with pytest.raises(ConfigError) as caught:
-        grpo.compose(*words, run_dir=here / "run")
-    assert not [problem for problem in caught.value.problems if "trusted=[a" in problem]
-    (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
-    for allowed in ("trusted=[brought_notes]", word):
-        told: tuple[str, ...] = ()
-        try:
-            grpo.compose(*words, allowed, run_dir=here / "run")
-        except ConfigError as error:  # a reward asks the data for the rest
-            told = error.problems
-        assert not [problem for problem in told if "not said" in problem]
+    for more in ("trusted=[brought_notes]", "trusted_settings=no"):
+        with pytest.raises(ConfigCompositionException) as caught:
+            grpo.compose(*words, more, run_dir=here / "run")
+        assert f"theirs.yaml: {told} stands in a file that the command brings along; allowed there are" in str(
+            caught.value
+        )
+        assert "brought_notes" not in sys.modules
 
 
 def test_all_of_composing_is_without_a_programs_resolvers():
@@ -1087,33 +836,15 @@ def test_the_users_own_resolvers_are_not_a_strangers(kind, tmp_path):
         more = {"SLURM_PROCID": "0"}  # which has all jobs run in one process
     brought = ["--config-dir", "theirs", *words, f"experiment={'one,' if kind == 'sweep' else ''}two"]
     done = begun(tmp_path, *(["-m"] if kind == "sweep" else []), *brought, *TINY, **more)
-    told = "Error resolving interpolation 'experiment/${noted:1}'" if "defaults" in kind else "interpolation type noted"
+    told = (
+        "Error resolving interpolation 'experiment/${noted:1}'" if "defaults" in kind else "stands in a file that the"
+    )
     assert told in done.stderr
     assert not (tmp_path / "HIT").exists()
     if kind != "sweep":
         done = begun(tmp_path, *words, "task_name=x${noted:1}", *TINY, **more)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "HIT").exists()
-
-
-@provocation(
-    "a run's own settings, of which the one that scores it anew names a function at one place, and they at another",
-    "refused by its key",
-)
-def test_a_function_is_named_for_its_place(here):
-    (here / "brought_notes.py").write_text(WRITES)
-    (here / ".hydra").mkdir()
-    lines = ["steps=1", "rollout.mask_truncated={_target_: brought_notes.note, text: theirs}"]
-    (here / ".hydra" / "overrides.yaml").write_text(json.dumps(lines))
-    key = "reward.custom.function._target_"
-    for words in ([f"{key}=brought_notes.note"], ["reward.custom={function: {_target_: brought_notes.note}}"]):
-        config, build = recalled(here, ["reward=[custom]", *words], ("reward", "rollout"))
-        with pytest.raises(
-            ConfigError, match=r"rollout\.mask_truncated\._target_=brought_notes\.note stands in the run's"
-        ):
-            build("rollout", config["rollout"])
-        build("rollout", config["rollout"] | {"mask_truncated": False, "_partial_": True})  # which has the rewards, too
-        build("reward.custom.function", config["reward"]["custom"]["function"] | {"_partial_": True})
 
 
 @pytest.mark.parametrize(
@@ -1130,9 +861,7 @@ def test_a_run_that_is_scored_anew_calls_no_resolver_of_a_programs(word, tmp_pat
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(["steps=1", word]))
     try:
-        with (
-            pytest.raises(ConfigError) if word.startswith("reward") else suppress(ConfigError)
-        ):  # what is not read stays
+        with pytest.raises(ConfigError, match=r"stands in the run's settings; allowed there are"):
             recalled(tmp_path, [], ("reward", "advantage"))
     finally:
         OmegaConf.clear_resolver("noted")
@@ -1237,52 +966,7 @@ def test_a_programs_own_resolvers_are_its_own(lines, here):
         OmegaConf.clear_resolver("noted")
     assert called
     if lines.startswith("task_name"):
-        told = (
-            "task_name: Unsupported interpolation type noted; allowed in settings that are brought along are OmegaConf"
-        )
-        assert told in str(error.value)
-
-
-@provocation(
-    "settings that the command brings along which make a list of a part, with a function of the user's in it, while "
-    "the command chooses that part",
-    "refused by its key: a choice gives no list",
-)
-def test_a_choice_gives_no_list(here):
-    (here / "brought_notes.py").write_text(WRITES)
-    start.note_settings_from([str(here / "conf")])
-    config = {"schedule": [{"_target_": "brought_notes.note", "text": "theirs"}]}
-    for choice in (
-        "schedule=cosine",
-        "schedule=brought_notes",
-        "schedule=[cosine]",
-        "+schedule.x=[brought_notes.note]",
-    ):
-        (told,) = given.ungiven(config, [choice], is_built=True)
-        assert told.startswith("schedule.0._target_=brought_notes.note: not said by the command itself")
-    (told,) = given.ungiven({"loss": {"kl": config["schedule"][0]}}, ["loss={a: brought_notes.note}"], is_built=True)
-    assert told.startswith("loss.kl._target_=brought_notes.note: not said")
-    tools = {"environment": {"function": {"tools": config["schedule"]}}, "callbacks": {"x": config["schedule"][0]}}
-    (told,) = given.ungiven(tools, ["environment.function.tools=[brought_notes.note]"], is_built=True)
-    assert told.startswith("callbacks.x._target_=brought_notes.note: not said")
-    for said in ("[brought_notes.note]", "[{_target_: brought_notes.note, text: mine}]", "['brought_notes.note']"):
-        assert given.ungiven(config, [f"schedule={said}"], is_built=True) == []
-
-
-@provocation(
-    "settings that the command brings along whose `trainer.strategy` a function of the user's makes, which could be "
-    "the text `deepspeed`",
-    "refused by its key; allowed on the command line",
-)
-def test_a_strategy_of_the_users_is_said_by_the_user(here):
-    config = {"run_dir": "run", "trainer": {"strategy": {"_target_": "brought_file.clean", "text": "deepspeed"}}}
-    assert given.ungiven(config, []) == []
-    start.note_settings_from([str(here / "conf")])
-    told = "trainer.strategy._target_ stands in a file; allowed is to give it on the command line, or to compose"
-    assert given.ungiven(config, []) == [told]
-    assert given.ungiven(config, ["trainer.strategy._target_=brought_file.clean"]) == []
-    config["trainer"]["strategy"]["_target_"] = "grpo_lightning.distributed.strategies.ReplicatedStrategy"
-    assert given.ungiven(config, []) == []
+        assert "'task_name=\"$…{noted:1}\"' stands in a file that the command brings along" in str(error.value)
 
 
 @provocation(
@@ -1324,12 +1008,10 @@ def test_what_is_learned_and_how_may_be_brought_along(here):
         "steps: 3\nloss: {kl_coef: 0.0}\ntrainer: {precision: 32-true, devices: 1, gradient_clip_val: null}\n"
         "callbacks:\n  samples: null\n  progress: {every: 2}\n"
         "  stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, mode: max, patience: 3}\n"
-        "  mine: {_target_: brought_file.score, completions: ['/a', '${run_dir}', '${steps}', 'a ${mode}', "
-        "{_target_: brought_file.score, _partial_: true}]}\n"
         "logger: {csv: {flush_logs_every_n_steps: 5}}\n"
     )
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}")
-    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs", "trusted=[brought_file]")
+    words = (f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs")
     config = grpo.compose(*words, run_dir=here / "run").config
     assert (config["steps"], config["trainer"]["precision"], list(config["logger"])) == (3, "32-true", ["csv"])
 

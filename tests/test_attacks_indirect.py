@@ -10,6 +10,7 @@ import tempfile
 from contextlib import ExitStack
 
 import pytest
+from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
 from grpo_lightning import start
@@ -57,13 +58,8 @@ def test_what_a_run_tells_hydra_is_not_run(words, shared):
         words = [f"hydra.searchpath=[file://{shared}]", "experiment=evil"]
     sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"] if "space" in words[0] else []
     (shared / ".hydra" / "overrides.yaml").write_text(json.dumps(["reward=[format]", *sweeper, *words]))
-    if "experiment=evil" in words:
-        with pytest.raises(
-            ConfigError, match=r"evil\.yaml: hydra\.callbacks\.x\._target_=shared\.evil\.C stands in a file"
-        ):
-            recalled(shared, [], ["reward"])
-    else:
-        assert list(recalled(shared, [], ["reward"])[0]["reward"]) == ["format"]
+    with pytest.raises(ConfigError, match=r"hydra[./]\S+=.* stands in the run's settings; allowed there are choices"):
+        recalled(shared, [], ["reward"])
     assert "shared.evil" not in sys.modules
     assert "PYTHONSAFEPATH" not in os.environ  # no job is launched
     assert not (shared.parent / "HIT").exists()
@@ -78,7 +74,8 @@ def test_the_name_of_a_file_gives_no_trust(tmp_path):
     lines = "defaults: [hf]\npath: pkg://grpo_lightning/policy/tiny\ntrust_remote_code: true\n"
     (tmp_path / "policy" / "no_trust_remote_code.yaml").write_text(lines)
     words = (f"hydra.searchpath=[file://{tmp_path}]", "policy=no_trust_remote_code", "steps=1")
-    with pytest.raises(ConfigError, match=r"policy\.trust_remote_code stands in a file"):
+    told = r"remote_code\.yaml: policy\.trust_remote_code=True stands in a file"
+    with pytest.raises(ConfigCompositionException, match=told):
         grpo.compose(*words, run_dir=tmp_path / "run")
 
 
@@ -159,7 +156,7 @@ def test_a_strangers_reward_is_no_copy_of_the_users_judge(tmp_path):
     (tmp_path / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{json.dumps({'reward': lines})}\n")
     words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs", "reward=[accuracy,judge]")
     own = ("base_url=http://127.0.0.1:8000/v1", "model=mine", "cache=answers.jsonl")
-    with pytest.raises(ConfigError, match=r"'a\.function\.reward\.judge' is a key of settings; allowed is a text wit"):
+    with pytest.raises(ConfigCompositionException, match=r"a\.function\.reward\.judge=.* stands in a file that the"):
         grpo.compose(*words, *(f"reward.judge.function.{word}" for word in own), run_dir=tmp_path / "run")
 
 

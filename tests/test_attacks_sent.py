@@ -57,11 +57,11 @@ def test_a_settings_file_sends_nothing_of_the_environment_to_a_judge(tmp_path):
         words = [word for word in SMALL if "reward" not in word and "trusted" not in word]
         done = start(tmp_path, "--config-dir", "conf", "experiment=evil", *words, HF_TOKEN=TOKEN)
         assert done.returncode == 1
-        for key in ("rubric", "request.user"):
-            assert f"reward.judge.function.{key}=${{oc.env:…}} stands in a file; allowed is to give it" in done.stderr
+        for key in (f"base_url={served.url}", 'rubric="$…{oc.env:HF_TOKEN}"', "request.user="):
+            assert f"reward.judge.function.{key}" in done.stderr
         assert TOKEN not in done.stdout + done.stderr
         assert served.asked == []
-        mine = ["reward.judge.function.rubric=good", "reward.judge.function.request.user=me"]
+        mine = ["reward.judge.function.rubric=good", "reward.judge.function.request.user=me", "trusted_settings=true"]
         done = start(tmp_path, "--config-dir", "conf", "experiment=evil", *words, *mine, HF_TOKEN=TOKEN)
         assert done.returncode == 0
         assert len(served.asked) > 0
@@ -211,10 +211,8 @@ def test_a_replay_sends_nothing_of_the_environment(tmp_path, monkeypatch):
     (tmp_path / ".hydra" / "overrides.yaml").write_text(lines)
     with pytest.raises(ConfigError) as told:
         recalled(tmp_path, [], ("reward", "advantage", "loss", "rollout"))
-    assert [text.partition(" ")[0] for text in told.value.problems] == [
-        "reward.judge.function.cache=/shared/x.jsonl",
-        "reward.judge.function.rubric=${oc.env:…}",
-    ]
+    said = {text.partition("=")[0] for text in told.value.problems}
+    assert {"reward.judge.function.rubric", "reward.judge.function.cache"} <= said
 
 
 @pytest.mark.slow

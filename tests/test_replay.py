@@ -260,9 +260,12 @@ def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["reward.keyword.function.words=['\\${oc.create:{_target_: os.getcwd}}']"], "allowed is text without ${"),
-        (["reward.model.function.trust_remote_code=true"], "reward.model.function.trust_remote_code stands in a file"),
-        (["trusted=[numpy]", "reward.format.function._target_=numpy.load"], "numpy.load: allowed are parts"),
+        (
+            ["reward.keyword.function.words=['\\${oc.create:{_target_: os.getcwd}}']"],
+            "stands in the run's settings; allowed",
+        ),
+        (["reward.model.function.trust_remote_code=true"], "trust_remote_code=true stands in the run's settings"),
+        (["trusted=[numpy]", "reward.format.function._target_=numpy.load"], "numpy.load stands in the run's settings"),
     ],
 )
 def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
@@ -280,7 +283,7 @@ def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
 
 @provocation(
     "a stranger's run directory is replayed whose overrides name a file that has come with it",
-    "refused by its key, unless the command trusts it, or names it and it lies in the directory of the start itself",
+    "refused by its key, unless the command says `trusted_settings=true`",
 )
 @pytest.mark.slow
 def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
@@ -299,17 +302,17 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
     others = ("task_name=shared.evil", "tags=[unshared.evil]")
     for words in ((), ("loss.kl_coef=0.1",), ("reward.custom.weight=2",), *((word,) for word in others)):
         with pytest.raises(
-            ValueError, match=r"shared\.evil\.score stands in the run's settings only; allowed is trusted"
+            ValueError, match=r"shared\.evil\.score stands in the run's settings; allowed there are choices"
         ):
             scored(*words)
     assert not (tmp_path / "HIT").exists()
-    named = "reward.custom.function._target_=shared.evil.score"
+    named = "reward.custom.function._target_=shared.evil.score"  # a word of the user's
     with pytest.raises(
         ValueError, match=r"shared is a folder, or lies in one, and may have come with the settings in .*/shared; if"
     ):
         scored(named)
     assert not (tmp_path / "HIT").exists()
-    scored("trusted=[shared]")
+    scored("trusted_settings=true")
     (tmp_path / "HIT").unlink()
     (tmp_path / "mine.py").write_text((run / "evil.py").read_text())
     scored("reward.custom.function._target_=mine.score")
@@ -330,7 +333,7 @@ def _built(run, words):
 def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(starting, "START", tmp_path)
-    run, own = tmp_path / "theirs" / "run", "reward.mine.function"
+    run = tmp_path / "theirs" / "run"
     (run / ".hydra").mkdir(parents=True)
     (tmp_path / "replayed_file.py").write_text(
         "import subprocess\n\n\nclass Tool(subprocess.Popen):\n    pass\n\n\nclass Logged:\n"
@@ -339,19 +342,17 @@ def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, mon
     )
     reward = "{_target_: grpo_lightning.reward.Weighted, weight: 1.0, function: {_target_: replayed_file.%s%s}}"
     mine = [f"+reward.own={reward % ('score', ', _partial_: true')}"]
-    for name, more, told in (
-        ("Tool", ", args: [touch, HIT]", "replayed_file.Tool stands in the run's settings only"),
-        ("Logged", ", directory: ../elsewhere", rf"{own}\.directory=../elsewhere stands in a file"),
-        ("Logged", ", _args_: [../elsewhere]", rf"{own}\._args_: allowed are arguments by name"),
-        ("Logged", "", "replayed_file.Logged stands in the run's settings only"),
-        (
-            "score",
-            ", _partial_: true",
-            rf"{own}\._target_=replayed_file\.score stands in the run's settings",
-        ),
+    for name, more in (
+        ("Tool", ", args: [touch, HIT]"),
+        ("Logged", ", directory: ../elsewhere"),
+        ("Logged", ", _args_: [../elsewhere]"),
+        ("Logged", ""),
+        ("score", ", _partial_: true"),
     ):
         (run / ".hydra" / "overrides.yaml").write_text(json.dumps([f"+reward.mine={reward % (name, more)}"]))
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(
+            ValueError, match=rf"replayed_file\.{name}.* stands in the run's settings; allowed there are"
+        ):
             _built(run, mine)
-    _built(run, [*mine, "trusted=[replayed_file]"])
+    _built(run, [*mine, "trusted_settings=true"])
     assert not (tmp_path / "HIT").exists()

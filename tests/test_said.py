@@ -63,6 +63,7 @@ def test_what_is_said_is_what_is_composed(words, told):
 )
 def test_settings_are_what_the_command_says(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "taken_for_choices", lambda *_: ())
+    monkeypatch.setattr(loader, "brought_problems", lambda *_: [])
     (tmp_path / "conf" / "policy.system_prompt").mkdir(parents=True)
     (tmp_path / "conf" / "experiment").mkdir()
     (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(

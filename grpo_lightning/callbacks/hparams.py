@@ -25,7 +25,18 @@ TAG = "~hparams"
 """What the tags of the tab's own scalars begin with; TensorBoard sorts it behind all others."""
 _END = f".end{SUFFIX}"
 """Ends the name of the file that says how a run ended, which a continued run removes."""
-_NO_RESULT = ("callbacks", "logger", "run_dir", "checkpoint", "mode", "trusted", "requeue", "sweep", "hydra")
+_NO_RESULT = (
+    "callbacks",
+    "logger",
+    "run_dir",
+    "checkpoint",
+    "mode",
+    "trusted",
+    "trusted_settings",
+    "requeue",
+    "sweep",
+    "hydra",
+)
 _ENDED = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE, "interrupted": api_pb2.STATUS_UNKNOWN}
 
 

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    *("print_settings", "preflight"),
+    *("print_settings", "preflight", "trusted_settings"),
 }
 """Settings that may be others when a run is continued."""
 _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}

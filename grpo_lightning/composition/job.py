@@ -58,9 +58,9 @@ def _hydra_job(cfg: DictConfig) -> float:
     start.pass_by_settings()
     fresh.forget()
     fresh.protect_processes()
-    loader.note_sources(given)
     words: Any = OmegaConf.to_container(given.overrides, resolve=False)
     overrides = words["task"]
+    loader.note_sources(given, overrides)
     try:
         before = sweep.recorded(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced
 from grpo_lightning.composition.directories import link_of_sweep, no_place, use_new_folder, without_effect
 from grpo_lightning.composition.environment import remember_secrets
-from grpo_lightning.composition.file_rules import changed_problems, hydra_problems, shape_problems, writing_problems
+from grpo_lightning.composition.file_rules import hydra_problems, shape_problems
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
     foreign_parts,
@@ -69,7 +70,8 @@ class CheckedLoader(ConfigLoaderImpl):
                 without a traceback.
         """
         redaction.remember_words(overrides)
-        self._of_user: dict[str, str] = {}
+        said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
+        self._trusts, self._brought, self._listed = is_trusted(said), set[str](), list[tuple[ResultDefault, Any]]()
         try:
             with known_only():  # lists of defaults are resolved, whoever has written them
                 composed = super().load_configuration(
@@ -78,14 +80,13 @@ class CheckedLoader(ConfigLoaderImpl):
         except SettingsRefused as error:
             raise SettingsRefused(redaction.hide(str(error))) from None
         except HydraException as error:
-            said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
             raise ConfigCompositionException(redaction.hide(explain(error, CONF, known_keys(CONF), said))) from None
         except Exception as error:  # of YAML and OmegaConf, about ten kinds, whose words may be a stranger's
             told = one_line(f"{type(error).__name__}: {error}")
             raise ConfigCompositionException(redaction.hide(f"the settings cannot be composed: {told}")) from None
         if foreign := foreign_parts(composed):
             raise ConfigCompositionException(_listed(foreign))
-        note_sources(composed.hydra)
+        note_sources(composed.hydra, said)
         if start.settings_from():  # which would say what a ``${…}`` of the command stands for in a directory's name
             named: Any = OmegaConf.to_container(composed.hydra.job, resolve=False)
             composed.hydra.job.override_dirname = str(named["override_dirname"]).replace("${", "{")
@@ -94,7 +95,13 @@ class CheckedLoader(ConfigLoaderImpl):
         own = {key: part for key, part in settings.items() if key != "hydra"}
         if start.settings_from():
             wrong += changed(OverridesParser.create().parse_overrides(overrides), own, self._is_group)
-        wrong += changed_problems(own, self._of_user, overrides) + resolver_problems(own)
+        wrong += [
+            f"{one_line(str(one.parent))}: places {one.config_path} at {one_line(one.package or 'the top')}; allowed "
+            "is where it stands in conf/"
+            for one, header in self._listed
+            if one.parent in self._brought and misplaced(one, header)
+        ]
+        wrong += resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := link_of_sweep(composed):
@@ -131,7 +138,7 @@ class CheckedLoader(ConfigLoaderImpl):
             self._said = None
         job, words = composed.hydra.job, composed.hydra.overrides.task
         named = job.config.override_dirname
-        common = [key for word in words if asked.get(key := word.partition("=")[0]) == word]
+        common = [key for word in words if _is_same(word, asked.get(key := word.partition("=")[0], ""))]
         with open_dict(composed):
             if len(common) < len(words):
                 named.exclude_keys = [*named.exclude_keys, *common]
@@ -145,12 +152,15 @@ class CheckedLoader(ConfigLoaderImpl):
         said: Any = OmegaConf.to_container(loaded.config, resolve=False)
         said = said if isinstance(said, dict) else {}
         file, wrong = ConfigSource._normalize_file_name(default.config_path or ""), list[str]()
-        is_brought = _is_brought(default, loaded)
+        is_brought = _is_brought(default, loaded, is_noted=not self._trusts) and not self._trusts
         wrong += shape_problems(file, said)
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            wrong += writing_problems(file, said, self._of_user)
+            self._brought.add(default.config_path or "")
+            wrong += brought_problems(file, said, loaded.defaults_list or ())
+        else:
+            self._listed.append((default, loaded.header))
         if wrong:
             raise SettingsRefused(_listed(wrong))
         return loaded
@@ -184,14 +194,27 @@ def overrides_of_others(words: Sequence[str]) -> Iterator[None]:
         _of_others.reset(before)
 
 
-def note_sources(hydra: DictConfig) -> None:
-    """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them."""
+def note_sources(hydra: DictConfig, words: Sequence[str] = ()) -> None:
+    """Take note of the directories of settings that a command has brought along, as Hydra's own settings list them.
+
+    Args:
+        hydra: Hydra's own settings.
+        words: The user's overrides, which may say that the settings are the user's own.
+    """
+    if is_trusted(words):
+        return
     sources: Any = OmegaConf.to_container(hydra.runtime.config_sources, resolve=False)  # a name may hold ${…}
     found = [str(source["path"]) for source in sources if source["schema"] == "file"]
     start.note_settings_from(path for path in found if Path(path).resolve() != CONF.resolve())
 
 
-def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
+def _is_same(word: str, said: str) -> bool:
+    """Whether a job's override is one of the command, of which a sweeper writes ``true`` as ``True``."""
+    is_switch = said.partition("=")[2].lower() in ("true", "false", "null", "none")
+    return word == said or (is_switch and word.lower() == said.lower())
+
+
+def _is_brought(default: ResultDefault, loaded: ConfigResult, *, is_noted: bool) -> bool:
     """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``).
 
     Raises:
@@ -208,7 +231,7 @@ def _is_brought(default: ResultDefault, loaded: ConfigResult) -> bool:
                 "allowed are settings of conf/ and of --config-dir DIR"
             )
         return False
-    if not is_below:
+    if not is_below and is_noted:
         start.note_settings_from([str(file.parent)])
     return root != CONF.resolve() or not is_below
 

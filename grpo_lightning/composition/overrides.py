@@ -163,7 +163,7 @@ def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]
     except OmegaConfBaseException as error:
         raise ConfigError([explain(error, CONF)]) from error
     remember_secrets(cfg, config)
-    check_trust(config, words, drawn=drawn(cfg, config), is_built=True)
+    check_trust(config, words, drawn=drawn(cfg, config))
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
         trainer["precision"] = natural_precision(trainer)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.brought_files import is_trusted, word_problems
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
@@ -20,10 +22,9 @@ from grpo_lightning.composition.resolvers import known_only
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
-from grpo_lightning.settings.roles import own_key
 from grpo_lightning.settings.suggestions import explain, known_keys
 
-_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted)\b")
+_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted|trusted_settings)\b")
 
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 
@@ -34,9 +35,8 @@ Build = Callable[[str, Any], Any]
 def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Any], Build]:
     """Some parts of the settings of the run in a directory, with overrides, and what builds objects from them.
 
-    What the run's own settings trusted is not trusted here, nor are files of the user's that they name, which may have
-    come with the run: ``trusted=[…]`` among ``overrides`` is what counts. Of a file that ``overrides`` name, the run's
-    settings may say what those may that a command brings along.
+    The run may be a stranger's: what its settings trusted is not trusted here, and they may say what those may that a
+    command brings along, unless ``trusted_settings=true`` is among ``overrides``.
 
     Args:
         directory: A run directory, of which ``.hydra/overrides.yaml`` is read.
@@ -50,8 +50,17 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     if "${" in str(directory):
         raise ValueError(f"{directory}: allowed is a directory without ${{ in its name, which settings give a meaning")
     redaction.remember_words(overrides)
-    then = [word for word in _overrides(directory) if _still_holds(word, overrides)]
+    is_known = is_trusted(overrides)
+    then = [
+        word
+        for word in _overrides(directory)
+        if _still_holds(word, overrides) or (is_known and word.startswith("trusted="))
+    ]
     try:
+        parser = OverridesParser.create()
+        parsed = parser.parse_overrides(then)
+        if not is_known and (wrong := word_problems(parsed, parser.parse_overrides([*overrides]))):
+            raise ConfigError(wrong)
         with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
         OmegaConf.set_struct(cfg, False)
@@ -62,8 +71,11 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
             from_environment = drawn(cfg, config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
-    start.note_settings_from([str(directory)])  # they may be a stranger's, as those that a command brings along
-    check_trust(config | {"run_dir": str(directory)}, overrides, drawn=from_environment)
+    if not is_known:
+        start.note_settings_from([str(directory)])  # as those that a command brings along
+    check_trust(
+        config | {"run_dir": str(directory)}, [*then, *overrides] if is_known else overrides, drawn=from_environment
+    )
     _, trusted = trust.packages(config)
     if untrusted := [name for _, name in trust.targets(config) if not trust.may_name(str(name), trusted)]:
         config["trusted"] = [*trusted, *{name.partition(".")[0] for name in untrusted}]  # they may not be needed
@@ -71,7 +83,6 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
     def build(key: str, node: Any) -> Any:
         for place, target in trust.targets(node, key):
-            _check_given(str(target), place, trusted, overrides)
             trust.resolved(target, trusted, key=place)
         if problems := list(sandbox_problems({key: node})):
             raise ConfigError(problems)
@@ -81,24 +92,6 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
             raise _cause(error, key) from error
 
     return config, build
-
-
-def _check_given(target: str, key: str, trusted: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuse what a file of the user's has that only the run's own settings name."""
-    top = target.partition(".")[0]
-    if (
-        top in ("grpo_lightning", *trusted)
-        or not trust.is_of_user(top)
-        or any(_names(word, target, key) for word in overrides)
-    ):
-        return
-    raise ConfigError([f"{key}={target} stands in the run's settings only; allowed is trusted=[{top}], if you know it"])
-
-
-def _names(word: str, target: str, key: str) -> bool:
-    """Whether an override sets a key, or a mapping or list above it, and has a function's path in it."""
-    place, _, value = word.lstrip("+~").partition("=")
-    return f"{own_key(key)}.".startswith(f"{place}.") and target in re.findall(r"[\w.]+", value)
 
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:

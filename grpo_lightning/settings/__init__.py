@@ -144,6 +144,7 @@ TOP = (
         "sweep_metric",
         "run_dir",
         "trusted",
+        "trusted_settings",
         "requeue",
         "print_settings",
         "preflight",
@@ -166,7 +167,7 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     """
     for key, value in config.items():
         is_brought = settings_from() and not is_said(str(key))
-        known = [name for name in TOP if not (is_brought and name in ("trusted", "run_dir"))]
+        known = [name for name in TOP if not (is_brought and name in ("trusted", "trusted_settings", "run_dir"))]
         if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), known)):
             yield one_line(said)
 

@@ -15,10 +15,8 @@ from grpo_lightning import start
 from grpo_lightning.allowed import CACHE, PLACES, may_be_place
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
-from grpo_lightning.settings import brought
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
 from grpo_lightning.settings.registered import of_user
-from grpo_lightning.settings.trust import is_of_library, is_of_user, packages
 from grpo_lightning.settings.walk import at, each_target, key_problems, leaves, nodes_called
 from grpo_lightning.start import settings_from
 
@@ -37,8 +35,6 @@ _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-_HANDED = "kwargs"
-"""A setting of `grpo_lightning.environment.gymnasium.Gymnasium`: what it hands on to ``make``."""
 _OWN = ("grpo_lightning.callbacks.", "grpo_lightning.logger.")
 _SENDING = (".ChatJudge", ".VLLMServer", ".MLFlowLogger", ".WandbLogger")
 """What sends values of its settings to other machines."""
@@ -54,7 +50,6 @@ def ungiven(
     words: Sequence[str] | None = None,
     *,
     drawn: Collection[str] = (),
-    is_built: bool = False,
 ) -> list[str]:
     """What settings say that only the user may say, and has not: it stands in a file, or comes from one.
 
@@ -64,7 +59,6 @@ def ungiven(
         config: Resolved settings.
         words: The user's overrides; None: those of the command line, see `start.words`.
         drawn: Dotted keys whose values come from the environment, which may hold keys.
-        is_built: Whether all that the settings name is built; else code of the user's is not asked for here.
     """
     if words is None:
         words = start.words()
@@ -72,6 +66,8 @@ def ungiven(
     named = re.findall(r"\w+", given.get("trusted", "").partition("=")[2])
     listed = config.get("trusted") or []
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
+    if config.get("trusted_settings") and "trusted_settings" not in given:
+        found.append("trusted_settings")
     for key, value in nodes_called(config, "trust_remote_code"):
         if value in (False, None):
             continue
@@ -97,15 +93,6 @@ def ungiven(
     for key, task, _ in of_user(config) if settings_from() else ():
         if not _is_given(config, key, given):
             found.append(typed(key, task))
-    # Objects of OmegaConf's would resolve what code of others, such as a chat template, puts into them.
-    for key, value in nodes_called(config, "_convert_") if settings_from() else ():
-        if value != "all" and not _is_given(config, key, given):  # to Hydra null is another way, too
-            found.append(typed(key, value))
-    key = "trainer.strategy._target_"  # code of the user's may make a text of it, which Lightning reads
-    strategy = at(config, key.split("."))
-    is_own = strategy is not None and not is_of_library(str(strategy))
-    if is_own and settings_from() and not _is_given(config, key, given):
-        found.append(key)
     # The first of several processes listens for the others, and reads pickles of whoever comes first.
     for key in ("trainer.devices", "trainer.num_nodes") if settings_from() else ():
         is_chosen = key == "trainer.devices" and _SEVERAL.fullmatch(given.get("trainer", ""))
@@ -117,33 +104,7 @@ def ungiven(
         f"{key} stands in a file; allowed is to give it on the command line, or to compose"
         for key in dict.fromkeys(found)
     ]
-    return [*key_problems(config), *told, *(_unasked(config, given) if is_built else ())]
-
-
-def _unasked(config: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """What of the user's code only settings name that the command brings along, with what it would be given there.
-
-    A function may write to any place that it is given, whatever its argument is called, so that the user is asked
-    before code of his own is handed what a stranger says.
-    """
-    if not settings_from():
-        return []
-    _, trusted = packages(config)
-    found: dict[str, str] = {}
-    for place, node in each_target(config):
-        name, key, around = str(node["_target_"]), f"{place}._target_", place.rpartition(".")[0]
-        top = name.partition(".")[0]
-        is_own = "." in name and top.isidentifier() and not is_of_library(name) and is_of_user(top)
-        listed = re.findall(r"[\w.]+", given.get(around, "").partition("=")[2])  # tools=[my_tools.search]
-        is_listed = name in listed and isinstance(at(config, around.split(".")), list)
-        if is_own and not (top in trusted or brought.may_be_brought(top) or is_listed or _is_given(config, key, given)):
-            found[name] = min(found.get(name, key), key, key=len)
-    places = ", ".join(settings_from())
-    return [
-        f"{typed(key, name)}: not said by the command itself, and the settings in {places} would choose what this code "
-        f"of yours is given; allowed is trusted=[{name.partition('.')[0]}] or this key on the command line"
-        for name, key in found.items()
-    ]
+    return [*key_problems(config), *told]
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:
@@ -235,10 +196,6 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):
             names = (CACHE,)
-        elif settings_from() and not is_of_library(target):  # code of the user's, with a stranger's settings
-            yield from _named(node, key, run)
-        elif settings_from() and isinstance(node.get(_HANDED), Mapping):  # to code that may be the user's
-            yield from _named(node[_HANDED], f"{key}.{_HANDED}", run)
         elif key.partition(".")[0] not in ("callbacks", "logger", "trainer") and not target.startswith(_OWN):
             continue
         yield from ((f"{key}.{name}", node[name]) for name in names if _leaves(run, node.get(name)))

@@ -1,0 +1,255 @@
+"""What files may say that the command brings along: choices, numbers, switches and some texts, and nothing else."""
+
+import pytest
+from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+import grpo_lightning as grpo
+from grpo_lightning import start
+from grpo_lightning.composition import CONF
+from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced, word_problems
+from tests.support.provocations import provocation
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "steps: 20",
+        "seed: ${seed}",
+        "task_name: mine",
+        "tags: [a, b]",
+        "optimizer: {lr: 1e-4, betas: [0.9, 0.95], weight_decay: 0.1, foreach: true}",
+        "optimizer: {_target_: torch.optim.SGD, momentum: 0.9}",
+        "loss: {kl_coef: 0.01, surrogate: {epsilon_low: 0.2, epsilon_high: null}}",
+        "loss: {kl_coef: {_target_: grpo_lightning.varying.Linear, start: 0.1, end: 0.0, steps: '${steps}'}}",
+        "loss: {kl_coef: {_target_: grpo_lightning.varying.Adaptive, metric: policy/kl_divergence, target: 0.1}}",
+        "policy: {path: Qwen/Qwen3-0.6B, system_prompt: 'Think. {x}', dtype: bfloat16, gradient_checkpointing: true}",
+        "policy: {template_kwargs: {enable_thinking: false}, adapter: {r: 16, target_modules: all-linear}}",
+        "data: {path: openai/gsm8k, columns: {prompt: question, answer: answer}, validation_size: 64}",
+        "data: {task: basic_arithmetic, task_config: {min_terms: 2, max_terms: 3}}",
+        "rollout: {group_size: 16, temperature: 0.6, stop: ['</answer>']}",
+        "reward: {length: {weight: 0.2, only_if: 'accuracy >= 1', clip: [0, 0.5]}, format: null}",
+        "reward: {mine: {_target_: grpo_lightning.reward.Weighted, weight: 0.1, function: "
+        "{_target_: grpo_lightning.reward.length.repetition, _partial_: true, n: 3, max_penalty: 1.0}}}",
+        "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 3}}",
+        "callbacks: {samples: null}",
+        "trainer: {precision: 32-true, gradient_clip_val: 1.0, devices: 1}",
+        "logger: {wandb: {project: mine, group: a}}",
+        "hydra: {sweeper: {params: {seed: '0,1', +optimizer.lr: 'tag(log, interval(1e-4, 2e-3))'}}}",
+        "hydra: {sweeper: {params: {algorithm: 'grpo,dapo', reward: '[accuracy],[accuracy,format]'}}}",
+    ],
+)
+def test_recipes_may_be_brought_along(lines):
+    assert brought_problems("mine.yaml", OmegaConf.to_container(OmegaConf.create(lines))) == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "run_dir: x",
+        "trusted: [a]",
+        "trusted_settings: true",
+        "checkpoint: their.ckpt",
+        "checkpoint: 1",
+        "requeue: true",
+        "note: 1",
+        "seed: ${task_name}",
+        "task_name: '${tags}'",
+        "task_name: 'a ${steps}'",
+        "optimizer: {_target_: my.optimizer}",
+        "optimizer: {_partial_: 1}",
+        "optimizer: {_args_: [1]}",
+        "optimizer: {lr: {a: 1}}",
+        "optimizer: {lr: [[1]]}",
+        "optimizer: {lr: x}",
+        "optimizer: {'l.r': 1}",
+        "optimizer: {1: 1}",
+        "loss: {kl_coef: {_target_: grpo_lightning.varying.Linear, start: x}}",
+        "loss: {kl_coef: {start: {_target_: my.own}}}",
+        "policy: {trust_remote_code: true}",
+        "policy: {trust_remote_code: 1}",
+        "policy: {attn_implementation: theirs/kernel}",
+        "policy: {template_kwargs: {box: {enable_thinking: 1}}}",
+        "policy: {template_kwargs: {box: text}}",
+        "policy: {_convert_: null}",
+        "policy: {_target_: grpo_lightning.composition.part}",
+        "policy: {path: !!binary YQ==}",
+        "data: {columns: {prompt: {a: b}}}",
+        "data: {_convert_: none}",
+        "data: {map_row: {_target_: my.row, _partial_: true}}",
+        "data: {metadata: [{a: 1}]}",
+        "reward: {custom: {function: {_target_: my.reward}}}",
+        "reward: {custom: {function: {strength: 3}}}",
+        "reward: {judge: {function: {base_url: 'http://theirs'}}}",
+        "reward: {judge: {function: {cache: x}}}",
+        "reward: {judge: {function: {cache: null}}}",
+        "reward: {mine: {function: {_target_: grpo_lightning.reward.model.RewardModel, path: x}}}",
+        "reward: {mine: {function: {_target_: grpo_lightning.reward.length.length, target: '${reward}'}}}",
+        "environment: {function: {id: 'theirs:Env'}}",
+        "environment: {function: {kwargs: {a: 1}}}",
+        "sampler: {url: 'http://theirs'}",
+        "sampler: {directory: x}",
+        "callbacks: {checkpoint: {directory: x}}",
+        "callbacks: {checkpoint: {directory: null}}",
+        "callbacks: {export: {directory: 3}}",
+        "callbacks: {mine: {_target_: grpo_lightning.callbacks.export.Export, directory: x}}",
+        "callbacks: {mine: {_target_: lightning.pytorch.callbacks.LambdaCallback}}",
+        "trainer: {devices: 2}",
+        "trainer: {num_nodes: 2}",
+        "trainer: {callbacks: null}",
+        "trainer: {default_root_dir: null}",
+        "trainer: {strategy: ddp}",
+        "trainer: {logger: true}",
+        "logger: {csv: {save_dir: x}}",
+        "logger: {tensorboard: {version: 3}}",
+        "logger: {wandb: {settings: {disable_git: false}}}",
+        "logger: {wandb: {settings: {more: 1}}}",
+        "hydra: {sweeper: {params: {trusted: 1}}}",
+        "hydra: {sweeper: {params: {++trusted_settings: true}}}",
+        "hydra: {sweeper: {params: {policy.trust_remote_code: true}}}",
+        "hydra: {sweeper: {params: {policy._convert_: null}}}",
+        "hydra: {sweeper: {params: {task_name: 'a,b'}}}",
+        "hydra: {sweeper: {params: {algorithm: 'a/b'}}}",
+        "hydra: {sweeper: {params: {seed: 'choice(a,b)'}}}",
+        "hydra: {sweeper: {params: {~reward.format: null}}}",
+    ],
+)
+def test_nothing_else_may(lines):
+    said = OmegaConf.to_container(OmegaConf.create(lines), resolve=False)
+    (told,) = brought_problems("theirs.yaml", said)
+    assert told.startswith("theirs.yaml: ")
+    assert told.endswith(
+        "stands in a file that the command brings along; allowed there are choices, numbers, switches and some texts; "
+        "anything else on the command line, where trusted_settings=true says that you know the file"
+    )
+
+
+def test_a_message_names_five_keys():
+    (told,) = brought_problems("theirs.yaml", {"x": dict.fromkeys("abcdefg", 1)})
+    assert "x.a=1; x.b=1; x.c=1; x.d=1; x.e=1 and 2 more stands in" in told
+
+
+@provocation(
+    "a list of defaults, in a file that the command brings along, which places a file of conf/ elsewhere "
+    "(`/reward@data.train: custom`), leads out of its folder or chooses one of Hydra's",
+    "refused by file and words",
+)
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [
+        ("[/reward@data.x: custom]", "defaults="),
+        ("[/reward@data: custom]", "mine: places reward/custom at data; allowed is where it stands in conf/"),
+        ("[/reward/custom@data]", "mine: places reward/custom at data; allowed is where it stands in conf/"),
+        ("[/optimizer@policy: adamw]", "mine: places optimizer/adamw at policy; allowed is where it stands in conf/"),
+        (
+            "[/optimizer@_global_: adamw]",
+            "mine: places optimizer/adamw at the top; allowed is where it stands in conf/",
+        ),
+        ("[/data@_here_: rows]", "data@: rows"),
+        ("[override /hydra/job_logging: disabled]", "hydra/job_logging@None: disabled"),
+        ("[/hydra/sweeper@loss: optuna]", "hydra/sweeper@loss"),
+    ],
+)
+def test_choices_are_names(defaults, told, tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\ndefaults: {defaults}\n")
+    try:
+        with pytest.raises(ConfigCompositionException) as caught:
+            grpo.compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=mine", run_dir=tmp_path / "run")
+    finally:
+        start.forget_settings_from()
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "default",
+    [
+        GroupDefault(group="reward", value="../x"),
+        GroupDefault(group="reward", value=["accuracy", "/x/y"]),
+        GroupDefault(group="/reward", value="x", package="data.train"),
+        GroupDefault(group="reward", value="${seed}"),
+        GroupDefault(group="../reward", value="x"),
+        GroupDefault(group="hydra/launcher", value="own", override=True),
+        GroupDefault(group="hydra/sweeper", value="optuna", package="loss"),
+        GroupDefault(group="hydra", value="x"),
+        ConfigDefault(path="/x/../y"),
+        ConfigDefault(path="x/${seed}"),
+        ConfigDefault(path="base", package="mine.function"),
+    ],
+)
+def test_entries_of_a_list_of_defaults_that_are_refused(default):
+    (told,) = brought_problems("theirs.yaml", {}, [default])
+    assert told.startswith("theirs.yaml: 'defaults=") or told.startswith("theirs.yaml: defaults=")
+
+
+def test_entries_of_a_list_of_defaults_that_are_not():
+    own = [ConfigDefault(path="_self_"), ConfigDefault(path="base", package="mine"), ConfigDefault(path="/train")]
+    own += [GroupDefault(group="mine", value=None), GroupDefault(group="/reward", value=["accuracy", "format"])]
+    own += [GroupDefault(group="hydra/sweeper", value="optuna", override=True)]
+    assert brought_problems("mine.yaml", {}, own) == []
+
+
+def test_a_file_of_conf_stands_where_it_is_meant_to():
+    for path, package, header, is_wrong in (
+        ("reward/custom", "reward", None, False),
+        ("reward/base", "reward.mine", None, False),
+        ("reward/base", "reward.mine.function", None, True),
+        ("reward/base", "data.mine", None, True),
+        ("reward/custom", "reward.custom", None, True),
+        ("policy/hf", "", "_global_", False),
+        ("policy/hf", "policy", "_global_", True),
+        ("train", "", None, False),
+        ("train", "loss", None, True),
+    ):
+        assert misplaced(ResultDefault(config_path=path, package=package), {"package": header}) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trusted_settings=true"], True),
+        (["seed=1", "trusted_settings=True"], True),
+        (["trusted_settings=true", "trusted_settings=false"], False),
+        (["trusted_settings=false", "trusted_settings=true"], True),
+        (["trusted_settings=${seed}"], False),
+        (["trusted_settings='true'"], False),
+        (["trusted=[true]"], False),
+        (["task_name=trusted_settings=true"], False),
+        ([], False),
+    ],
+)
+def test_a_word_trusts_what_is_brought_along(words, expected):
+    assert is_trusted(words) == expected
+
+
+def test_words_of_a_run_are_those_of_a_file():
+    def told(*words):
+        parsed = OverridesParser.create().parse_overrides([*words])
+        return [one.partition(" stands")[0] for one in word_problems(parsed)]
+
+    good = ["algorithm=dapo", "reward=[accuracy,format]", "seed=1", "+optimizer.eps=1e-8", "policy.path=x/y"]
+    good += ["loss.kl_coef={_target_: grpo_lightning.varying.Linear, start: 0.1, end: 0, steps: 3}", "~reward.format"]
+    assert told(*good) == []
+    bad = ["algorithm=../x", "reward=[accuracy,/tmp/y]", "reward@data=custom", "seed=1,2", "run_dir=x"]
+    bad += ["hydra/launcher=joblib", "hydra.run.dir=x", "reward.custom.function._target_=my.f", "+x={a: 1}"]
+    bad += ["task_name=${tags}", "policy={path: {a: b}}"]
+    assert told(*good, *bad) == bad
+
+
+def test_every_setting_of_conf_is_known():
+    """Files of this project may be brought along, whatever they say."""
+    for path in CONF.rglob("*.yaml"):
+        group = ".".join(path.relative_to(CONF).parent.parts)
+        said = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        said = {key: value for key, value in said.items() if key != "defaults"}
+        if "@package _global_" not in path.read_text():
+            for name in reversed(group.split(".") if group else []):
+                said = {name: said}
+        if path.stem != "train":  # whose settings of Hydra are its own
+            said = (
+                {"reward": {"any": said["reward"]}} if path.relative_to(CONF).as_posix() == "reward/base.yaml" else said
+            )
+            assert brought_problems(path.name, said) == [], path
