@@ -54,8 +54,6 @@ _FILE = re.compile(r"\w[\w-]*(/\w[\w-]*)*", re.ASCII)
 _REWARD = re.compile(r"reward\.\w+(\.\w+|\.function\._partial_)?")
 _SWEPT = re.compile(r"[\d.,+\-eE ]+|(tag\(log, ?)?(interval|range|choice)\([\d.,+\-eE ]*\)+|true|false|null")
 """What a sweep may give to settings; a dotted name could be one of code."""
-
-
 _TOLD = (
     "allowed there are choices, numbers, switches and some texts; anything else on the command line, where "
     f"{TRUSTED}=true says that you know"
@@ -118,7 +116,7 @@ def word_problems(words: Sequence[Any], own: Sequence[Any] = ()) -> list[str]:
             found.append(str(word.input_line))
             continue
         value = word.value()
-        is_choice = (CONF / key).is_dir() and not isinstance(value, dict)
+        is_choice = _is_part(key) and not isinstance(value, dict)
         if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in _as_list(value)):
             continue
         if is_choice or any(_below(_nested(key, value), "", is_plain=False)):
@@ -181,7 +179,7 @@ def _swept(hydra: Any) -> Iterator[tuple[str, Any]]:
     params = sweeper.get("params") if isinstance(sweeper, Mapping) else None
     for key, value in params.items() if isinstance(params, Mapping) else ():
         place = str(key).lstrip("+")
-        is_choice = (CONF / place).is_dir() and re.fullmatch(r"[\w\-,\[\] ]*", str(value))
+        is_choice = _is_part(place) and re.fullmatch(r"[\w\-,\[\] ]*", str(value))
         is_number = _SWEPT.fullmatch(str(value)) and _may_say(place, place.rpartition(".")[2], 0, is_plain=False)
         if not is_choice and not is_number:
             yield f"hydra.sweeper.params.{key}", value
@@ -191,22 +189,25 @@ def _refused_choice(default: InputDefault) -> str | None:
     """An entry of a list of defaults in words; None if a file may have it."""
     if default.is_self():
         return None
-    is_near = default.package is None or re.fullmatch(r"\w+", default.package)
-    if isinstance(default, ConfigDefault):
-        return (
-            None
-            if is_near and _FILE.fullmatch(str(default.path).removeprefix("/"))
-            else f"{default.path}@{default.package}"
-        )
-    if not isinstance(default, GroupDefault):
+    if isinstance(default, GroupDefault):
+        group, names = str(default.group).removeprefix("/"), _as_list(default.value)
+        told = f"{group}@{default.package}: {default.value}"
+    elif isinstance(default, ConfigDefault):
+        group, names = str(default.path).removeprefix("/"), []
+        told = f"{group}@{default.package}"
+    else:
         return str(default)
-    group = str(default.group).removeprefix("/")
-    names = _as_list(default.value)
-    if group.startswith("hydra"):
-        is_named = default.package is None and {*names} <= {*_HYDRAS.get(group, ())}
+    if group.split("/")[0] == "hydra":
+        is_named = default.package is None and {*names} <= {*_HYDRAS.get(group, ())} and names != []
     else:
         is_named = all(one is None or _FILE.fullmatch(str(one)) for one in [group, *names])
-    return None if is_named and is_near else f"{group}@{default.package}: {default.value}"
+    is_near = default.package is None or re.fullmatch(r"\w+", default.package)
+    return None if is_named and is_near else told
+
+
+def _is_part(key: str) -> bool:
+    """Whether a key is the name of a folder of conf/, of which a file is chosen."""
+    return _FILE.fullmatch(key) is not None and (CONF / key).is_dir()
 
 
 def _is_value(word: Any) -> bool:
