@@ -64,7 +64,10 @@ def test_recipes_may_be_brought_along(lines):
         "optimizer: {lr: {a: 1}}",
         "optimizer: {lr: [[1]]}",
         "optimizer: {lr: x}",
-        "optimizer: {'l.r': 1}",
+        "optimizer: {_target_: torch.optim.SGD, _partial_: 1}",
+        "optimizer: {_target_: torch.optim.SGD, box: {a: 1}}",
+        "policy: {'adapter.r': 1}",
+        "reward: {'length.weight': 1}",
         "optimizer: {1: 1}",
         "loss: {kl_coef: {_target_: grpo_lightning.varying.Linear, start: x}}",
         "loss: {kl_coef: {start: {_target_: my.own}}}",
@@ -220,6 +223,7 @@ def test_a_file_of_conf_stands_where_it_is_meant_to():
         (["trusted_settings=${seed}"], False),
         (["trusted_settings='true'"], False),
         (["trusted=[true]"], False),
+        (["+trusted_settings=true"], False),
         (["task_name=trusted_settings=true"], False),
         ([], False),
     ],
@@ -240,6 +244,21 @@ def test_words_of_a_run_are_those_of_a_file():
     bad += ["hydra/launcher=joblib", "hydra.run.dir=x", "reward.custom.function._target_=my.f", "+x={a: 1}"]
     bad += ["task_name=${tags}", "policy={path: {a: b}}"]
     assert told(*good, *bad) == bad
+
+
+def test_words_that_the_user_gives_anew_are_the_users():
+    def told(word, own):
+        return word_problems(*map(OverridesParser.create().parse_overrides, ([word], [own])))
+
+    for word, own, is_left in (
+        ("reward.custom.function._target_=my.f", "reward.custom.function._target_=mine.f", False),
+        ("reward.custom.function={_target_: my.f}", "reward.custom.function={a: 1}", True),  # mappings are joined
+        ("reward.custom.function={_target_: my.f}", "reward.custom.function.a=1", True),
+        ("+reward.custom.function.a=x", "~reward.custom.function.a", True),
+        ("task_name=a/b", "tags=[a]", False),
+        ("run_dir=x", "tags=[a]", True),
+    ):
+        assert bool(told(word, own)) == is_left, word
 
 
 def test_every_setting_of_conf_is_known():
