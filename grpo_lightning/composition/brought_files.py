@@ -23,12 +23,14 @@ from grpo_lightning.settings.values import VARYING
 TRUSTED = "trusted_settings"
 _TEXTS = re.compile(
     r"task_name|tags|sweep_metric|(policy|reference)\.(path|dtype)|policy\.(system_prompt|reply_role|quantization)"
-    r"|policy\.adapter\.target_modules|data\.(path|validation_path|name|revision|split|validation_split|task)"
+    r"|data\.(path|validation_path|name|revision|split|validation_split|task)"
     r"|data\.(prompt|completion)_column|data\.columns\.\w+|rollout\.(outcome|stop)|reward\.\w+\.only_if"
-    r"|reward\.pattern\.function\.expression|reward\.keyword\.function\.words|reward\.judge\.function\.(model|rubric)"
+    r"|reward\.keyword\.function\.words|reward\.judge\.function\.(model|rubric)"
     r"|trainer\.precision|logger\.\w+\.(project|experiment_name|run_name|group|job_type|notes|tags)"
 )
 """Settings that may be any text: what models and data are read, how they are asked, and names to find a run by."""
+_NAMES = re.compile(r"policy\.adapter\.target_modules")
+"""Settings that may be texts of letters, digits, '_', '-' and '.': others are patterns, which C code reads."""
 _WATCHED = ("metric", "mode", "monitor", "logging_interval")
 """Arguments of callbacks, and of numbers that vary, that may be texts."""
 _NUMBERS = re.compile(
@@ -160,6 +162,8 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     if not all(type(one) in (str, int, float, bool, type(None)) for one in values):
         return False
     texts = [one for one in values if isinstance(one, str)]
+    if _NAMES.fullmatch(key) and all(re.fullmatch(r"[\w.-]+", one) for one in texts):
+        return True
     if texts and all("$" not in one for one in texts) and (_TEXTS.fullmatch(key) or (is_plain and name in _WATCHED)):
         return True
     is_of_numbers = any(not isinstance(one, str) for one in of_conf)
@@ -169,7 +173,7 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
 
 def _is_plain_code(target: str) -> bool:
     """Whether a path is one of plain arithmetic, or of what watches a run and writes nothing."""
-    is_watching = target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
+    is_watching = "." in target and target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
     return is_watching or f"{target}.".startswith((VARYING, *(f"{name}." for name in PLAIN)))
 
 
