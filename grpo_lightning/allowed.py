@@ -77,9 +77,9 @@ def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -
     )
 
 
-def choice(*values: Any) -> Rule:
+def choice(*values: Any, null: bool = False) -> Rule:
     """One of ``values``."""
-    return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)))
+    return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)), null)
 
 
 def flag() -> Rule:

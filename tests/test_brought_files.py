@@ -1,5 +1,8 @@
 """What files may say that the command brings along: choices, numbers, switches and some texts, and nothing else."""
 
+import json
+import sys
+
 import pytest
 from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -10,6 +13,9 @@ import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced, word_problems
+from grpo_lightning.composition.brought_whole import whole_problems
+from grpo_lightning.composition.recalled import recalled
+from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
 
 
@@ -49,6 +55,9 @@ def test_recipes_may_be_brought_along(lines):
     "lines",
     [
         "run_dir: x",
+        "run_dir: {}",
+        "trainer: {callbacks: {}}",
+        "logger: {wandb: {settings: {}}}",
         "trusted: [a]",
         "trusted_settings: true",
         "checkpoint: their.ckpt",
@@ -235,6 +244,115 @@ def test_a_word_trusts_what_is_brought_along(words, expected):
     assert is_trusted(words) == expected
 
 
+PLAIN = "{_target_: torch.optim.AdamW, metric: theirs/evil.py, allow_pickle: true}"
+COUNTED = """
+def count(completions, metric="", **_):
+    open("HIT", "a").write(str(metric))
+    return [0.0] * len(completions)
+
+
+def load(path="", **_):
+    open("HIT", "a").write(str(path))
+    raise ValueError("loaded")
+"""
+
+
+@provocation(
+    "a file that the command brings along which names plain code with further arguments, of which the command, or "
+    "another file, makes code of the user's or of conf/; or which gives `policy.path` where the command names a loader "
+    "of the user's; the same in a stranger's run that is replayed",
+    "refused by file and key, nothing ran; with the setting on the command line it does",
+)
+@pytest.mark.parametrize(
+    ("lines", "words", "told"),
+    [
+        (
+            f"reward: {{custom: {{function: {PLAIN}}}}}",
+            ["reward=[custom]", "reward.custom.function._target_=brought_user.count"],
+            "reward.custom.function.metric would be given to brought_user.count",
+        ),
+        (
+            f"reward: {{custom: {{function: {PLAIN}}}}}",
+            ["reward=[custom]", "reward.custom.function={_target_: brought_user.count}"],
+            "reward.custom.function.allow_pickle would be given to brought_user.count",
+        ),
+        (
+            f"reward: {{custom: {{function: {PLAIN}}}}}",
+            ["reward=[custom]", "reward.custom.function._target_=grpo_lightning.reward.model.RewardModel"],
+            "reward.custom.function would be given to grpo_lightning.reward.model.RewardModel",
+        ),
+        (
+            "policy: {path: theirs}",
+            ["policy=hf", "policy._target_=brought_user.load"],
+            "policy.path would be given to brought_user.load",
+        ),
+        (
+            "hydra: {sweeper: {params: {policy.gradient_checkpointing: true}}}",
+            ["policy=hf", "policy._target_=brought_user.load"],
+            "policy.gradient_checkpointing would be given to brought_user.load",
+        ),
+    ],
+)
+def test_nothing_of_theirs_is_given_to_code_of_the_users(lines, words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "brought_user.py").write_text(COUNTED)
+    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    places = (f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", "debug=default")
+    try:
+        with pytest.raises(ConfigCompositionException) as caught:
+            grpo.compose(*places, *words, run_dir=tmp_path / "run")
+    finally:
+        start.forget_settings_from()
+        sys.modules.pop("brought_user", None)
+    assert f"{told}; allowed is this setting on the command line, or trusted_settings=true" in str(caught.value)
+    assert not (tmp_path / "HIT").exists()
+
+
+def test_another_file_makes_no_other_code_of_it(tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "first.yaml").write_text(
+        "# @package _global_\nlogger: {csv: {_target_: torch.optim.AdamW, flush: 3, save_dir: 4}}\n"
+    )
+    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\ndefaults: [/first, _self_]\n"
+        "logger: {csv: {_target_: grpo_lightning.logger.csv.CSVLogger}}\n"
+    )
+    told = r"first: logger\.csv would be given to grpo_lightning\.logger\.csv\.CSVLogger; allowed is this setting"
+    try:
+        with pytest.raises(ConfigCompositionException, match=told):
+            grpo.compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", "logger=csv")
+    finally:
+        start.forget_settings_from()
+
+
+@pytest.mark.parametrize("word", [f"++reward.custom.function={PLAIN}", "+reward.custom.function.metric=evil"])
+def test_nor_is_what_a_run_says_that_is_scored_anew(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "brought_user.py").write_text(COUNTED)
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(json.dumps([word]))
+    own = ["reward=[custom]", "reward.custom.function._target_=brought_user.count"]
+    told = r"reward\.custom\.function\.(metric would be given to brought_user\.count|metric=evil stands in the run)"
+    with pytest.raises(ConfigError, match=told):
+        recalled(tmp_path / "run", own, ["reward"])
+    assert not (tmp_path / "HIT").exists()
+
+
+def test_what_the_user_says_himself_is_his():
+    composed = {"reward": {"custom": {"function": {"_target_": "mine.f", "metric": "x", "_partial_": True}}}}
+    said = {"theirs": {"reward": {"custom": {"function": {"metric": "y", "_partial_": True}, "weight": 1.0}}}}
+    assert whole_problems(composed, said, ["reward.custom.function.metric=x"]) == []
+    (told,) = whole_problems(composed, said, ["reward.custom.function._target_=mine.f"])
+    assert told.startswith("theirs: reward.custom.function.metric would be given to mine.f")
+    composed["reward"]["custom"]["function"]["_target_"] = "${data.verifier}"
+    assert whole_problems(composed, said) == []
+    composed["reward"]["custom"]["_target_"] = "mine.Weighted"
+    assert len(whole_problems(composed, said)) == 2
+
+
 def test_words_of_a_run_are_those_of_a_file():
     def told(*words):
         parsed = OverridesParser.create().parse_overrides([*words])
@@ -260,6 +378,7 @@ def test_words_that_the_user_gives_anew_are_the_users():
         ("+reward.custom.function.a=x", "~reward.custom.function.a", True),
         ("task_name=a/b", "tags=[a]", False),
         ("run_dir=x", "tags=[a]", True),
+        ("experiment=../x", "experiment=open_r1", True),
     ):
         assert bool(told(word, own)) == is_left, word
 

@@ -430,3 +430,12 @@ def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
         total += times
         assert len(made) == total
     assert cuda.graphs == 3  # of versions 1, 2 and 3; the steps of the fourth were too few
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN packs weights on x86 CPUs")
+def test_what_is_added_to_a_packed_layer_has_its_shape():
+    packed, x = linear.Packed(torch.randn(16, 8), None), torch.randn(4, 8)
+    assert packed.plus(x, torch.zeros(4, 16)).shape == (4, 16)
+    for other in (torch.zeros(4, 8), torch.zeros(2, 16), torch.zeros(16)):  # which oneDNN would read beyond
+        with pytest.raises(ValueError, match="is added to 16 features of"):
+            packed.plus(x, other)

@@ -222,6 +222,10 @@ def test_packed_layers_have_the_sizes_that_they_say():
         told = rf"^policy.path=x: its quantized layer 1 has other weights than its sizes say, {size} x 8$"
         with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
             lay_out(network, "policy.path=x")
+    network = torch.nn.Sequential(torch.nn.Linear(8, 16), BitLinear(8, 16, bias=False))
+    network[1].in_features = 12
+    with pytest.raises(ValueError, match=r"quantized layer 1 has other weights than its sizes say, 16 x 12$"):
+        lay_out(network, "policy.path=x")
 
 
 def test_a_models_own_tensors_are_dense():

@@ -244,8 +244,8 @@ def test_so_are_those_of_parquet_files_that_are_read_as_rows(fault, tmp_path, mo
 @pytest.mark.parametrize(
     ("name", "is_allowed"),
     [
-        *((name, True) for name in ("decimal128(3, 2)", "decimal128(38,-38)", "decimal256(76, 76)")),
-        *((f"decimal128(38, {scale})", False) for scale in ("39", "+99", "9_9", "٩٩", "-39", " 99", "99 ")),
+        *((name, True) for name in ("decimal128(3, 2)", "decimal128(38,38)", "decimal256(76, 76)")),
+        *((f"decimal128(38, {scale})", False) for scale in ("39", "+99", "9_9", "٩٩", "-1", "-39", " 99", "99 ")),
         *((name, False) for name in ("decimal256(76, 77)", "decimal1_28(38, 99)")),
     ],
 )
@@ -259,7 +259,7 @@ def test_scales_are_found_however_they_are_written(name, is_allowed):
     "refused: pyarrow would read far beyond a table, and crash",
 )
 def test_decimals_have_a_scale(tmp_path):
-    told = "a column of the type 'decimal128\\(38, 2147483647\\)': allowed are decimal128\\(DIGITS, SCALE\\), to 38 and"
+    told = "the column 'n' holds decimal numbers of the scale 2147483647; allowed are 0 to 38"
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.csv").write_text("prompt,n\na,1.5\nb,2.5\n")
     readme = "---\ndataset_info:\n  features:\n  - {name: prompt, dtype: string}\n  - {name: n, dtype: 'DTYPE'}\n---\n"
@@ -274,6 +274,43 @@ def test_decimals_have_a_scale(tmp_path):
         stream.write_table(rows)
     with pytest.raises(ValueError, match=told):
         Hub(str(tmp_path / "saved"), split="train")
+
+
+@provocation(
+    "an arrow file with decimal numbers of the scale 2147483647, -1 or 39, for which its README says another type",
+    "refused in one sentence: pyarrow would read far beyond a table when it makes the one of the other",
+)
+@pytest.mark.parametrize("scale", [2**31 - 1, -(2**31), -1, 39])
+@pytest.mark.parametrize("dtype", ["decimal128(38, 2)", "int64"])
+def test_decimals_have_a_scale_whatever_the_readme_says(scale, dtype, tmp_path):
+    plain = pa.array([7, 9], pa.decimal128(38, 0))
+    numbers = pa.Array.from_buffers(pa.decimal128(38, scale), 2, plain.buffers())
+    rows = pa.table({"prompt": ["a", "b"], "n": pa.StructArray.from_arrays([numbers], ["m"])})
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    said = [{"name": "prompt", "dtype": "string"}, {"name": "n", "struct": [{"name": "m", "dtype": dtype}]}]
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'dataset_info': {'features': said}})}\n---\n")
+    told = f"the column 'n' holds decimal numbers of the scale {scale}; allowed are 0 to 38"
+    with pytest.raises(ValueError, match=told):
+        Hub(str(tmp_path), split="train")
+
+
+def test_lists_have_a_length_that_is_one():
+    size = 7654321
+    written = pa.schema({"prompt": pa.string(), "x": pa.list_(pa.list_(pa.int8(), size))}).serialize().to_pybytes()
+    damaged = written.replace(size.to_bytes(4, "little"), b"\xff" * 4)
+    with pytest.raises(ValueError, match="the column 'x' holds lists of -1 values; allowed are 0 and more"):
+        check_columns(pa.ipc.read_schema(pa.py_buffer(damaged)))
+
+
+def test_types_of_parquet_are_looked_at_before_its_rows(tmp_path, monkeypatch):
+    for name, kind in (("a", pa.list_(pa.int8(), 2)), ("b", pa.list_(pa.int8(), 2**25))):
+        table = pa.table({"prompt": ["a"], "x": pa.nulls(1, kind)})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    monkeypatch.setattr("pyarrow.dataset.ParquetFileFormat", lambda **_: pytest.fail("rows are read"))
+    files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+    with contained(), pytest.raises(ValueError, match=r"a column of the type fixed_size_list.+, of 33554432 values"):
+        next(Parquet(cache_dir=str(tmp_path))._generate_tables(files, [None, None]))
 
 
 @provocation(

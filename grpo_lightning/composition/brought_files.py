@@ -54,7 +54,7 @@ _REFERENCES = ("${seed}", "${steps}")
 _KEY = re.compile(r"[\w-]+", re.ASCII)
 _FILE = re.compile(r"\w[\w-]*(/\w[\w-]*)*", re.ASCII)
 _REWARD = re.compile(r"reward\.\w+(\.\w+|\.function\._partial_)?")
-_SWEPT = re.compile(r"[\d.,+\-eE ]+|(tag\(log, ?)?(interval|range|choice)\([\d.,+\-eE ]*\)+|true|false|null")
+_SWEPT = re.compile(r"[\d.,+\-eE ]+|(tag\(log, ?)?(interval|range|choice)\([\d.,+\-eE ]*\)+|true|false|null", re.I)
 """What a sweep may give to settings; a dotted name could be one of code."""
 _TOLD = (
     "allowed there are choices, numbers, switches and some texts; anything else on the command line, where "
@@ -112,7 +112,7 @@ def word_problems(words: Sequence[Any], own: Sequence[Any] = ()) -> list[str]:
     found, anew = [], {one.key_or_group for one in own if _is_value(one)}
     for word in words:
         key = word.key_or_group
-        if key in anew and _is_value(word):
+        if key in anew and _is_value(word) and not _is_part(key):
             continue
         if word.is_sweep_override() or word.package is not None:
             found.append(str(word.input_line))
@@ -121,7 +121,7 @@ def word_problems(words: Sequence[Any], own: Sequence[Any] = ()) -> list[str]:
         is_choice = _is_part(key) and not isinstance(value, dict)
         if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in _as_list(value)):
             continue
-        if is_choice or any(_below(_nested(key, value), "", is_plain=False)):
+        if is_choice or any(_below(nested(key, value), "", is_plain=False)):
             found.append(str(word.input_line))
     return [f"{one_line(word)} stands in the run's settings; {_TOLD} the run" for word in found]
 
@@ -138,9 +138,9 @@ def _below(node: Mapping[str, Any], prefix: str, *, is_plain: bool) -> Iterator[
         key = f"{prefix}.{name}" if prefix else str(name)
         if not isinstance(name, str) or not _KEY.fullmatch(name):  # a dot would make it what stands at another place
             yield key, value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and value:
             target = value.get("_target_")
-            yield from _below(value, key, is_plain=isinstance(target, str) and _is_plain_code(target))
+            yield from _below(value, key, is_plain=isinstance(target, str) and is_plain_code(target))
         elif not _may_say(key, name, value, is_plain=is_plain):
             yield key, value
 
@@ -171,7 +171,7 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     return is_known and all(one in _REFERENCES for one in texts)
 
 
-def _is_plain_code(target: str) -> bool:
+def is_plain_code(target: str) -> bool:
     """Whether a path is one of plain arithmetic, or of what watches a run and writes nothing."""
     is_watching = "." in target and target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
     return is_watching or f"{target}.".startswith((VARYING, *(f"{name}." for name in PLAIN)))
@@ -179,14 +179,19 @@ def _is_plain_code(target: str) -> bool:
 
 def _swept(hydra: Any) -> Iterator[tuple[str, Any]]:
     """What a sweep must not vary in a file's settings of Hydra, of which other rules know the rest."""
-    sweeper = hydra.get("sweeper") if isinstance(hydra, Mapping) else None
-    params = sweeper.get("params") if isinstance(sweeper, Mapping) else None
-    for key, value in params.items() if isinstance(params, Mapping) else ():
+    for key, value in parameters(hydra).items():
         place = str(key).lstrip("+")
         is_choice = _is_part(place) and re.fullmatch(r"[\w\-,\[\] ]*", str(value))
         is_number = _SWEPT.fullmatch(str(value)) and _may_say(place, place.rpartition(".")[2], 0, is_plain=False)
         if not is_choice and not is_number:
             yield f"hydra.sweeper.params.{key}", value
+
+
+def parameters(hydra: Any) -> Mapping[str, Any]:
+    """What a file's settings of Hydra's have a sweep vary: override without its value -> values."""
+    sweeper = hydra.get("sweeper") if isinstance(hydra, Mapping) else None
+    params = sweeper.get("params") if isinstance(sweeper, Mapping) else None
+    return params if isinstance(params, Mapping) else {}
 
 
 def _refused_choice(default: InputDefault) -> str | None:
@@ -224,7 +229,8 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The settings in which a dotted key has a value."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return dict(value)
@@ -244,15 +250,17 @@ def _of_conf() -> Mapping[str, Collection[Any]]:
         package = "" if "@package _global_" in path.read_text(encoding="utf-8") else group
         package = "reward.*" if path.relative_to(CONF) == Path("reward/base.yaml") else package
         said: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        for key, value in _values({key: one for key, one in said.items() if key not in ("defaults", "hydra")}, package):
+        for key, value in values_of(
+            {key: one for key, one in said.items() if key not in ("defaults", "hydra")}, package
+        ):
             found.setdefault(_generalized(key), []).append(value)
     return found
 
 
-def _values(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every value below a mapping, and lists as a whole, as pairs of dotted key and value."""
-    if not isinstance(node, Mapping):
+def values_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a mapping, and lists and empty mappings as a whole, as pairs of dotted key and value."""
+    if not isinstance(node, Mapping) or not node:  # an empty one takes the place of a value
         yield prefix, node
         return
     for key, value in node.items():
-        yield from _values(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from values_of(value, f"{prefix}.{key}" if prefix else str(key))

@@ -3,12 +3,13 @@
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow.json
+import pyarrow.parquet
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
@@ -16,7 +17,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
-from grpo_lightning.data.columns import check_columns, check_length
+from grpo_lightning.data.columns import DIGITS, check_columns, check_length
 from grpo_lightning.data.json_tables import read_in_one_block
 from grpo_lightning.output.terminal import one_line
 
@@ -35,9 +36,7 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
-_DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(-?\d+)\)", re.ASCII)
-_DIGITS = {"128": 38, "256": 76}
-"""Bits of a number -> its most digits: pyarrow looks for powers of ten in a table of so many, also beyond its end."""
+_DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(\d+)\)", re.ASCII)
 
 
 @contextmanager
@@ -57,7 +56,7 @@ def contained() -> Iterator[None]:
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
     prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
-    nested, lines = features.get_nested_type, pyarrow.json.read_json
+    nested, lines, tables = features.get_nested_type, pyarrow.json.read_json, Parquet._generate_tables
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -85,8 +84,8 @@ def contained() -> Iterator[None]:
             )
         if name.startswith("decimal"):
             decimal = _DECIMAL.fullmatch(name)
-            if not decimal or abs(int(decimal[2])) > _DIGITS[decimal[1]]:
-                allowed = " and ".join(f"decimal{bits}(DIGITS, SCALE), to {most}" for bits, most in _DIGITS.items())
+            if not decimal or int(decimal[2]) > DIGITS[int(decimal[1])]:
+                allowed = " and ".join(f"decimal{bits}(DIGITS, SCALE), 0 to {DIGITS[bits]}" for bits in (128, 256))
                 raise ValueError(f"a column of the type {one_line(repr(name))}: allowed are {allowed}")
         return arrow(name)
 
@@ -99,10 +98,18 @@ def contained() -> Iterator[None]:
         table.validate(full=True)  # parquet's reader takes numbers of words of a dictionary as they are
         return casts[Arrow if isinstance(builder, Arrow) else Parquet](builder, table)
 
+    def typed(builder: Any, files: Iterable[str], *others: Any, **options: Any) -> Iterator[Any]:
+        """Types are looked at before rows, whose lists are made as long as a file says."""
+        for file in (files := [*files]):
+            with open(file, "rb") as opened, suppress(pyarrow.ArrowException):  # a damaged one is told when it is read
+                check_columns(pyarrow.parquet.read_schema(opened))
+        yield from tables(builder, files, *others, **options)
+
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
     features.get_nested_type, pyarrow.json.read_json = bounded, read_in_one_block
     Arrow._cast_table = Parquet._cast_table = cast
+    Parquet._generate_tables = typed
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -116,6 +123,7 @@ def contained() -> Iterator[None]:
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
         features.get_nested_type, pyarrow.json.read_json = nested, lines
         Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
+        Parquet._generate_tables = tables
 
 
 def check_inside(text: str, where: str) -> None:

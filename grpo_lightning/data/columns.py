@@ -13,6 +13,8 @@ _COLUMNS = (
     *(pa.types.is_struct, pa.types.is_map, pa.types.is_dictionary),
 )
 """Tell the types of columns that data sets have: of views, unions and run ends pyarrow trusts what files say."""
+DIGITS = {32: 9, 64: 18, 128: 38, 256: 76}
+"""Bits of a decimal number -> its most digits: pyarrow looks for powers of ten in a table of so many, also beyond."""
 _MOST_VALUES = 2**24
 """Of one row, as far as its type says how many it has: with the number of rows, pyarrow counts in 64 bits."""
 
@@ -24,12 +26,16 @@ def check_columns(schema: pa.Schema) -> None:
         ValueError: There are such; names the first.
     """
     for field in schema:
+        column = f"the column {one_line(repr(field.name))} holds"
         for kind in _kinds(field.type):
             if not any(is_one(kind) for is_one in _COLUMNS):
-                raise ValueError(
-                    f"the column {one_line(repr(field.name))} holds values of the type {one_line(str(kind))[:80]}; "
-                    "allowed are types with memory of their own, such as string and large_string"
-                )
+                told = f"values of the type {one_line(str(kind))[:80]}; allowed are types with memory of their own"
+                raise ValueError(f"{column} {told}, such as string and large_string")
+            most = DIGITS[kind.bit_width] if pa.types.is_decimal(kind) else None
+            if most is not None and not 0 <= kind.scale <= most:
+                raise ValueError(f"{column} decimal numbers of the scale {kind.scale}; allowed are 0 to {most}")
+            if pa.types.is_fixed_size_list(kind) and kind.list_size < 0:
+                raise ValueError(f"{column} lists of {kind.list_size} values; allowed are 0 and more")
         check_length(field.type)
 
 

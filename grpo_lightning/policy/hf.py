@@ -25,7 +25,7 @@ from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
 from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
 from grpo_lightning.transformer import logits, logprobs
-from grpo_lightning.transformer.attention import grouped
+from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
@@ -83,8 +83,7 @@ class HFPolicy(TextPolicy):
         self.share_prompts = share_prompts
         self.activation_offload = activation_offload
         self._tried = self._use_flat_decoder = False
-        if share_prompts and model.config._attn_implementation is not None:
-            model.config._attn_implementation = grouped(model.config._attn_implementation)
+        use_grouped(model)
         model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
         without_dropout(model)
         for module in model.modules():

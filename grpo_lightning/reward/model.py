@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
+from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, only_data
 from grpo_lightning.transformer.whole import check_whole, with_weights
 
@@ -231,6 +232,7 @@ class RewardModel:
             )
         check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
+        use_grouped(network)  # which compares the shapes of keys and values
         return (network if quantized else network.to(self.device)).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:

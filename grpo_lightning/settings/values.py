@@ -135,6 +135,7 @@ RULES: dict[str, Rule] = {
     "policy.path": model_path(),
     "reference.path": model_path(),
     "policy.dtype": choice("float32", "bfloat16", "float16"),
+    "reference.dtype": choice("float32", "bfloat16", "float16", null=True),
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",

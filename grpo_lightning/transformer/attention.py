@@ -69,6 +69,8 @@ def grouped(name: str) -> str:
             return grouped.attend(
                 module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale
             ), None
+        if key.shape[-2] != value.shape[-2]:  # torch's kernels for CPUs would read and write beyond the shorter ones
+            raise ValueError(f"attention to keys {list(key.shape)} and values {list(value.shape)}")
         # Looked up at every call: whoever registers another function of this name later is followed.
         plain: Any = ALL_ATTENTION_FUNCTIONS[name]
         output: tuple[Tensor, Any] = plain(module, query, key, value, mask, *args, **kwargs)
@@ -78,6 +80,12 @@ def grouped(name: str) -> str:
     # Masks are looked up by the same name; without an entry of its own the model would get none at all.
     AttentionMaskInterface.register(_PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
     return _PREFIX + name
+
+
+def use_grouped(model: Any) -> None:
+    """Have a model of transformers attend by `grouped`, if it says by what it attends."""
+    if model.config._attn_implementation is not None:
+        model.config._attn_implementation = grouped(model.config._attn_implementation)
 
 
 @cache
@@ -202,6 +210,8 @@ class Stream:
 
     def flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The same as ``attend``, always by FlexAttention."""
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"attention to keys {list(key.shape)} and values {list(value.shape)}")
         size = query.shape[2]
         # Without padding they would keep the layout they came in, which would be one more graph.
         query, key, value = (pad(each, (0, 0, 0, self.padding)).contiguous() for each in (query, key, value))

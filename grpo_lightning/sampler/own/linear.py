@@ -31,7 +31,7 @@ class Packed:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH)
-        self._bias = bias
+        self._bias, self._features = bias, len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -40,6 +40,8 @@ class Packed:
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         if other.dtype != x.dtype:
             return other + self(x)
+        if other.shape != (*x.shape[:-1], self._features):  # which oneDNN does not compare
+            raise ValueError(f"{list(other.shape)} is added to {self._features} features of {list(x.shape)}")
         y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
         return y
 
