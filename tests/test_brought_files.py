@@ -353,6 +353,29 @@ def test_what_the_user_says_himself_is_his():
     assert len(whole_problems(composed, said)) == 2
 
 
+def test_texts_of_theirs_are_given_to_no_code_of_the_users_by_reference():
+    stop = {"_target_": "mine.Stop", "monitor": "${sweep_metric}", "every": "${steps}", "policy": "${policy}"}
+    composed = {
+        "callbacks": {"stop": stop},
+        "sweep_metric": "${metric}",
+        "metric": "x",
+        "steps": 3,
+        "policy": {"_target_": "grpo_lightning.policy.hf.load", "path": "theirs"},
+        "columns": {"a": {"b": "c"}},
+    }
+    told = "would be given to mine.Stop; allowed is this setting"
+    for key, value in (("sweep_metric", "../x"), ("metric", "../x")):
+        (problem,) = whole_problems(composed, {"theirs": {key: value}})
+        assert problem.startswith(f"theirs: {key} {told}")
+        assert whole_problems(composed, {"theirs": {key: value}}, [f"{key}=x"]) == []
+    assert whole_problems(composed, {"theirs": {"steps": 3, "policy": {"path": "theirs"}, "task_name": "a"}}) == []
+    stop["options"] = ["a ${columns}"]
+    (problem,) = whole_problems(composed, {"theirs": {"columns": {"a": {"b": "c"}}}})
+    assert problem.startswith(f"theirs: columns.a.b {told}")
+    composed["metric"] = "${sweep_metric}"  # a circle, which is told elsewhere
+    assert whole_problems(composed, {"theirs": {"task_name": "a"}}) == []
+
+
 def test_words_of_a_run_are_those_of_a_file():
     def told(*words):
         parsed = OverridesParser.create().parse_overrides([*words])

@@ -119,7 +119,7 @@ def word_problems(words: Sequence[Any], own: Sequence[Any] = ()) -> list[str]:
             continue
         value = word.value()
         is_choice = _is_part(key) and not isinstance(value, dict)
-        if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in _as_list(value)):
+        if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in as_list(value)):
             continue
         if is_choice or any(_below(nested(key, value), "", is_plain=False)):
             found.append(str(word.input_line))
@@ -158,7 +158,7 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
         return False
     if value is None and _LEFT_OUT.fullmatch(key):
         return True
-    values = _as_list(value)
+    values = as_list(value)
     if not all(type(one) in (str, int, float, bool, type(None)) for one in values):
         return False
     texts = [one for one in values if isinstance(one, str)]
@@ -199,7 +199,7 @@ def _refused_choice(default: InputDefault) -> str | None:
     if default.is_self():
         return None
     if isinstance(default, GroupDefault):
-        group, names = str(default.group).removeprefix("/"), _as_list(default.value)
+        group, names = str(default.group).removeprefix("/"), as_list(default.value)
         told = f"{group}@{default.package}: {default.value}"
     elif isinstance(default, ConfigDefault):
         group, names = str(default.path).removeprefix("/"), []
@@ -225,7 +225,8 @@ def _is_value(word: Any) -> bool:
     return is_one and not isinstance(word.value(), dict)
 
 
-def _as_list(value: Any) -> Sequence[Any]:
+def as_list(value: Any) -> Sequence[Any]:
+    """A list as it is, and of anything else a list."""
     return value if isinstance(value, list) else [value]
 
 

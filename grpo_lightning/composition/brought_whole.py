@@ -1,12 +1,15 @@
 """What becomes of settings that a command brings along, once all files and the command's own words are one."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_lightning.composition.brought_files import TRUSTED, is_plain_code, parameters, values_of
+from grpo_lightning.composition.brought_files import TRUSTED, as_list, is_plain_code, parameters, values_of
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.trust import is_of_library
-from grpo_lightning.settings.walk import at
+from grpo_lightning.settings.walk import at, every_target
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def whole_problems(
@@ -22,7 +25,10 @@ def whole_problems(
         words: The user's overrides; what these say is theirs alone.
     """
     given = {word.partition("=")[0].lstrip("+~") for word in words}
-    found = {(source, *one) for source, said in brought.items() for one in _strays(composed, said, given)}
+    users = {key: node for key, node in every_target(composed) if _is_users(node["_target_"])}
+    handed = [(key, str(node["_target_"])) for node in users.values() for key in _referred(composed, node, set())]
+    found = {(source, *one) for source, said in brought.items() for one in _strays(composed, said, handed)}
+    found = {one for one in found if one[1] not in given}
     return [
         f"{one_line(source)}: {one_line(key)} would be given to {one_line(target)}; allowed is this setting on the "
         f"command line, or {TRUSTED}=true there if you know what is brought along"
@@ -30,15 +36,47 @@ def whole_problems(
     ]
 
 
-def _strays(composed: Mapping[str, Any], said: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Keys, and the code that would be given what is said there or below it."""
+def _is_users(target: Any) -> bool:
+    """Whether a path is one of the user's own code; one that is put together stands for some verifier's."""
+    return "$" not in str(target) and not is_of_library(str(target))
+
+
+def _referred(composed: Mapping[str, Any], node: Any, seen: set[str]) -> set[str]:
+    """The dotted keys of values for which something in a node stands, itself or by what that stands for.
+
+    Args:
+        composed: All settings, not resolved.
+        node: Settings of some code; what stands there itself is left out.
+        seen: What has been found, to be added to.
+    """
+    for _, value in values_of(node) if isinstance(node, Mapping) else [("", node)]:
+        for key in _REFERENCE.findall(str(value)):
+            there = at(composed, key.split("."))
+            is_built = isinstance(there, Mapping) and "_target_" in there  # an object is handed over
+            if key not in seen and not is_built:
+                seen |= {key, *(f"{key}.{name}" for name, _ in values_of(there) if isinstance(there, Mapping))}
+                _referred(composed, there, seen)
+    return seen
+
+
+def _strays(
+    composed: Mapping[str, Any], said: Mapping[str, Any], handed: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Keys, and the code that would be given what is said there or below it.
+
+    Args:
+        composed: All settings, not resolved.
+        said: What is brought along.
+        handed: Keys whose values are given to code elsewhere, and that code.
+    """
     values = dict(values_of({key: value for key, value in said.items() if key != "hydra"}))
     for key in (*values, *(str(key).lstrip("+") for key in parameters(said.get("hydra")))):
         *node, name = key.split(".")
         now = str(at(composed, [*node, "_target_"]))
         if name == "_target_" and is_plain_code(str(values.get(key))) and not is_plain_code(now):
             yield ".".join(node), now
-        if not name.startswith("_") and key not in given:
+        if not name.startswith("_"):
             above = [at(composed, [*node[:count], "_target_"]) for count in range(1, len(node) + 1)]
-            targets = [str(target) for target in above if target is not None and "$" not in str(target)]
-            yield from ((key, target) for target in targets if not is_of_library(target))
+            yield from ((key, str(target)) for target in above if target is not None and _is_users(target))
+            if any(isinstance(one, str) for one in as_list(values.get(key))):
+                yield from ((key, target) for other, target in handed if other == key)
