@@ -29,6 +29,10 @@ _TEXTS = re.compile(
     r"|trainer\.precision|logger\.\w+\.(project|experiment_name|run_name|group|job_type|notes|tags)"
 )
 """Settings that may be any text: what models and data are read, how they are asked, and names to find a run by."""
+_CALLED = re.compile(
+    r"task_name|tags|sweep_metric|data\.(name|revision|split|validation_split|task)|logger\.\w+\.(?!notes)\w+"
+)
+"""Those of them that are names, which may become parts of the names of files."""
 _NAMES = re.compile(r"policy\.adapter\.target_modules")
 """Settings that may be texts of letters, digits, '_', '-' and '.': others are patterns, which C code reads."""
 _WATCHED = ("metric", "mode", "monitor", "logging_interval")
@@ -164,6 +168,8 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     texts = [one for one in values if isinstance(one, str)]
     if _NAMES.fullmatch(key) and all(re.fullmatch(r"[\w.-]+", one) for one in texts):
         return True
+    if _CALLED.fullmatch(key) and any(one.startswith(("/", "~")) or ".." in one.split("/") for one in texts):
+        return False
     if texts and all("$" not in one for one in texts) and (_TEXTS.fullmatch(key) or (is_plain and name in _WATCHED)):
         return True
     is_of_numbers = any(not isinstance(one, str) for one in of_conf)
