@@ -197,9 +197,7 @@ def test_parameters_of_a_file_come_before_the_command(tmp_path):
 @pytest.mark.parametrize("word", ["${task_name}", "$\\{task_name\\}"])
 def test_settings_of_others_are_no_part_of_where_an_export_goes(word, tmp_path):
     (tmp_path / "here" / "bundle" / "experiment").mkdir(parents=True)
-    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text(
-        "# @package _global_\ntask_name: mine\n"
-    )
+    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: mine\n")
     words = ("--config-dir", "bundle", "experiment=theirs", f"callbacks.export.directory=out/{word}")
     done = begun(tmp_path / "here", *words, *TINY)
     assert done.returncode == 1
@@ -214,9 +212,7 @@ def test_settings_of_others_are_no_part_of_where_an_export_goes(word, tmp_path):
 @pytest.mark.slow
 def test_settings_of_others_are_no_part_of_the_run_directory(tmp_path):
     (tmp_path / "here" / "bundle" / "experiment").mkdir(parents=True)
-    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text(
-        "# @package _global_\ntask_name: mine\n"
-    )
+    (tmp_path / "here" / "bundle" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: mine\n")
     (tmp_path / "mine").mkdir()
     words = ("--config-dir", "bundle", "experiment=theirs", "hydra.run.dir='runs/${task_name}'")
     done = begun(tmp_path / "here", *words, *TINY)

@@ -74,6 +74,7 @@ def test_recipes_may_be_brought_along(lines):
         "task_name: 'a ${steps}'",
         "optimizer: {_target_: my.optimizer}",
         "optimizer: {_partial_: 1}",
+        "mine: {_target_: torch.optim.AdamW, lr: 1}",
         "optimizer: {_args_: [1]}",
         "optimizer: {lr: {a: 1}}",
         "optimizer: {lr: [[1]]}",
@@ -332,6 +333,23 @@ def test_another_file_makes_no_other_code_of_it(tmp_path):
         start.forget_settings_from()
 
 
+def test_a_file_that_is_placed_twice_is_looked_at_twice(tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "stuff.yaml").write_text("_target_: torch.optim.AdamW\nmetric: evil\n")
+    (tmp_path / "conf" / "first.yaml").write_text(
+        "# @package reward.custom\ndefaults: [/stuff@function]\nweight: 1.0\n"
+    )
+    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\ndefaults: [/first, /stuff@optimizer]\n"
+    )
+    words = ("reward=[custom]", "reward.custom.function._target_=mine.similarity", "debug=default")
+    try:
+        with pytest.raises(ConfigCompositionException, match=r"stuff: reward\.custom\.function\.metric would be given"):
+            grpo.compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", *words)
+    finally:
+        start.forget_settings_from()
+
+
 @pytest.mark.parametrize("word", [f"++reward.custom.function={PLAIN}", "+reward.custom.function.metric=evil"])
 def test_nor_is_what_a_run_says_that_is_scored_anew(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -348,14 +366,19 @@ def test_nor_is_what_a_run_says_that_is_scored_anew(word, tmp_path, monkeypatch)
 
 def test_what_the_user_says_himself_is_his():
     composed = {"reward": {"custom": {"function": {"_target_": "mine.f", "metric": "x", "_partial_": True}}}}
-    said = {"theirs": {"reward": {"custom": {"function": {"metric": "y", "_partial_": True}, "weight": 1.0}}}}
+    said = [("theirs", {"reward": {"custom": {"function": {"metric": "y", "_partial_": True}, "weight": 1.0}}})]
     assert whole_problems(composed, said, ["reward.custom.function.metric=x"]) == []
     (told,) = whole_problems(composed, said, ["reward.custom.function._target_=mine.f"])
     assert told.startswith("theirs: reward.custom.function.metric would be given to mine.f")
+    inner = {"allow_pickle": {"_target_": "grpo_lightning.reward.length.length", "_partial_": True}}
+    composed["reward"]["custom"]["function"] |= inner
+    problems = whole_problems(composed, [("x", {"reward": {"custom": {"function": inner}}})])
+    told = {problem.partition(" would")[0] for problem in problems}
+    assert told == {f"x: reward.custom.function.allow_pickle.{name}" for name in ("_target_", "_partial_")}
     composed["reward"]["custom"]["function"]["_target_"] = "${data.verifier}"
     assert whole_problems(composed, said) == []
     composed["reward"]["custom"]["_target_"] = "mine.Weighted"
-    assert len(whole_problems(composed, said)) == 2
+    assert len(whole_problems(composed, said)) == 3
 
 
 def test_texts_of_theirs_are_given_to_no_code_of_the_users_by_reference():
@@ -370,15 +393,15 @@ def test_texts_of_theirs_are_given_to_no_code_of_the_users_by_reference():
     }
     told = "would be given to mine.Stop; allowed is this setting"
     for key, value in (("sweep_metric", "../x"), ("metric", "../x")):
-        (problem,) = whole_problems(composed, {"theirs": {key: value}})
+        (problem,) = whole_problems(composed, [("theirs", {key: value})])
         assert problem.startswith(f"theirs: {key} {told}")
-        assert whole_problems(composed, {"theirs": {key: value}}, [f"{key}=x"]) == []
-    assert whole_problems(composed, {"theirs": {"steps": 3, "policy": {"path": "theirs"}, "task_name": "a"}}) == []
+        assert whole_problems(composed, [("theirs", {key: value})], [f"{key}=x"]) == []
+    assert whole_problems(composed, [("theirs", {"steps": 3, "policy": {"path": "theirs"}, "task_name": "a"})]) == []
     stop["options"] = ["a ${columns}"]
-    (problem,) = whole_problems(composed, {"theirs": {"columns": {"a": {"b": "c"}}}})
+    (problem,) = whole_problems(composed, [("theirs", {"columns": {"a": {"b": "c"}}})])
     assert problem.startswith(f"theirs: columns.a.b {told}")
     composed["metric"] = "${sweep_metric}"  # a circle, which is told elsewhere
-    assert whole_problems(composed, {"theirs": {"task_name": "a"}}) == []
+    assert whole_problems(composed, [("theirs", {"task_name": "a"})]) == []
 
 
 def test_words_of_a_run_are_those_of_a_file():

@@ -23,6 +23,10 @@ LOADED = {
 }
 
 
+MINE = {"policy.path": "/models/a", "policy.trust_remote_code": False, "policy.adapter.r": 8}
+MINE["policy._target_"] = "mine.load"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run whose policy nothing but its own settings describes."""
@@ -162,7 +166,7 @@ def test_what_cannot_be_taken_over_is_asked_for(policy, message, tmp_path):
 
 @provocation(
     "a stranger's checkpoint is exported with a policy of the user's own, `policy._target_=mine.load`, for which it "
-    "has a `directory` or `cache`, or arguments by their place",
+    "has a `path`, a `directory`, a switch, or arguments by their place that the settings do not have",
     "asks for them by their keys",
 )
 def test_a_checkpoint_says_not_where_the_users_code_writes():
@@ -177,10 +181,15 @@ def test_a_checkpoint_says_not_where_the_users_code_writes():
         ({"report": "../.bashrc"}, "report"),
         ({"more": [{"x": b"../.bashrc"}]}, "more.0.x"),
     ):
-        with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value"):
-            own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], lambda key: "mine.load")
+        with pytest.raises(ValueError, match=rf"its policy\.{key} is \S+; allowed is policy\.{key}=… with the value$"):
+            own_settings(recorded(policy=LOADED | more), ["policy._target_=mine.load"], MINE.get)
+    told = r"its policy\.path is “theirs” and policy\.run_code is “True”; allowed is policy\.path=… policy\.run_code=…"
+    theirs = recorded(policy=LOADED | {"path": "theirs", "run_code": True})
+    with pytest.raises(ValueError, match=f"{told} with the values$"):
+        own_settings(theirs, ["policy._target_=mine.load"], MINE.get)
     given = ["policy._target_=mine.load", "policy.directory=here"]
-    taken = own_settings(recorded(policy=LOADED | {"directory": "../x"}), given, lambda key: key)
+    said = MINE | {"policy.directory": "policy.directory"}
+    taken = own_settings(recorded(policy=LOADED | {"directory": "../x"}), given, said.get)
     assert taken["policy"]["directory"] == "policy.directory"
     assert own_settings(recorded(policy=LOADED | {"directory": "x"}), [], nothing)["policy"]["directory"] == "x"
 

@@ -498,12 +498,17 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
     named = ({"report": str(hit)}, {"report": bytes(hit)}, {"size": 8, "more": [({"report": "x"},)]})
     for said in named:  # whatever it is called
         with pytest.raises(
-            ValueError, match=r"task='mine': .*task_config of its row has 'report', which could name a "
+            ValueError, match=r"task='mine': .*task_config of its row has 'report'; allowed are size and seed"
         ):
             reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
     with pytest.raises(ValueError, match=r"task='composite': no data set of reasoning_gym itself, and task_config of "):
         reasoning_gym(["<answer>1</answer>"], task_config=[NESTED], **row | {"task": ["composite"]})
-    assert reasoning_gym(["<answer>1</answer>"], task_config=[{"size": 8}], **row) == [1.0]
+    for said in ({"allow_pickle": True}, {"size": True}, {"level": 3}, {"more": [1]}):
+        with pytest.raises(
+            ValueError, match=r"task='mine': .*; allowed are size and seed, the arguments of data.task_con"
+        ):
+            reasoning_gym(["<answer>1</answer>"], task_config=[said], **row)
+    assert reasoning_gym(["<answer>1</answer>"], task_config=[{"size": 8, "seed": 1}], **row) == [1.0]
     assert reasoning_gym(["<answer>1</answer>"], task_config=[None], **row) == [1.0]
     assert not hit.exists()
 
@@ -523,6 +528,8 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
             ["data.task=mine"],
             "data.task_config.output_file=/x sta",
         ),
+        ({"task": "mine", "task_config": {"pickle": True}}, ["data.task=mine"], "data.task_config.pickle=True sta"),
+        ({"task": "mine", "task_config": {"n": 8}}, ["data.task=mine", "data.task_config={n: 8}"], None),
         (
             {"task": "mine", "levels": {"mine": {"output_file": "/x"}}},
             ["data.task=mine"],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import LIVE, is_written
+from grpo_lightning.allowed import LIVE
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
@@ -19,8 +19,6 @@ _TAKEN = {
     ),
 }
 """Part -> what may build it on the word of a checkpoint, which can be a stranger's: nothing that runs other code."""
-_READ = ("_target_", "path", "dtype", "attn_implementation", "quantization", "reply_role", "system_prompt")
-"""Texts by which models are read, and what they are told."""
 _COMES_WITH = {
     "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
     "reference": ("loss.kl_coef", "rollout.kl_penalty"),
@@ -80,7 +78,7 @@ def own_settings(
         own = copy.deepcopy(dict(node))
         for key in (key for key in given if key.startswith(f"{part}.")):
             _put(own, key.split(".")[1:], current(key))
-        _check_taken(part, own, targets, given)
+        _check_taken(part, own, targets, given, current)
         updates[part] = own
         for key in _COMES_WITH[part]:
             value = _number(recorded, key)
@@ -91,7 +89,9 @@ def own_settings(
     return updates
 
 
-def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str]) -> None:
+def _check_taken(
+    part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str], current: Callable[[str], Any]
+) -> None:
     """Refuse settings that say nothing, or that only a user may decide."""
     leaves = dict(_leaves(own, part))
     trust = f"{part}.trust_remote_code"
@@ -119,19 +119,20 @@ def _check_taken(part: str, own: Mapping[str, Any], targets: Sequence[str], give
             f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
         )
     is_foreign = own.get("_target_") not in targets
+    asked = dict[str, str]()
     for key, value in leaves.items():
         if key in given:
             continue
-        names = key.split(".")[1:]
-        is_known = len(names) == 1 and names[0] in _READ
-        is_place = "_args_" in names or any(map(is_written, names)) or isinstance(value, str | bytes)
-        is_place = is_foreign and is_place and not is_known  # code of the user's may write to any text
+        is_theirs = is_foreign and value != current(key)  # code of the user's may do anything on the word of a setting
         # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
         is_unresolved = "_convert_" in key.split(".") and value != "all"
         is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))
-        if is_place or is_unresolved or is_hidden:
-            told = quoted(str(value))
-            raise ValueError(f"its {typed_key(key)} is {told}; allowed is {typed_key(key)}=… with the value")
+        if is_theirs or is_unresolved or is_hidden:
+            asked[typed_key(key)] = quoted(str(value))
+    if asked:
+        told = " and ".join(f"{key} is {value}" for key, value in asked.items())
+        wanted = " ".join(f"{key}=…" for key in asked)
+        raise ValueError(f"its {told}; allowed is {wanted} with the value{'s' * (len(asked) > 1)}")
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import PLAIN, WATCHING
 from grpo_lightning.settings.values import VARYING
+from grpo_lightning.settings.walk import PARTS
 
 TRUSTED = "trusted_settings"
 _TEXTS = re.compile(
@@ -144,7 +145,8 @@ def _below(node: Mapping[str, Any], prefix: str, *, is_plain: bool) -> Iterator[
             yield key, value
         elif isinstance(value, Mapping) and value:
             target = value.get("_target_")
-            yield from _below(value, key, is_plain=isinstance(target, str) and is_plain_code(target))
+            is_of_part = key.partition(".")[0] in PARTS  # elsewhere it would be nothing, or what others stand for
+            yield from _below(value, key, is_plain=is_of_part and isinstance(target, str) and is_plain_code(target))
         elif not _may_say(key, name, value, is_plain=is_plain):
             yield key, value
 

@@ -13,7 +13,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def whole_problems(
-    composed: Mapping[str, Any], brought: Mapping[str, Mapping[str, Any]], words: Sequence[str] = ()
+    composed: Mapping[str, Any], brought: Sequence[tuple[str, Mapping[str, Any]]], words: Sequence[str] = ()
 ) -> list[str]:
     """What settings that are brought along give to code for which they were not allowed to say it.
 
@@ -21,13 +21,13 @@ def whole_problems(
 
     Args:
         composed: All settings, not resolved.
-        brought: Name of a file, or an override -> what it says, not resolved.
+        brought: Pairs of the name of a file, or an override, and what it says, not resolved.
         words: The user's overrides; what these say is theirs alone.
     """
     given = {word.partition("=")[0].lstrip("+~") for word in words}
     users = {key: node for key, node in every_target(composed) if _is_users(node["_target_"])}
     handed = [(key, str(node["_target_"])) for node in users.values() for key in _referred(composed, node, set())]
-    found = {(source, *one) for source, said in brought.items() for one in _strays(composed, said, handed)}
+    found = {(source, *one) for source, said in brought for one in _strays(composed, said, handed)}
     found = {one for one in found if one[1] not in given}
     return [
         f"{one_line(source)}: {one_line(key)} would be given to {one_line(target)}; allowed is this setting on the "
@@ -75,8 +75,9 @@ def _strays(
         now = str(at(composed, [*node, "_target_"]))
         if name == "_target_" and is_plain_code(str(values.get(key))) and not is_plain_code(now):
             yield ".".join(node), now
-        if not name.startswith("_"):
-            above = [at(composed, [*node[:count], "_target_"]) for count in range(1, len(node) + 1)]
-            yield from ((key, str(target)) for target in above if target is not None and _is_users(target))
-            if any(isinstance(one, str) for one in as_list(values.get(key))):
-                yield from ((key, target) for other, target in handed if other == key)
+        # What says how a node is built is the node's own; the node itself is given to what stands above it.
+        depth = len(node) - name.startswith("_")
+        above = [at(composed, [*node[:count], "_target_"]) for count in range(1, depth + 1)]
+        yield from ((key, str(target)) for target in above if target is not None and _is_users(target))
+        if any(isinstance(one, str) for one in as_list(values.get(key))):
+            yield from ((key, target) for other, target in handed if other == key)

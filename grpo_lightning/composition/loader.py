@@ -72,7 +72,7 @@ class CheckedLoader(ConfigLoaderImpl):
         """
         redaction.remember_words(overrides)
         said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
-        self._trusts, self._brought = is_trusted(said), dict[str, dict[str, Any]]()
+        self._trusts, self._brought = is_trusted(said), list[tuple[str, dict[str, Any]]]()
         self._listed = list[tuple[ResultDefault, Any]]()
         try:
             with known_only():  # lists of defaults are resolved, whoever has written them
@@ -101,7 +101,7 @@ class CheckedLoader(ConfigLoaderImpl):
             f"{one_line(str(one.parent))}: places {one.config_path} at {one_line(one.package or 'the top')}; allowed "
             "is where it stands in conf/"
             for one, header in self._listed
-            if one.parent in self._brought and misplaced(one, header)
+            if one.parent in dict(self._brought) and misplaced(one, header)
         ]
         wrong += resolver_problems(own) + whole_problems(own, self._brought, said)
         if wrong := wrong or script_problems(composed.hydra.launcher):
@@ -159,7 +159,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            self._brought[default.config_path or ""] = said
+            self._brought.append((default.config_path or "", said))  # a file may be placed more than once
             wrong += brought_problems(file, said, loaded.defaults_list or ())
         else:
             self._listed.append((default, loaded.header))

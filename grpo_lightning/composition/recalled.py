@@ -65,7 +65,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
         with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
             if not is_known:
-                theirs = {str(one.input_line): nested(one.key_or_group, one.value()) for one in parsed}
+                theirs = [(str(one.input_line), nested(one.key_or_group, one.value())) for one in parsed]
                 whole: Any = OmegaConf.to_container(cfg, resolve=False)
                 if wrong := whole_problems(whole, theirs, overrides):
                     raise ConfigError(wrong)

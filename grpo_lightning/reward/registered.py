@@ -1,9 +1,7 @@
-"""Data sets that the user's own code registers with reasoning_gym: rows of a file name no places for that code."""
+"""Data sets that the user's own code registers with reasoning_gym: rows of a file say nothing of what that does."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from grpo_lightning.allowed import may_be_place
 
 _own: set[str] = set()
 
@@ -14,7 +12,7 @@ def note_own(task: str, config: Mapping[str, Any]) -> None:
 
 
 def check_arguments(task: str, config: Mapping[str, Any]) -> None:
-    """Refuse arguments of a row of the data that are texts, or called as places, for a data set of the user's.
+    """Refuse arguments of a row of the data for a data set of the user's, but for its size and seed.
 
     Args:
         task: Name of a data set, as the row says it.
@@ -23,12 +21,12 @@ def check_arguments(task: str, config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: There are such, and they are not those of the run's own settings.
     """
-    named = next(_places(config), None)
+    named = next(_further(config), None)
     tasks = (task, *(name for _, name, _ in composed_of(config)))
     if named and f"{task} {dict(config)!r}" not in _own and not all(map(is_of_library, tasks)):
         raise ValueError(
-            f"task={task!r}: no data set of reasoning_gym itself, and task_config of its row has {named!r}, which "
-            "could name a place; allowed are the arguments of data.task_config, and those of reasoning_gym's own"
+            f"task={task!r}: no data set of reasoning_gym itself, and task_config of its row has {named!r}; allowed "
+            "are size and seed, the arguments of data.task_config, and those of reasoning_gym's own"
         )
 
 
@@ -57,10 +55,11 @@ def is_of_library(task: str) -> bool:
     return task in DATASETS and DATASETS[task][0].__module__.startswith("reasoning_gym.")
 
 
-def _places(node: Any) -> Iterator[str]:
-    """The keys of what could name a place, in a mapping and in those in it: of all that are not numbers."""
+def _further(node: Any) -> Iterator[str]:
+    """The keys of all but sizes and seeds, in a mapping and in those in it."""
     is_listed = isinstance(node, list | tuple)
     for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if is_listed else ():
-        if may_be_place(str(key)) or not isinstance(value, int | float | None | Mapping | list | tuple):
+        is_number = isinstance(value, int | float | None) and not isinstance(value, bool)
+        if not isinstance(value, Mapping | list | tuple) and not (is_number and key in ("seed", "size")):
             yield str(key)
-        yield from _places(value)
+        yield from _further(value)

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_lightning import start
-from grpo_lightning.allowed import CACHE, PLACES, may_be_place
+from grpo_lightning.allowed import CACHE
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
@@ -191,7 +191,7 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The places outside of the run directory that parts are to write to, as pairs of key and value."""
     run = config.get("run_dir")
     for _, _, handed in of_user(config) if settings_from() else ():
-        yield from (found for place, part in handed.items() for found in _named(part, place, run))
+        yield from (found for place, part in handed.items() for found in leaves(part, {}, place))
     for key, node in each_target(config):
         target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):
@@ -207,20 +207,6 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         is_known = store and (store in (STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
         if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
-
-
-def _named(node: Any, key: str, run: Any) -> Iterator[tuple[str, Any]]:
-    """What could say, anywhere below a node, where code of the user's writes."""
-    is_users = isinstance(run, str) and is_in(Path.cwd(), Path(run))  # what lies in it may be code of the user's
-    for name in PLACES:
-        for place, value in nodes_called(node, name, key):
-            is_switch = name == CACHE and isinstance(value, bool | None)
-            if not isinstance(value, str) and not is_switch:  # the code would make texts of numbers and null
-                yield place, value
-    for place, value in leaves(node, {}, key):
-        names = place.removeprefix(f"{key}.").split(".")
-        if any(map(may_be_place, names)) and ((is_users and isinstance(value, str)) or _leaves(run, value)):
-            yield place, value
 
 
 def _leaves(run: Any, value: Any) -> bool:
