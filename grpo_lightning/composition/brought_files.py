@@ -144,9 +144,8 @@ def _below(node: Mapping[str, Any], prefix: str, *, is_plain: bool) -> Iterator[
         if not isinstance(name, str) or not _KEY.fullmatch(name):  # a dot would make it what stands at another place
             yield key, value
         elif isinstance(value, Mapping) and value:
-            target = value.get("_target_")
-            is_of_part = key.partition(".")[0] in PARTS  # elsewhere it would be nothing, or what others stand for
-            yield from _below(value, key, is_plain=is_of_part and isinstance(target, str) and is_plain_code(target))
+            is_plain_here = is_plain_code(str(value.get("_target_"))) and _may_be_plain_code(key)
+            yield from _below(value, key, is_plain=is_plain_here)
         elif not _may_say(key, name, value, is_plain=is_plain):
             yield key, value
 
@@ -177,6 +176,13 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     is_of_numbers = any(not isinstance(one, str) for one in of_conf)
     is_known = is_plain or is_of_numbers or bool(_NUMBERS.fullmatch(key)) or bool(_TEXTS.fullmatch(key))
     return is_known and all(one in _REFERENCES for one in texts)
+
+
+def _may_be_plain_code(key: str) -> bool:
+    """Whether what plain code makes may stand at a key: below parts, and not in place of a text such as a directory."""
+    of_conf = _of_conf().get(_generalized(key), ())
+    is_text = bool(of_conf) and all(isinstance(one, str) for one in of_conf)
+    return key.partition(".")[0] in PARTS and not is_text and not _ONLY_OF_CONF.fullmatch(key)
 
 
 def is_plain_code(target: str) -> bool:
