@@ -18,7 +18,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import PLAIN, WATCHING
-from grpo_lightning.settings.values import VARYING
+from grpo_lightning.settings.values import MAY_VARY, VARYING
 from grpo_lightning.settings.walk import PARTS
 
 TRUSTED = "trusted_settings"
@@ -144,8 +144,7 @@ def _below(node: Mapping[str, Any], prefix: str, *, is_plain: bool) -> Iterator[
         if not isinstance(name, str) or not _KEY.fullmatch(name):  # a dot would make it what stands at another place
             yield key, value
         elif isinstance(value, Mapping) and value:
-            is_plain_here = is_plain_code(str(value.get("_target_"))) and _may_be_plain_code(key)
-            yield from _below(value, key, is_plain=is_plain_here)
+            yield from _below(value, key, is_plain=_may_be_plain_code(key, str(value.get("_target_"))))
         elif not _may_say(key, name, value, is_plain=is_plain):
             yield key, value
 
@@ -178,17 +177,32 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     return is_known and all(one in _REFERENCES for one in texts)
 
 
-def _may_be_plain_code(key: str) -> bool:
-    """Whether what plain code makes may stand at a key: below parts, and not in place of a text such as a directory."""
-    of_conf = _of_conf().get(_generalized(key), ())
-    is_text = bool(of_conf) and all(isinstance(one, str) for one in of_conf)
-    return key.partition(".")[0] in PARTS and not is_text and not _ONLY_OF_CONF.fullmatch(key)
+def _may_be_plain_code(key: str, target: str) -> bool:
+    """Whether a path may be named at a key: plain code in place of what conf/ has of its kind, and of new rewards.
+
+    What it makes would elsewhere be a true value, whatever it is, for code that takes a switch there.
+    """
+    if not is_plain_code(target) or _ONLY_OF_CONF.fullmatch(key):
+        return False
+    if target.startswith(VARYING):
+        return key.startswith(MAY_VARY) and any(_is_number(one) for one in _of_conf().get(_generalized(key), ()))
+    if _is_watching(target):
+        return re.fullmatch(r"callbacks\.\w+", key) is not None
+    return key in PARTS or re.fullmatch(r"reward\.\w+\.function", key) is not None or f"{key}._target_" in _of_conf()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_watching(target: str) -> bool:
+    """Whether a path is one of a callback that watches a run and writes nothing."""
+    return "." in target and target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
 
 
 def is_plain_code(target: str) -> bool:
     """Whether a path is one of plain arithmetic, or of what watches a run and writes nothing."""
-    is_watching = "." in target and target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
-    return is_watching or f"{target}.".startswith((VARYING, *(f"{name}." for name in PLAIN)))
+    return _is_watching(target) or f"{target}.".startswith((VARYING, *(f"{name}." for name in PLAIN)))
 
 
 def _swept(hydra: Any) -> Iterator[tuple[str, Any]]:
