@@ -100,6 +100,7 @@ def test_recipes_may_be_brought_along(lines):
         "policy: {attn_implementation: theirs/kernel}",
         "policy: {template_kwargs: {box: {enable_thinking: 1}}}",
         "policy: {template_kwargs: {box: text}}",
+        "policy: {template_kwargs: {allow_pickle: true}}",
         "policy: {_convert_: null}",
         "policy: {adapter: {target_modules: '(a+)+'}}",
         "reward: {pattern: {function: {expression: '(a+)+'}}}",

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch.utils.tensorboard import SummaryWriter
 
+import grpo_lightning as grpo
 from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
@@ -24,7 +25,7 @@ from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.records import read_run
 from tests.support.provocations import provocation
-from tests.support.running import small_run
+from tests.support.running import SMALL, small_run
 from tests.test_rollout import Fixed
 
 
@@ -286,3 +287,39 @@ def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
     small_run(tmp_path / "run", "steps=6", "validation.every=1", "checkpoint=last")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6)
+
+
+class Diary(Callback):
+    """A callback of the user's own with a state."""
+
+    page = "diary.txt"
+
+    def state_dict(self):
+        return {"page": self.page}
+
+    def load_state_dict(self, state):
+        self.page = state["page"]
+
+
+@provocation(
+    "a stranger's checkpoint with a state of the user's own callback, such as the name of a file that it writes",
+    "the state is left out, with a warning; `trusted=[…]` takes it, and so does `checkpoint=last`",
+)
+def test_states_of_the_users_callbacks_come_from_the_run_itself(tmp_path, caplog):
+    own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps"))] + ["reward=[format]"]
+
+    def page(place, *words, page="diary.txt"):
+        diary = Diary()
+        diary.page = page
+        grpo.compose(*own, *words, callbacks=diary, run_dir=tmp_path / place).fit()
+        return diary.page
+
+    page("theirs", "steps=1", page="../.bashrc.d/x")
+    theirs = f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"
+    assert page("own", theirs, "steps=2") == "diary.txt"
+    assert (
+        "the states of Diary begin anew, since it lies in another run's directory; allowed is trusted=[…]"
+        in caplog.text
+    )
+    assert page("trusted", theirs, "steps=2", "trusted=[tests]") == "../.bashrc.d/x"
+    assert page("theirs", "checkpoint=last", "steps=2") == "../.bashrc.d/x"

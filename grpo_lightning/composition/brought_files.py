@@ -39,7 +39,7 @@ _NAMES = re.compile(r"policy\.adapter\.target_modules")
 _WATCHED = ("metric", "mode", "monitor", "logging_interval")
 """Arguments of callbacks, and of numbers that vary, that may be texts."""
 _NUMBERS = re.compile(
-    r"(optimizer|data\.task_config|policy\.(template_kwargs|adapter))\.\w+"
+    r"(optimizer|data\.task_config|policy\.adapter)\.\w+|policy\.template_kwargs\.enable_thinking"
     r"|trainer\.(gradient_clip_val|deterministic|benchmark|detect_anomaly)"
     r"|logger\.\w+\.(flush_logs_every_n_steps|flush_secs|max_queue)"
 )
