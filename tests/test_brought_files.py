@@ -343,6 +343,20 @@ def test_another_file_makes_no_other_code_of_it(tmp_path):
         start.forget_settings_from()
 
 
+def test_a_file_leaves_nothing_out_that_code_of_the_users_would_be_given(tmp_path):
+    (tmp_path / "conf" / "policy").mkdir(parents=True)
+    said = "policy:\n  _target_: grpo_lightning.policy.hf.load\n  path: ???"  # without trust_remote_code: false
+    (tmp_path / "conf" / "policy" / "small.yaml").write_text(f"# @package _global_\n{said}\n")
+    words = (f"hydra.searchpath=[file://{tmp_path}/conf]", "policy=small", "policy._target_=mine.load", "policy.path=x")
+    try:
+        with pytest.raises(
+            ConfigCompositionException, match=r"policy/small: policy would be given to mine\.load; allowed"
+        ):
+            grpo.compose(*words, "debug=default")
+    finally:
+        start.forget_settings_from()
+
+
 def test_a_file_that_is_placed_twice_is_looked_at_twice(tmp_path):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "stuff.yaml").write_text("_target_: torch.optim.AdamW\nmetric: evil\n")

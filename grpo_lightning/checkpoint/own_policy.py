@@ -79,7 +79,8 @@ def own_settings(
         for key in (key for key in given if key.startswith(f"{part}.")):
             _put(own, key.split(".")[1:], current(key))
         _check_taken(part, own, targets, given, current)
-        updates[part] = own
+        if own.get("_target_") in targets:  # else the settings have all that the user's own code is given
+            updates[part] = own
         for key in _COMES_WITH[part]:
             value = _number(recorded, key)
             # Sampling lengths of validation follow those of training unless they were given apart.

@@ -73,7 +73,8 @@ def _strays(
     for key in (*values, *(str(key).lstrip("+") for key in parameters(said.get("hydra")))):
         *node, name = key.split(".")
         now = str(at(composed, [*node, "_target_"]))
-        if name == "_target_" and is_plain_code(str(values.get(key))) and not is_plain_code(now):
+        is_other = is_plain_code(str(values.get(key))) and not is_plain_code(now)
+        if name == "_target_" and (is_other or _is_users(now)):  # what they leave out, such as a switch, counts, too
             yield ".".join(node), now
         # What says how a node is built is the node's own; the node itself is given to what stands above it.
         depth = len(node) - name.startswith("_")
