@@ -210,9 +210,11 @@ def state(part: Any) -> dict[str, float]:
 
 
 def restore(part: Any, values: Mapping[str, float]) -> None:
-    """Set the adaptive numbers in ``part`` to the values that `state` returned."""
+    """Set the adaptive numbers in ``part`` to the values that `state` returned, if they are finite numbers."""
     for path, number in adaptive(part):
-        number.value = values.get(path, number.value)
+        value = values.get(path)  # a checkpoint's, which may be a stranger's
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            number.value = value
 
 
 def adaptive(part: Any) -> Iterator[tuple[str, Adaptive]]:

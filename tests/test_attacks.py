@@ -11,7 +11,6 @@ from hydra.errors import ConfigCompositionException
 
 import grpo_lightning as grpo
 from grpo_lightning.composition.resolvers import resolver_problems
-from grpo_lightning.settings import ConfigError
 from tests.support import prepared
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
@@ -183,7 +182,8 @@ def test_a_program_composes_with_the_same_checks(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigCompositionException, match="allowed are directories"):
         grpo.compose("hydra.searchpath=[pkg://mine]")
-    with pytest.raises(ConfigError, match="trusted stands in a file"):
+    told = r"evil\.yaml: 'trusted=\[mine\]' stands in a file that the command brings along"
+    with pytest.raises(ConfigCompositionException, match=told):
         grpo.compose(f"hydra.searchpath=[{tmp_path}/conf]", "experiment=evil")
     assert not (tmp_path / "HIT").exists()
 

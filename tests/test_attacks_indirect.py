@@ -39,6 +39,8 @@ def shared(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "shared" / ".hydra").mkdir(parents=True)
     (tmp_path / "shared" / "evil.py").write_text(EVIL)
+    for name in ("shared", "shared.evil"):  # of another test
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path / "shared"
     for name in ("shared", "shared.evil"):
         sys.modules.pop(name, None)

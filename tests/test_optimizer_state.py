@@ -326,3 +326,34 @@ def test_tensors_of_a_checkpoint_are_dense(value, kind, place, mmap, tmp_path):
     torch.save(content | {"others": others[place]}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=rf"last\.ckpt' holds {kind}"):
         read(tmp_path / "last.ckpt", mmap=mmap)
+
+
+class Traced(torch.optim.SGD):
+    """An optimizer of the user's own, which writes to a file that it is told of."""
+
+    def __init__(self, weights, lr, trace=None):
+        super().__init__(weights, lr=lr)
+        for group in self.param_groups:
+            group["trace"] = trace
+
+
+@provocation(
+    "a stranger's checkpoint whose optimizer has a group with a text or a switch that is not the optimizer's, such as "
+    "the name of a file for one of the user's own",
+    "refused in one sentence: torch would put it in place of the user's",
+)
+@pytest.mark.parametrize(
+    ("kind", "options"), [ADAMW, (Traced, {}), (Traced, {"trace": "own.txt"}), (bnb.optim.AdamW8bit, {})]
+)
+def test_groups_of_weights_have_numbers_of_their_own_alone(kind, options):
+    optimizer = stepped(kind, options, (4, 3))
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)  # the same, with another learning rate, and what a schedule adds
+    numbers = own | {"param_groups": [own["param_groups"][0] | {"lr": 0.5, "initial_lr": 0.5}]}
+    optimizer.load_state_dict(numbers)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for key, value in (("trace", "../.bashrc.d/x"), ("name", "x"), ("run", True), ("lr", "x"), ("more", [{"a": 1}])):
+        theirs = own | {"param_groups": [own["param_groups"][0] | {key: value}]}
+        told = rf"does not fit the weights: {key} of a group of weights is not the optimizer's; allowed is a checkpoint"
+        with pytest.raises(ValueError, match=told):
+            optimizer.load_state_dict(theirs)

@@ -411,7 +411,7 @@ def test_kernels_in_a_configuration_are_not_used(name, tmp_path):
     reward = reward_model(rewarding)
     reward.reset()
     assert reward(["hi"], ["there"]) == before
-    assert reward.network.config._attn_implementation == "sdpa"
+    assert reward.network.config._attn_implementation == "grouped_sdpa"
 
 
 def reward_model(path):

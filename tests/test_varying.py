@@ -1,5 +1,6 @@
 """Numbers that change during a run."""
 
+import math
 from functools import partial
 
 import pytest
@@ -110,6 +111,9 @@ def test_adaptive_numbers_observe_and_survive_a_checkpoint():
     assert state(whole) == {"loss.kl_coef": pytest.approx(0.11)}
     restore(resumed, state(whole))
     assert resumed["loss"].kl_coef.at(3) == pytest.approx(0.11)
+    for odd in ("../x", True, None, math.nan, [0.1]):
+        restore(resumed, {"loss.kl_coef": odd})
+        assert resumed["loss"].kl_coef.at(3) == pytest.approx(0.11)
 
 
 BY_KEY = {

@@ -30,22 +30,39 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     own affair.
 
     Args:
-        optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own.
+        optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own. Of all the
+            groups say what the optimizer's own do, in numbers of their own.
 
     Raises:
         ValueError: Later, by ``load_state_dict``; names what does not fit.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.register_load_state_dict_pre_hook(_check_groups)
     if isinstance(optimizer, _FUSED):
         optimizer.register_load_state_dict_post_hook(_check)
     elif type(optimizer).__module__.startswith("bitsandbytes."):  # which asks no hooks
         load = optimizer.load_state_dict
 
         @functools.wraps(load)
-        def checked(*args: Any, **others: Any) -> None:
-            load(*args, **others)
+        def checked(state_dict: dict[str, Any], *args: Any, **others: Any) -> None:
+            _check_groups(optimizer, state_dict)
+            load(state_dict, *args, **others)
             _check(optimizer)
 
         optimizer.load_state_dict = checked  # type: ignore[method-assign]
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse groups with texts and switches that are not the optimizer's: torch would put them in place of these."""
+    groups = state.get("param_groups")
+    for saved, own in zip(groups if isinstance(groups, list) else [], optimizer.param_groups, strict=False):
+        for key, value in saved.items() if isinstance(saved, Mapping) else ():
+            listed = value if isinstance(value, list | tuple) else [value]
+            is_numbers = all(isinstance(one, int | float | Tensor | None) for one in listed)
+            is_switch = any(isinstance(one, bool) for one in listed)
+            is_known = key in own and (is_numbers or own[key] == value)
+            if key != "params" and not (is_known or (is_numbers and not is_switch)):
+                raise ValueError(f"{_UNFIT}: {str(key)[:40]} of a group of weights is not the optimizer's; {_ALLOWED}")
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

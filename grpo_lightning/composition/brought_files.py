@@ -168,7 +168,8 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     texts = [one for one in values if isinstance(one, str)]
     if _NAMES.fullmatch(key) and all(re.fullmatch(r"[\w.-]+", one) for one in texts):
         return True
-    if _CALLED.fullmatch(key) and any(one.startswith(("/", "~")) or ".." in one.split("/") for one in texts):
+    is_name = _CALLED.fullmatch(key) or (is_plain and name in _WATCHED)
+    if is_name and any(one.startswith(("/", "~", ".")) or "/." in one for one in texts):
         return False
     if texts and all("$" not in one for one in texts) and (_TEXTS.fullmatch(key) or (is_plain and name in _WATCHED)):
         return True

@@ -1,7 +1,7 @@
 """What becomes of settings that a command brings along, once all files and the command's own words are one."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.composition.brought_files import TRUSTED, as_list, is_plain_code, parameters, values_of
@@ -27,8 +27,7 @@ def whole_problems(
     given = {word.partition("=")[0].lstrip("+~") for word in words}
     users = {key: node for key, node in every_target(composed) if _is_users(node["_target_"])}
     handed = [(key, str(node["_target_"])) for node in users.values() for key in _referred(composed, node, set())]
-    found = {(source, *one) for source, said in brought for one in _strays(composed, said, handed)}
-    found = {one for one in found if one[1] not in given}
+    found = {(source, *one) for source, said in brought for one in _strays(composed, said, handed, given)}
     return [
         f"{one_line(source)}: {one_line(key)} would be given to {one_line(target)}; allowed is this setting on the "
         f"command line, or {TRUSTED}=true there if you know what is brought along"
@@ -60,7 +59,10 @@ def _referred(composed: Mapping[str, Any], node: Any, seen: set[str]) -> set[str
 
 
 def _strays(
-    composed: Mapping[str, Any], said: Mapping[str, Any], handed: Sequence[tuple[str, str]]
+    composed: Mapping[str, Any],
+    said: Mapping[str, Any],
+    handed: Sequence[tuple[str, str]],
+    given: Collection[str],
 ) -> Iterator[tuple[str, str]]:
     """Keys, and the code that would be given what is said there or below it.
 
@@ -68,6 +70,7 @@ def _strays(
         composed: All settings, not resolved.
         said: What is brought along.
         handed: Keys whose values are given to code elsewhere, and that code.
+        given: Keys whose values are the user's.
     """
     values = dict(values_of({key: value for key, value in said.items() if key != "hydra"}))
     for key in (*values, *(str(key).lstrip("+") for key in parameters(said.get("hydra")))):
@@ -76,6 +79,8 @@ def _strays(
         is_other = is_plain_code(str(values.get(key))) and not is_plain_code(now)
         if name == "_target_" and (is_other or _is_users(now)):  # what they leave out, such as a switch, counts, too
             yield ".".join(node), now
+        if key in given:
+            continue
         # What says how a node is built is the node's own; the node itself is given to what stands above it.
         depth = len(node) - name.startswith("_")
         above = [at(composed, [*node[:count], "_target_"]) for count in range(1, depth + 1)]
