@@ -49,11 +49,13 @@ def _thin_out(items):
 
 @pytest.fixture(autouse=True)
 def secrets_of_this_test_alone():
-    """No word is hidden in messages any more that was a secret to a test before this one."""
-    before = {*redaction._known}
+    """No word is hidden in messages any more that was a secret to a test before this one, itself or by its key."""
+    remembered = (redaction._known, redaction._keys)
+    before = [{*known} for known in remembered]
     yield
-    redaction._known.clear()
-    redaction._known.update(before)
+    for known, own in zip(remembered, before, strict=True):
+        known.clear()
+        known.update(own)
 
 
 @pytest.fixture(autouse=True)
