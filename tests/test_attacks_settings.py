@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 import grpo_lightning as grpo
@@ -265,8 +266,10 @@ def test_a_replay_gives_no_trust_either(tmp_path, monkeypatch):
     words = ["reward=[format]", f"+reward.own={{_target_: grpo_lightning.reward.Weighted, weight: 1, function: {own}}}"]
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
-    with pytest.raises(ConfigError, match=r"reward\.own\.function\.function\._target_=.*: allowed below reference"):
+    with pytest.raises(ConfigError, match=r"\+reward\.own=.* stands in the run's settings; allowed there are choices"):
         recalled(tmp_path, [], ["reward"])
+    with pytest.raises(ConfigError, match=r"reward\.own\.function\.function\._target_=.*: allowed below reference"):
+        recalled(tmp_path, ["trusted_settings=true"], ["reward"])
 
 
 CSV = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '${run_dir}', name: l, version: v}"
@@ -463,8 +466,10 @@ def test_paths_are_texts(tmp_path):
     lines = lines.replace("TAG", "!!python/object/apply:pathlib.PosixPath")
     (tmp_path / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
     words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs", *STEP)
-    with pytest.raises(ConfigError, match=r"callbacks\.x\.monitor: allowed are texts and numbers, .* PosixPath"):
+    with pytest.raises(ConfigCompositionException, match=r"callbacks\.x\.monitor=/elsewhere stands in a file that the"):
         grpo.compose(*words, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"callbacks\.x\.monitor: allowed are texts and numbers, .* PosixPath"):
+        grpo.compose(*words, "trusted_settings=true", run_dir=tmp_path / "run")
     config = composed()
     config["reward"]["format"]["function"]["x"] = [PurePosixPath("x")]
     with pytest.raises(ConfigError, match=r"reward\.format\.function\.x\.0: allowed are texts and numbers, .*Posix"):
