@@ -208,7 +208,7 @@ def test_a_column_gives_no_trust(tmp_path):
         "defaults: [override /data: jsonl, override /reward: [format]]\n"
         f"data: {{path: bundle/rows.jsonl}}\nreward: {json.dumps({'own': reward})}"
     )
-    done = started(tmp_path, lines, *STEP)
+    done = started(tmp_path, lines, "trusted_settings=true", *STEP)
     refused(tmp_path, done)
     assert (
         "reward.own.function.function._target_=grpo_lightning.reference.another_model: allowed below reference"
