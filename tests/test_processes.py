@@ -44,10 +44,8 @@ SMALL = [
     "callbacks.checkpoint.every=5",
     "+optimizer.eps=1e-7",  # with Adam's 1e-8 an element whose gradient is rounding noise moves as far as any other
 ]
-
-
-ROUNDING = {"policy/mismatch_max": 5e-5}
-"""What rounding leaves of a metric that is itself the largest rounding error of some thousand tokens."""
+DOUBLE = ["+callbacks.record.double=true"]
+"""Float32 rounds differently on other processors; here the sampler's log-probabilities alone are rounded to it."""
 
 
 def outcome(directory, name):
@@ -60,7 +58,7 @@ def outcome(directory, name):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     directory = tmp_path_factory.mktemp("alone")
-    finish(start(1, directory, "cpu", {name: [*run, *SMALL] for name, run in RUNS.items()}))
+    finish(start(1, directory, "cpu", {name: [*run, *SMALL, *DOUBLE] for name, run in RUNS.items()}))
     return directory
 
 
@@ -77,7 +75,7 @@ def alone(tmp_path_factory):
 )
 def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, processes, more):
     names = RUNS if trainer != "cpu" and processes == 2 and not more else ("grpo", "dapo", "episodes")
-    finish(start(processes, tmp_path, trainer, {name: [*RUNS[name], *SMALL, *more] for name in names}))
+    finish(start(processes, tmp_path, trainer, {name: [*RUNS[name], *SMALL, *DOUBLE, *more] for name in names}))
     dead = 0
     for name in names:
         lines, checkpoint, summary = outcome(tmp_path, name)
@@ -88,21 +86,19 @@ def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, proces
             assert len({len(text) for text in line["texts"]}) > 1
             for metric, value in other["metrics"].items():
                 if not metric.startswith(("time/", "perf/")):
-                    gap = ROUNDING.get(metric, 1e-5)
-                    assert line["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=gap), (name, step, metric)
+                    found = line["metrics"][metric]
+                    assert found == pytest.approx(value, rel=1e-5, abs=5e-6), (name, step, metric)
         assert summary["metrics"]["val/pass@1"] == told["metrics"]["val/pass@1"]
         gaps = {n: (checkpoint["state_dict"][n] - value).norm() for n, value in whole["state_dict"].items()}
         sizes = {n: value.norm() for n, value in whole["state_dict"].items()}
-        assert torch.stack(list(gaps.values())).norm() < 1e-6 * torch.stack(list(sizes.values())).norm(), name
-        if not more:  # of single weights, too; in lockstep the sampler's own log-probabilities round otherwise
-            assert {n: float(gap / sizes[n]) for n, gap in gaps.items() if gap > 1e-6 * sizes[n]} == {}, name
+        assert {n: float(gap / sizes[n]) for n, gap in gaps.items() if gap > 1e-7 * sizes[n]} == {}, name
     assert dead > 0
 
 
 @pytest.mark.slow
 def test_environments_in_workers_give_the_same_run(alone, tmp_path):
     name = "episodes"
-    finish(start(1, tmp_path, "cpu", {name: [*RUNS[name], *SMALL, "environment.timeout=60"]}))
+    finish(start(1, tmp_path, "cpu", {name: [*RUNS[name], *SMALL, *DOUBLE, "environment.timeout=60"]}))
     (lines, checkpoint, _), (expected, whole, _) = outcome(tmp_path, name), outcome(alone, name)
     assert [line["texts"] for line in lines] == [line["texts"] for line in expected]
     assert max(line["metrics"]["episode/turns"] for line in lines) > 1.5

@@ -17,10 +17,15 @@ from tests.support.prepared import Process
 
 
 class Record(Callback):
-    """One line per step: what was sampled, and every metric."""
+    """One line per step: what was sampled, and every metric; ``double`` computes in float64."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, double: bool = False) -> None:
         self.path = Path(path)
+        self.double = double
+
+    def setup(self, trainer, module, stage):
+        if self.double:
+            module.double()
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
         if trainer.is_global_zero:
