@@ -1,9 +1,12 @@
 """What files may say that the command brings along: choices, numbers, switches and some texts, and nothing else."""
 
+import functools
 import json
+import re
 import sys
 
 import pytest
+import torch
 from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
@@ -13,7 +16,6 @@ import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced, word_problems
-from grpo_lightning.composition.brought_whole import whole_problems
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.settings import ConfigError
 from tests.support.provocations import provocation
@@ -263,10 +265,9 @@ def test_a_word_trusts_what_is_brought_along(words, expected):
     assert is_trusted(words) == expected
 
 
-PLAIN = "{_target_: torch.optim.AdamW, metric: theirs/evil.py, allow_pickle: true}"
-COUNTED = """
-def count(completions, metric="", **_):
-    open("HIT", "a").write(str(metric))
+USERS = """
+def count(completions, **columns):
+    open("HIT", "a").write("x")
     return [0.0] * len(completions)
 
 
@@ -277,158 +278,97 @@ def load(path="", **_):
 
 
 @provocation(
-    "a file that the command brings along which names plain code with further arguments, of which the command, or "
-    "another file, makes code of the user's or of conf/; or which gives `policy.path` where the command names a loader "
-    "of the user's; the same in a stranger's run that is replayed",
-    "refused by file and key, nothing ran; with the setting on the command line it does",
+    "code of the user's that the command names (a reward, a policy's loader, one of a package in `trusted`, a model's "
+    "by `trust_remote_code`), and settings that it brings along, whatever they say: they may say what it is given",
+    "refused by its key, nothing is imported; with `trusted_settings=true` it runs",
 )
 @pytest.mark.parametrize(
-    ("lines", "words", "told"),
+    ("words", "key"),
     [
-        (
-            f"reward: {{custom: {{function: {PLAIN}}}}}",
-            ["reward=[custom]", "reward.custom.function._target_=brought_user.count"],
-            "reward.custom.function.metric would be given to brought_user.count",
-        ),
-        (
-            f"reward: {{custom: {{function: {PLAIN}}}}}",
-            ["reward=[custom]", "reward.custom.function={_target_: brought_user.count}"],
-            "reward.custom.function.allow_pickle would be given to brought_user.count",
-        ),
-        (
-            f"reward: {{custom: {{function: {PLAIN}}}}}",
-            ["reward=[custom]", "reward.custom.function._target_=grpo_lightning.reward.model.RewardModel"],
-            "reward.custom.function would be given to grpo_lightning.reward.model.RewardModel",
-        ),
-        (
-            "policy: {path: theirs}",
-            ["policy=hf", "policy._target_=brought_user.load"],
-            "policy.path would be given to brought_user.load",
-        ),
-        (
-            "hydra: {sweeper: {params: {policy.gradient_checkpointing: true}}}",
-            ["policy=hf", "policy._target_=brought_user.load"],
-            "policy.gradient_checkpointing would be given to brought_user.load",
-        ),
+        (["reward=[custom]", "reward.custom.function._target_=brought_user.count"], "reward.custom.function._target_"),
+        (["policy=hf", "policy.path=x", "policy._target_=brought_user.load"], "policy._target_"),
+        (["policy=hf", "policy.path=x", "policy.trust_remote_code=true"], "policy.trust_remote_code"),
+        (["+callbacks.own._target_=brought_user.Own", "trusted=[brought_user]"], "callbacks.own._target_"),
     ],
 )
-def test_nothing_of_theirs_is_given_to_code_of_the_users(lines, words, told, tmp_path, monkeypatch):
+def test_code_of_the_users_and_settings_of_others_do_not_go_together(words, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "brought_user.py").write_text(COUNTED)
-    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (tmp_path / "brought_user.py").write_text(USERS)
+    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\nseed: 3\n")
     places = (f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", "debug=default")
-    try:
-        with pytest.raises(ConfigCompositionException) as caught:
-            grpo.compose(*places, *words, run_dir=tmp_path / "run")
-    finally:
-        start.forget_settings_from()
-        sys.modules.pop("brought_user", None)
-    assert f"{told}; allowed is this setting on the command line, or trusted_settings=true" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        grpo.compose(*places, *words, run_dir=tmp_path / "run")
+    told = f"this code may be given what settings of {tmp_path}/conf say; if you know them, allowed is trusted_settings"
+    assert re.search(rf"  {re.escape(key)}=\S+: {re.escape(told)}=true on the command line", str(caught.value))
+    assert "brought_user" not in sys.modules
     assert not (tmp_path / "HIT").exists()
+    if key.startswith("reward"):
+        try:
+            grpo.compose(*places, *words, "trusted_settings=true", run_dir=tmp_path / "run").fit()
+        finally:
+            sys.modules.pop("brought_user", None)
+        assert (tmp_path / "HIT").exists()
 
 
-def test_another_file_makes_no_other_code_of_it(tmp_path):
+@provocation(
+    "objects that a program gives to `compose`, and settings that are brought along, whatever they say",
+    "refused by their keys; rows and paths are not",
+)
+def test_nor_do_objects_of_a_program(tmp_path):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "first.yaml").write_text(
-        "# @package _global_\nlogger: {csv: {_target_: torch.optim.AdamW, flush: 3, save_dir: 4}}\n"
-    )
-    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(
-        "# @package _global_\ndefaults: [/first, _self_]\n"
-        "logger: {csv: {_target_: grpo_lightning.logger.csv.CSVLogger}}\n"
-    )
-    told = r"first: logger\.csv would be given to grpo_lightning\.logger\.csv\.CSVLogger; allowed is this setting"
-    try:
-        with pytest.raises(ConfigCompositionException, match=told):
-            grpo.compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", "logger=csv")
-    finally:
-        start.forget_settings_from()
+    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\nseed: 3\n")
+    words = [f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", "debug=default"]
+    rows = [{"prompt": one, "answer": "1"} for one in "abcdefgh"]
+
+    def letters(completions):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match=r"reward\.letters=\S+letters: this code may be given what settings of "):
+        grpo.compose(*words, reward=letters, data=rows, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optimizer=partial: this code may be given what settings of "):
+        grpo.compose(*words, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), run_dir=tmp_path / "run")
+    run = grpo.compose(*words, "trusted_settings=true", reward=letters, data=rows, run_dir=tmp_path / "run")
+    assert run.config["seed"] == 3
+    run = grpo.compose(*words, data=rows, logger="csv", run_dir=tmp_path / "other")
+    assert run.config["seed"] == 3
 
 
-def test_a_file_leaves_nothing_out_that_code_of_the_users_would_be_given(tmp_path):
-    (tmp_path / "conf" / "policy").mkdir(parents=True)
-    said = "policy:\n  _target_: grpo_lightning.policy.hf.load\n  path: ???"  # without trust_remote_code: false
-    (tmp_path / "conf" / "policy" / "small.yaml").write_text(f"# @package _global_\n{said}\n")
-    words = (f"hydra.searchpath=[file://{tmp_path}/conf]", "policy=small", "policy._target_=mine.load", "policy.path=x")
-    try:
-        with pytest.raises(
-            ConfigCompositionException, match=r"policy/small: policy would be given to mine\.load; allowed"
-        ):
-            grpo.compose(*words, "debug=default")
-    finally:
-        start.forget_settings_from()
-
-
-def test_a_file_that_is_placed_twice_is_looked_at_twice(tmp_path):
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "stuff.yaml").write_text("_target_: torch.optim.AdamW\nmetric: evil\n")
-    (tmp_path / "conf" / "first.yaml").write_text(
-        "# @package reward.custom\ndefaults: [/stuff@function]\nweight: 1.0\n"
-    )
-    (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text(
-        "# @package _global_\ndefaults: [/first, /stuff@optimizer]\n"
-    )
-    words = ("reward=[custom]", "reward.custom.function._target_=mine.similarity", "debug=default")
-    try:
-        with pytest.raises(ConfigCompositionException, match=r"stuff: reward\.custom\.function\.metric would be given"):
-            grpo.compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "experiment=theirs", *words)
-    finally:
-        start.forget_settings_from()
-
-
-@pytest.mark.parametrize("word", [f"++reward.custom.function={PLAIN}", "+reward.custom.function.metric=evil"])
-def test_nor_is_what_a_run_says_that_is_scored_anew(word, tmp_path, monkeypatch):
+@provocation(
+    "a stranger's run that is replayed with a reward of the user's own that the command names",
+    "refused by its key; with `trusted_settings=true` it scores",
+)
+def test_nor_do_runs_of_others_that_are_scored_anew(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "brought_user.py").write_text(COUNTED)
+    (tmp_path / "brought_user.py").write_text(USERS)
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
-    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(json.dumps([word]))
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(json.dumps(["seed=3"]))
     own = ["reward=[custom]", "reward.custom.function._target_=brought_user.count"]
-    told = r"reward\.custom\.function\.(metric would be given to brought_user\.count|metric=evil stands in the run)"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(
+        ConfigError, match=r"function\._target_=brought_user\.count: this code may be given what settings"
+    ):
         recalled(tmp_path / "run", own, ["reward"])
-    assert not (tmp_path / "HIT").exists()
+    assert "brought_user" not in sys.modules
+    config, build = recalled(tmp_path / "run", [*own, "trusted_settings=true"], ["reward"])
+    build("reward", config["reward"])
+    assert sys.modules.pop("brought_user")
 
 
-def test_what_the_user_says_himself_is_his():
-    composed = {"reward": {"custom": {"function": {"_target_": "mine.f", "metric": "x", "_partial_": True}}}}
-    said = [("theirs", {"reward": {"custom": {"function": {"metric": "y", "_partial_": True}, "weight": 1.0}}})]
-    assert whole_problems(composed, said, ["reward.custom.function.metric=x"]) == []
-    (told,) = whole_problems(composed, said, ["reward.custom.function._target_=mine.f"])
-    assert told.startswith("theirs: reward.custom.function.metric would be given to mine.f")
-    inner = {"allow_pickle": {"_target_": "grpo_lightning.reward.length.length", "_partial_": True}}
-    composed["reward"]["custom"]["function"] |= inner
-    problems = whole_problems(composed, [("x", {"reward": {"custom": {"function": inner}}})])
-    told = {problem.partition(" would")[0] for problem in problems}
-    assert told == {f"x: reward.custom.function.allow_pickle.{name}" for name in ("_target_", "_partial_")}
-    composed["reward"]["custom"]["function"]["_target_"] = "${data.verifier}"
-    assert whole_problems(composed, said) == []
-    composed["reward"]["custom"]["_target_"] = "mine.Weighted"
-    assert len(whole_problems(composed, said)) == 3
-
-
-def test_texts_of_theirs_are_given_to_no_code_of_the_users_by_reference():
-    stop = {"_target_": "mine.Stop", "monitor": "${sweep_metric}", "every": "${steps}", "policy": "${policy}"}
-    composed = {
-        "callbacks": {"stop": stop},
-        "sweep_metric": "${metric}",
-        "metric": "x",
-        "steps": 3,
-        "policy": {"_target_": "grpo_lightning.policy.hf.load", "path": "theirs"},
-        "columns": {"a": {"b": "c"}},
-    }
-    told = "would be given to mine.Stop; allowed is this setting"
-    for key, value in (("sweep_metric", "../x"), ("metric", "../x")):
-        (problem,) = whole_problems(composed, [("theirs", {key: value})])
-        assert problem.startswith(f"theirs: {key} {told}")
-        assert whole_problems(composed, [("theirs", {key: value})], [f"{key}=x"]) == []
-    assert whole_problems(composed, [("theirs", {"steps": 3, "policy": {"path": "theirs"}, "task_name": "a"})]) == []
-    stop["options"] = ["a ${columns}"]
-    (problem,) = whole_problems(composed, [("theirs", {"columns": {"a": {"b": "c"}}})])
-    assert problem.startswith(f"theirs: columns.a.b {told}")
-    composed["metric"] = "${sweep_metric}"  # a circle, which is told elsewhere
-    assert whole_problems(composed, [("theirs", {"task_name": "a"})]) == []
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "policy: {_target_: torch.optim.AdamW, output_loading_info: true}",
+        "trainer: {_target_: torch.optim.AdamW, fast_dev_run: true}",
+        "sampler: {_target_: torch.optim.AdamW, stale: 3}",
+        "logger: {wandb: {_target_: grpo_lightning.logger.wandb.WandbLogger}}",
+        "logger: {csv: {_target_: torch.optim.AdamW, flush: 3, save_dir: 4}}",
+    ],
+)
+def test_plain_code_stands_where_conf_has_such(lines):
+    (told,) = brought_problems("theirs", OmegaConf.to_container(OmegaConf.create(lines)))
+    assert "_target_" in told
 
 
 def test_words_of_a_run_are_those_of_a_file():
@@ -462,7 +402,7 @@ def test_words_that_the_user_gives_anew_are_the_users():
 
 
 def test_every_setting_of_conf_is_known():
-    """Files of this project may be brought along, whatever they say."""
+    """Files of this project may be brought along, whatever they say, but for loggers, which are chosen."""
     for path in CONF.rglob("*.yaml"):
         group = ".".join(path.relative_to(CONF).parent.parts)
         said = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -474,4 +414,5 @@ def test_every_setting_of_conf_is_known():
             said = (
                 {"reward": {"any": said["reward"]}} if path.relative_to(CONF).as_posix() == "reward/base.yaml" else said
             )
-            assert brought_problems(path.name, said) == [], path
+            refused = re.findall(r"\S+\._target_=", "".join(brought_problems(path.name, said)))
+            assert refused == ([f"logger.{path.stem}._target_="] if group == "logger" and path.stem != "none" else [])

@@ -236,9 +236,9 @@ def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
     (tmp_path / "triton" / "__init__.py").write_text("open('HIT', 'w')\n")
     words = ["reward=[custom]", "reward.custom.function._target_=replayed_mine.score", "reward.custom.timeout=20"]
 
-    def replayed():
+    def replayed(*more):
         return subprocess.run(
-            [sys.executable, *flags, "-m", "grpo_lightning.replay", "run", *words],
+            [sys.executable, *flags, "-m", "grpo_lightning.replay", "run", *words, *more],
             cwd=tmp_path,
             env=dict(os.environ, PYTHONPATH=str(ROOT)),
             capture_output=True,
@@ -246,13 +246,16 @@ def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
         )
 
     done = replayed()
+    assert done.returncode == 1
+    assert "_target_=replayed_mine.score: this code may be given what settings of run say; if you know" in done.stderr
+    done = replayed("trusted_settings=true")
     assert done.returncode == 0, done.stderr
     assert re.search(r"reward/custom +- +0\.25\b", done.stdout)
     (tmp_path / "replayed_mine").mkdir()
     (tmp_path / "replayed_mine" / "__init__.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    pass\n")
-    done = replayed()
+    done = replayed("trusted_settings=true")
     assert done.returncode == 1
-    assert "replayed_mine is a folder, or lies in one, and may have come with the settings in run" in done.stderr
+    assert "replayed_mine.py have the same name; allowed is one of them" in done.stderr
     assert not (tmp_path / "HIT").exists()
 
 
@@ -307,15 +310,14 @@ def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
             scored(*words)
     assert not (tmp_path / "HIT").exists()
     named = "reward.custom.function._target_=shared.evil.score"  # a word of the user's
-    with pytest.raises(
-        ValueError, match=r"shared is a folder, or lies in one, and may have come with the settings in .*/shared; if"
-    ):
-        scored(named)
+    (tmp_path / "mine.py").write_text((run / "evil.py").read_text())
+    for word in (named, "reward.custom.function._target_=mine.score"):
+        with pytest.raises(ValueError, match=r"this code may be given what settings of .*/shared say; if you know"):
+            scored(word)
     assert not (tmp_path / "HIT").exists()
     scored("trusted_settings=true")
     (tmp_path / "HIT").unlink()
-    (tmp_path / "mine.py").write_text((run / "evil.py").read_text())
-    scored("reward.custom.function._target_=mine.score")
+    scored("reward.custom.function._target_=mine.score", "trusted_settings=true")
     assert (tmp_path / "HIT").exists()
 
 

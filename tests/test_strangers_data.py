@@ -31,7 +31,7 @@ from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.data.reasoning_gym import ReasoningGym
 from grpo_lightning.reward.accuracy import reasoning_gym
-from grpo_lightning.settings import given
+from grpo_lightning.settings import given, trust
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 
@@ -514,53 +514,34 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
 
 
 @provocation(
-    "settings that the command brings along whose `data.task`, or a part of a composite, is a data set that the user's "
-    "own code registers with reasoning_gym; or that give the one that the command names a place",
-    "refused by its key",
+    "settings that the command brings along, and a data set that the user's own code registers with reasoning_gym, "
+    "also as a part of a composite, whoever names it",
+    "refused by its key; with `trusted_settings=true` allowed",
 )
 @pytest.mark.parametrize(
-    ("data", "words", "told"),
+    ("data", "told"),
     [
-        ({"task": "mine"}, [], "data.task=mine stands in a file"),
-        ({"task": "mine"}, ["data.task=mine"], None),
-        (
-            {"task": "mine", "task_config": {"output_file": "/x"}},
-            ["data.task=mine"],
-            "data.task_config.output_file=/x sta",
-        ),
-        ({"task": "mine", "task_config": {"pickle": True}}, ["data.task=mine"], "data.task_config.pickle=True sta"),
-        ({"task": "mine", "task_config": {"n": 8}}, ["data.task=mine", "data.task_config={n: 8}"], None),
-        (
-            {"task": "mine", "levels": {"mine": {"output_file": "/x"}}},
-            ["data.task=mine"],
-            "data.levels.mine.output_file=",
-        ),
-        (
-            {"task": "mine", "task_config": {"output_file": "/x"}},
-            ["data.task=mine", "data.task_config.output_file=/x"],
-            None,
-        ),
+        ({"task": "mine"}, "data.task=mine"),
+        ({"task": "mine", "levels": {"mine": {"output_file": "/x"}}}, "data.task=mine"),
         (
             {"task": "composite", "task_config": {"datasets": [{"name": "mine"}]}},
-            [],
-            "data.task_config.datasets.0.name=",
+            "data.task_config.datasets.0.name=mine",
         ),
         (
             {"task": "composite", "task_config": {"datasets": [{"name": "composite", "config": NESTED}]}},
-            [],
-            "data.task_config.datasets.0.config.datasets.0.name=",
+            "data.task_config.datasets.0.config.datasets.0.name=mine",
         ),
-        ({"task": "leg_counting", "task_config": {"output_file": "/x"}}, [], None),
+        ({"task": "leg_counting", "task_config": {"output_file": "/x"}}, None),
     ],
 )
-def test_a_registered_data_set_is_the_users_own(data, words, told, registered, tmp_path):
+def test_a_registered_data_set_is_given_nothing_that_is_brought_along(data, told, registered, tmp_path):
     target = {"_target_": "grpo_lightning.data.reasoning_gym.prompts"}
     config = {"run_dir": str(tmp_path / "run"), "data": target | data}
-    assert given.ungiven(config, words) == []  # of one's own
+    assert given.ungiven(config, ["data.task=mine"]) == []  # of one's own
     start.note_settings_from([str(tmp_path / "theirs")])
-    found = given.ungiven(config, words)
+    found = given.ungiven(config, ["data.task=mine"])
     assert bool(found) == bool(told)
-    assert not found or any(one.startswith(told) for one in found)
+    assert not found or found == [trust.beside_brought(*told.split("="))]
 
 
 @provocation(

@@ -437,47 +437,31 @@ def test_words_of_a_text_say_nothing():
 
 
 CODE = ("policy=hf", "policy.trust_remote_code=true", "policy.path=./theirs")
+IN_A_FILE = "policy.trust_remote_code stands in a file; allowed is to give it on the command line"
 
 
 @provocation(
-    "`--config-dir theirs policy.trust_remote_code=true`, whose file says `policy.path`; or `=false`, and it says true",
-    "refused by its key; `policy.path=` on the command line, too, is allowed",
+    "`--config-dir theirs policy.trust_remote_code=true policy.path=mine`, whose file may have `policy.path` or for "
+    "attention a kernel of the hub, `policy.attn_implementation: theirs/kernel`; or `=false`, and it says true",
+    "refused by its key; with `trusted_settings=true` allowed",
 )
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "told"),
     [
-        (CODE, []),
-        (CODE[:2], ["policy.path,"]),
-        (("policy=hf", "policy.trust_remote_code=false", "policy.path=./theirs"), ["policy.trust_remote_code"]),
-        ((*CODE[:2], "policy.path=${theirs}"), ["policy.path,"]),
-        ((*CODE[:2], "policy.path=${oc.env:MINE}"), []),
-        ((*CODE[:2], "policy.path=${oc.env:MINE}${name}"), ["policy.path,"]),
-        (("policy=hf", "policy.trust_remote_code=${theirs}", "policy.path=./theirs"), ["policy.trust_remote_code"]),
+        (CODE, "policy.trust_remote_code=True: this code may be given what settings of theirs say"),
+        ((*CODE[:2], "policy.path=${theirs}"), "policy.trust_remote_code=True: this code may be given what settings"),
+        (("policy=hf", "policy.trust_remote_code=false", "policy.path=./theirs"), IN_A_FILE),
+        (("policy=hf", "policy.trust_remote_code=${theirs}", "policy.path=./theirs"), IN_A_FILE),
     ],
 )
-def test_trust_is_in_what_the_command_names(words, found, monkeypatch):
-    """Where settings are brought along, which may say where a model is."""
+def test_trust_in_a_models_code_is_none_in_brought_settings(words, told, monkeypatch):
     config = composed("trusted=[]", "run_dir=runs/x", *CODE)
-    monkeypatch.setattr(given, "settings_from", lambda: ["theirs"])
-    own = [one for one in given.ungiven(config, words) if not one.startswith("module.")]
-    assert [one.partition(" ")[0] for one in own] == found
-    monkeypatch.setattr(given, "settings_from", list)
+    monkeypatch.setenv("GRPO_LIGHTNING_SETTINGS_FROM", '["theirs"]')
+    (own,) = [one for one in given.ungiven(config, words) if not one.startswith("module.")]
+    assert own.startswith(told)
+    monkeypatch.setenv("GRPO_LIGHTNING_SETTINGS_FROM", "")
     alone = [one.partition(" ")[0] for one in given.ungiven(config, words) if not one.startswith("module.")]
     assert alone == (["policy.trust_remote_code"] if "policy.trust_remote_code=false" in words else [])
-
-
-@provocation(
-    "`--config-dir theirs policy.path=mine policy.trust_remote_code=true`, whose file has for attention a kernel of "
-    "the hub, `policy.attn_implementation: theirs/kernel`",
-    "refused by its key",
-)
-def test_kernels_are_what_the_command_names(monkeypatch):
-    config = composed("trusted=[]", "run_dir=runs/x", *CODE, "policy.attn_implementation=theirs/kernel")
-    words = [*CODE, "policy.attn_implementation=theirs/kernel"]
-    for brought, said, found in ((["x"], CODE, True), ([], CODE, False), (["x"], words, False)):
-        monkeypatch.setattr(given, "settings_from", lambda brought=brought: brought)
-        told = [one.partition(" ")[0] for one in given.ungiven(config, said)]
-        assert ("policy.attn_implementation," in told) == found
 
 
 @pytest.mark.parametrize("store", ["http://localhost:5000", "sqlite:///mlflow.db"])

@@ -19,7 +19,6 @@ from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.allowlist import PLAIN, WATCHING
 from grpo_lightning.settings.values import MAY_VARY, VARYING
-from grpo_lightning.settings.walk import PARTS
 
 TRUSTED = "trusted_settings"
 _TEXTS = re.compile(
@@ -55,6 +54,8 @@ _ONLY_OF_CONF = re.compile(
     r"(trainer\.(devices|num_nodes)|trusted.*|checkpoint|requeue|logger\.\w+\.settings\..*|(.*\.)?trust_remote_code)"
 )
 """Settings of numbers and switches that decide more: who may join a run, whose code runs, and what W&B reads."""
+_CHOSEN_WHOLE = re.compile(r"logger\.\w+\._target_")
+"""What is chosen by its name alone, with all that conf/ says there, such as that W&B is not sent what is printed."""
 _REFERENCES = ("${seed}", "${steps}")
 _KEY = re.compile(r"[\w-]+", re.ASCII)
 _FILE = re.compile(r"\w[\w-]*(/\w[\w-]*)*", re.ASCII)
@@ -124,9 +125,9 @@ def word_problems(words: Sequence[Any], own: Sequence[Any] = ()) -> list[str]:
             continue
         value = word.value()
         is_choice = _is_part(key) and not isinstance(value, dict)
-        if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in as_list(value)):
+        if is_choice and all(one is None or _FILE.fullmatch(str(one)) for one in _as_list(value)):
             continue
-        if is_choice or any(_below(nested(key, value), "", is_plain=False)):
+        if is_choice or any(_below(_nested(key, value), "", is_plain=False)):
             found.append(str(word.input_line))
     return [f"{one_line(word)} stands in the run's settings; {_TOLD} the run" for word in found]
 
@@ -151,6 +152,8 @@ def _below(node: Mapping[str, Any], prefix: str, *, is_plain: bool) -> Iterator[
 
 def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
     """Whether a plain value, or a list of them, may stand at a key."""
+    if _CHOSEN_WHOLE.fullmatch(key):
+        return False
     of_conf = _of_conf().get(_generalized(key), ())
     if any(value == one and type(value) is type(one) for one in of_conf):
         return True
@@ -162,7 +165,7 @@ def _may_say(key: str, name: str, value: Any, *, is_plain: bool) -> bool:
         return False
     if value is None and _LEFT_OUT.fullmatch(key):
         return True
-    values = as_list(value)
+    values = _as_list(value)
     if not all(type(one) in (str, int, float, bool, type(None)) for one in values):
         return False
     texts = [one for one in values if isinstance(one, str)]
@@ -183,13 +186,14 @@ def _may_be_plain_code(key: str, target: str) -> bool:
 
     What it makes would elsewhere be a true value, whatever it is, for code that takes a switch there.
     """
-    if not is_plain_code(target) or _ONLY_OF_CONF.fullmatch(key):
+    if not _is_plain_code(target) or _ONLY_OF_CONF.fullmatch(key):
         return False
     if target.startswith(VARYING):
         return key.startswith(MAY_VARY) and any(_is_number(one) for one in _of_conf().get(_generalized(key), ()))
     if _is_watching(target):
         return re.fullmatch(r"callbacks\.\w+", key) is not None
-    return key in PARTS or re.fullmatch(r"reward\.\w+\.function", key) is not None or f"{key}._target_" in _of_conf()
+    is_of_its_kind = any(_is_plain_code(str(one)) for one in _of_conf().get(f"{key}._target_", ()))
+    return is_of_its_kind or re.fullmatch(r"reward\.\w+\.function", key) is not None
 
 
 def _is_number(value: Any) -> bool:
@@ -201,14 +205,14 @@ def _is_watching(target: str) -> bool:
     return "." in target and target.removeprefix("lightning.pytorch.callbacks.") in WATCHING
 
 
-def is_plain_code(target: str) -> bool:
+def _is_plain_code(target: str) -> bool:
     """Whether a path is one of plain arithmetic, or of what watches a run and writes nothing."""
     return _is_watching(target) or f"{target}.".startswith((VARYING, *(f"{name}." for name in PLAIN)))
 
 
 def _swept(hydra: Any) -> Iterator[tuple[str, Any]]:
     """What a sweep must not vary in a file's settings of Hydra, of which other rules know the rest."""
-    for key, value in parameters(hydra).items():
+    for key, value in _parameters(hydra).items():
         place = str(key).lstrip("+")
         is_choice = _is_part(place) and re.fullmatch(r"[\w\-,\[\] ]*", str(value))
         is_number = _SWEPT.fullmatch(str(value)) and _may_say(place, place.rpartition(".")[2], 0, is_plain=False)
@@ -216,7 +220,7 @@ def _swept(hydra: Any) -> Iterator[tuple[str, Any]]:
             yield f"hydra.sweeper.params.{key}", value
 
 
-def parameters(hydra: Any) -> Mapping[str, Any]:
+def _parameters(hydra: Any) -> Mapping[str, Any]:
     """What a file's settings of Hydra's have a sweep vary: override without its value -> values."""
     sweeper = hydra.get("sweeper") if isinstance(hydra, Mapping) else None
     params = sweeper.get("params") if isinstance(sweeper, Mapping) else None
@@ -228,7 +232,7 @@ def _refused_choice(default: InputDefault) -> str | None:
     if default.is_self():
         return None
     if isinstance(default, GroupDefault):
-        group, names = str(default.group).removeprefix("/"), as_list(default.value)
+        group, names = str(default.group).removeprefix("/"), _as_list(default.value)
         told = f"{group}@{default.package}: {default.value}"
     elif isinstance(default, ConfigDefault):
         group, names = str(default.path).removeprefix("/"), []
@@ -254,12 +258,12 @@ def _is_value(word: Any) -> bool:
     return is_one and not isinstance(word.value(), dict)
 
 
-def as_list(value: Any) -> Sequence[Any]:
+def _as_list(value: Any) -> Sequence[Any]:
     """A list as it is, and of anything else a list."""
     return value if isinstance(value, list) else [value]
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
+def _nested(key: str, value: Any) -> dict[str, Any]:
     """The settings in which a dotted key has a value."""
     for name in reversed(key.split(".")):
         value = {name: value}
@@ -280,17 +284,17 @@ def _of_conf() -> Mapping[str, Collection[Any]]:
         package = "" if "@package _global_" in path.read_text(encoding="utf-8") else group
         package = "reward.*" if path.relative_to(CONF) == Path("reward/base.yaml") else package
         said: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        for key, value in values_of(
+        for key, value in _values_of(
             {key: one for key, one in said.items() if key not in ("defaults", "hydra")}, package
         ):
             found.setdefault(_generalized(key), []).append(value)
     return found
 
 
-def values_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _values_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value below a mapping, and lists and empty mappings as a whole, as pairs of dotted key and value."""
     if not isinstance(node, Mapping) or not node:  # an empty one takes the place of a value
         yield prefix, node
         return
     for key, value in node.items():
-        yield from values_of(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from _values_of(value, f"{prefix}.{key}" if prefix else str(key))

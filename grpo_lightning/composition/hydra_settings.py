@@ -91,13 +91,14 @@ def problems(hydra: Any) -> list[str]:
         hydra: The settings below ``hydra.``, not resolved.
     """
     found = []
-    places = ", ".join(settings_from())
-    files = trust.OWN_FILES + f" but in none of its folders, as settings come from {places}" * bool(places)
     for key, name in trust.targets(hydra, "hydra"):
+        is_own = isinstance(name, str) and trust.is_of_user(name.partition(".")[0])
         if not _may_run(key, name):
             found.append(
-                f"{key}={name}: allowed are Hydra's own, the launchers joblib, submitit_local and submitit_slurm, the "
-                f"sweeper optuna, a sampler of Optuna's in it, and what is defined in {files}"
+                trust.beside_brought(key, name)
+                if is_own and settings_from()
+                else f"{key}={name}: allowed are Hydra's own, the launchers joblib, submitit_local and submitit_slurm, "
+                f"the sweeper optuna, a sampler of Optuna's in it, and what is defined in {trust.OWN_FILES}"
             )
     for key, value in leaves_of(hydra, "hydra"):
         part = key.partition(".")[2].partition(".")[0]
@@ -111,7 +112,7 @@ def problems(hydra: Any) -> list[str]:
         elif (part in ("run", "sweep") or key in _OF_JOB) and settings_from() and not is_whole(str(value)):
             found.append(
                 f"{key}={value}: allowed in ${{…}} are now:, oc.env:NAME, hydra.job.override_dirname and the like, as "
-                f"settings come from {places}"
+                f"settings come from {', '.join(settings_from())}"
             )
         elif part in _LOGS and _may_become_module(key, str(value)):
             found.append(

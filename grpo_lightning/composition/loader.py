@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced
-from grpo_lightning.composition.brought_whole import whole_problems
 from grpo_lightning.composition.directories import link_of_sweep, no_place, use_new_folder, without_effect
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.file_rules import hydra_problems, shape_problems
@@ -72,7 +71,7 @@ class CheckedLoader(ConfigLoaderImpl):
         """
         redaction.remember_words(overrides)
         said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
-        self._trusts, self._brought = is_trusted(said), list[tuple[str, dict[str, Any]]]()
+        self._trusts, self._brought = is_trusted(said), set[str]()
         self._listed = list[tuple[ResultDefault, Any]]()
         try:
             with known_only():  # lists of defaults are resolved, whoever has written them
@@ -101,9 +100,9 @@ class CheckedLoader(ConfigLoaderImpl):
             f"{one_line(str(one.parent))}: places {one.config_path} at {one_line(one.package or 'the top')}; allowed "
             "is where it stands in conf/"
             for one, header in self._listed
-            if one.parent in dict(self._brought) and misplaced(one, header)
+            if one.parent in self._brought and misplaced(one, header)
         ]
-        wrong += resolver_problems(own) + whole_problems(own, self._brought, said)
+        wrong += resolver_problems(own)
         if wrong := wrong or script_problems(composed.hydra.launcher):
             raise ConfigCompositionException(_listed(wrong))
         if linked := link_of_sweep(composed):
@@ -159,7 +158,7 @@ class CheckedLoader(ConfigLoaderImpl):
         if "hydra" in said and not _is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
         if is_brought:
-            self._brought.append((default.config_path or "", said))  # a file may be placed more than once
+            self._brought.add(default.config_path or "")
             wrong += brought_problems(file, said, loaded.defaults_list or ())
         else:
             self._listed.append((default, loaded.header))

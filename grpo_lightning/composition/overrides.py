@@ -74,7 +74,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
 
 
 def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mapping[str, Any]) -> "Run":
-    from grpo_lightning.composition.live import choices, placeholder, raw
+    from grpo_lightning.composition.live import check_beside_brought, choices, placeholder, raw
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
@@ -91,6 +91,7 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
             own = hydra_compose("train", [f"{name}={file}"])[name]
             kept = raw(cfg[name])
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else kept[key] for key in own}
+    check_beside_brought(given)
     check_directory(str(directory))
     OmegaConf.set_struct(cfg, False)
     cfg.run_dir = str(directory)
@@ -204,7 +205,6 @@ def made(
     from grpo_lightning.run import Run
 
     checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then
-
     trusted = trust.packages(config)[1]
     start.make_importable(*trusted)
 

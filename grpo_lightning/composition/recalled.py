@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF
-from grpo_lightning.composition.brought_files import is_trusted, nested, word_problems
-from grpo_lightning.composition.brought_whole import whole_problems
+from grpo_lightning.composition.brought_files import is_trusted, word_problems
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
@@ -64,11 +63,6 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
             raise ConfigError(wrong)
         with _composing(), overrides_of_others(then):
             cfg = hydra_compose("train", [*then, *overrides])
-            if not is_known:
-                theirs = [(str(one.input_line), nested(one.key_or_group, one.value())) for one in parsed]
-                whole: Any = OmegaConf.to_container(cfg, resolve=False)
-                if wrong := whole_problems(whole, theirs, overrides):
-                    raise ConfigError(wrong)
         OmegaConf.set_struct(cfg, False)
         cfg.run_dir = str(directory)
         with known_only():

@@ -22,7 +22,7 @@ def check_arguments(task: str, config: Mapping[str, Any]) -> None:
         ValueError: There are such, and they are not those of the run's own settings.
     """
     named = next(_further(config), None)
-    tasks = (task, *(name for _, name, _ in composed_of(config)))
+    tasks = (task, *(name for _, name in composed_of(config)))
     if named and f"{task} {dict(config)!r}" not in _own and not all(map(is_of_library, tasks)):
         raise ValueError(
             f"task={task!r}: no data set of reasoning_gym itself, and task_config of its row has {named!r}; allowed "
@@ -30,7 +30,7 @@ def check_arguments(task: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def composed_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def composed_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """The data sets that the arguments of a composite name, also those of composites in it.
 
     Args:
@@ -38,13 +38,13 @@ def composed_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Mappi
         prefix: Where they stand.
 
     Yields:
-        Where a data set stands, its name, and what is said of it.
+        Where a data set stands, and its name.
     """
     listed = config.get("datasets") if isinstance(config, Mapping) else None
     for number, one in enumerate(listed) if isinstance(listed, list | tuple) else ():
         if isinstance(one, Mapping):
             place = f"{prefix}.datasets.{number}"
-            yield place, str(one.get("name")), one
+            yield place, str(one.get("name"))
             yield from composed_of(one.get("config"), f"{place}.config")
 
 

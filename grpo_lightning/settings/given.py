@@ -17,7 +17,8 @@ from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
 from grpo_lightning.settings.registered import of_user
-from grpo_lightning.settings.walk import at, each_target, key_problems, leaves, nodes_called
+from grpo_lightning.settings.trust import beside_brought
+from grpo_lightning.settings.walk import at, each_target, key_problems, nodes_called
 from grpo_lightning.start import settings_from
 
 _COPIED = (["rollout"], ["validation"], ["module"], ["module", "rollout"], ["module", "validation"])
@@ -68,18 +69,14 @@ def ungiven(
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
     if config.get("trusted_settings") and "trusted_settings" not in given:
         found.append("trusted_settings")
+    trusted = [*of_user(config)] if settings_from() else []
     for key, value in nodes_called(config, "trust_remote_code"):
         if value in (False, None):
             continue
         if not _is_given(config, key, given) or _NO.fullmatch(given.get(key, "")):
             found.append(typed_key(key))
-            continue
-        for name in ("path", "attn_implementation") if settings_from() else ():  # else it goes to code of their choice
-            place = f"{key.rpartition('.')[0]}.{name}"
-            value = at(config, place.split("."))
-            is_code = value and (name == "path" or "/" in str(value))  # such is a kernel of the hub
-            if is_code and not _is_given(config, place, given):
-                found.append(f"{typed_key(place)}, with trust_remote_code=true,")
+        elif settings_from():
+            trusted.append((typed_key(key), str(value)))
     # Whoever writes a file could otherwise have keys, prompts and completions sent to a server of his own.
     for place, node in each_target(config):
         address, variable = node.get("base_url"), node.get("api_key_env")
@@ -90,9 +87,6 @@ def ungiven(
     for key, value in (*_servers(config), *_outside(config)):
         if not _is_given(config, key, given):
             found.append(typed(key, value))
-    for key, task, _ in of_user(config) if settings_from() else ():
-        if not _is_given(config, key, given):
-            found.append(typed(key, task))
     # The first of several processes listens for the others, and reads pickles of whoever comes first.
     for key in ("trainer.devices", "trainer.num_nodes") if settings_from() else ():
         is_chosen = key == "trainer.devices" and _SEVERAL.fullmatch(given.get("trainer", ""))
@@ -104,7 +98,7 @@ def ungiven(
         f"{key} stands in a file; allowed is to give it on the command line, or to compose"
         for key in dict.fromkeys(found)
     ]
-    return [*key_problems(config), *told]
+    return [*key_problems(config), *told, *(beside_brought(key, name) for key, name in trusted)]
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:
@@ -190,8 +184,6 @@ def _sent(config: Mapping[str, Any], drawn: Collection[str]) -> Iterator[str]:
 def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The places outside of the run directory that parts are to write to, as pairs of key and value."""
     run = config.get("run_dir")
-    for _, _, handed in of_user(config) if settings_from() else ():
-        yield from (found for place, part in handed.items() for found in leaves(part, {}, place))
     for key, node in each_target(config):
         target, names = str(node["_target_"]), OWN_DIRECTORIES
         if target.endswith(".ChatJudge"):

@@ -1,4 +1,4 @@
-"""Data sets that the user's own code registers with reasoning_gym: what settings say of one is handed to that code."""
+"""Data sets that the user's own code registers with reasoning_gym: what settings say of one is given to that code."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,21 +10,20 @@ _OFTEN = ("spell_backward", "composite", "basic_arithmetic", "simple_equations")
 """Of reasoning_gym's own, what conf/ names: to know others takes an import of two seconds."""
 
 
-def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Each data set of the user's that settings name, as key, name, and by key what it is given."""
+def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each data set of the user's that settings name, as key and name."""
     for key, node in each_target(config):
         task, arguments = node.get("task"), {f"{key}.task_config": node.get("task_config")}
         if not str(node["_target_"]).startswith("grpo_lightning.data.reasoning_gym.") or not isinstance(task, str):
             continue
         levels = node.get("levels")
         arguments[f"{key}.levels.{task}"] = levels.get(task) if isinstance(levels, Mapping) else None
-        given = {name: part for name, part in arguments.items() if isinstance(part, Mapping)}
         if not _is_known(task):
-            yield f"{key}.task", task, given
-        for place, part in given.items():
-            for one, name, said in composed_of(part, place):
+            yield f"{key}.task", task
+        for place, part in arguments.items():
+            for one, name in composed_of(part, place) if isinstance(part, Mapping) else ():
                 if not _is_known(name):
-                    yield f"{one}.name", name, {one: said}
+                    yield f"{one}.name", name
 
 
 def _is_known(task: str) -> bool:

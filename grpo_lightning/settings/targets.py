@@ -12,7 +12,6 @@ from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.suggestions import nearest
 from grpo_lightning.settings.trust import is_of_library, may_name
 from grpo_lightning.settings.values import REWARD, RULES
-from grpo_lightning.start import settings_from
 
 Read = Callable[[str], Signature]
 """Dotted path -> signature; raises ``Absent``, ``NoCallable`` or ``Unreadable``."""
@@ -35,7 +34,7 @@ def target_problems(
         return
     if not may_name(name, trusted):
         return  # reported by `trust.problems`
-    if "_args_" in node and (is_of_library(name) or settings_from()):
+    if "_args_" in node and is_of_library(name):
         yield f"{key}._args_: allowed are arguments by name, as rules look for them"
     try:
         parameters = read(name).parameters

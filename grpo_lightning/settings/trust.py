@@ -2,8 +2,9 @@
 
 A ``_target_`` is imported and called with arguments that settings choose too, so that whoever writes settings could run
 anything if it might name anything. It may name a member of ``OWN`` or ``LIBRARIES``, and what files of the user define:
-those below the directory in which the program was started, and packages that ``trusted=[…]`` lists; see `brought` for
-settings from elsewhere. What a path leads to counts, not how it begins: ``torch.os.system`` is no member of torch.
+those below the directory in which the program was started, and packages that ``trusted=[…]`` lists. What a path leads
+to counts, not how it begins: ``torch.os.system`` is no member of torch. Settings that a command brings along may be a
+stranger's, who would say what such files are given: beside these they may not be named.
 """
 
 import functools
@@ -16,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 from grpo_lightning import start
-from grpo_lightning.settings import brought
 from grpo_lightning.settings.allowlist import DEFINED, LIBRARIES, OWN, PLAIN
 
 _PROJECT = ("benchmarks", "conf", "tests", "train")
@@ -46,14 +46,14 @@ def problems(config: Mapping[str, Any]) -> list[str]:
         config: Resolved settings.
 
     Returns:
-        One text for every path, at the first key that has it.
+        One text for every path, at the shortest key that has it: others are copies of parts.
     """
     listed, trusted = packages(config)
     found: dict[str, str] = {}
     for key, name in targets(config):
-        if isinstance(name, str) and "." in name and name not in found and not may_name(name, trusted):
-            listed.append(_refusal(key, name, trusted))
-            found[name] = key
+        if isinstance(name, str) and "." in name and not may_name(name, trusted):
+            found[name] = min(found.get(name, key), key, key=lambda one: one.count("."))
+    listed += [_refusal(key, name, trusted) for name, key in found.items()]
     for key, value in values(config):
         if not isinstance(value, str | int | float | None):  # a tag of YAML makes bytes, and paths
             listed.append(f"{key}: allowed are texts and numbers, and this is of type {type(value).__name__}")
@@ -118,14 +118,20 @@ def may_name(name: str, trusted: Collection[str] = ()) -> bool:
     if parts[0] == "grpo_lightning":
         own = ".".join(parts[1:])
         return _below(DEFINED.get(own, own), OWN)
-    return _below(name, LIBRARIES) or (is_of_user(parts[0], trusted) and not brought.may_be_brought(parts[0], trusted))
+    return _below(name, LIBRARIES) or (is_of_user(parts[0], trusted) and not start.settings_from())
 
 
 def _refusal(key: str, name: str, trusted: Collection[str]) -> str:
     top = name.partition(".")[0]
     is_own = top.isidentifier() and not is_of_library(name) and is_of_user(top, trusted)
+    return beside_brought(key, name) if is_own and start.settings_from() else f"{key}={name}: allowed are {ALLOWED}"
+
+
+def beside_brought(key: str, name: str) -> str:
+    """What is said of code that the user trusts where settings are brought along, which may be a stranger's."""
     return (
-        brought.refusal(key, name) if is_own and brought.may_be_brought(top) else f"{key}={name}: allowed are {ALLOWED}"
+        f"{key}={name}: this code may be given what settings of {', '.join(start.settings_from())} say; if you know "
+        "them, allowed is trusted_settings=true on the command line"
     )
 
 
@@ -181,9 +187,6 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     kind: Any = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     if not (inspect.isroutine(kind) or inspect.isclass(kind)):
         kind = type(kind)
-    is_of_its_own = is_listed or parts[0] in trusted or not inspect.isclass(kind) or not start.settings_from()
-    if base := None if is_of_its_own else brought.made_as(kind, lambda top: is_of_user(top, trusted)):
-        raise Elsewhere(f"{key}={name}: is a kind of {base}; allowed are {ALLOWED}")
     return found
 
 
@@ -204,10 +207,7 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
     A file may import anything: ``my_rewards.sympify`` after ``from sympy import sympify`` is sympy's.
     """
     top, own = home.partition(".")[0], f"{home}.{getattr(found, '__qualname__', '')}"
-    # A partial may say of itself that it is of any file.
-    is_hiding = isinstance(found, functools.partial) and start.settings_from() and top not in trusted
-    is_routine = inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__")
-    if is_routine and not is_hiding:
+    if inspect.isroutine(found) or inspect.isclass(found) or hasattr(found, "__wrapped__"):
         if is_of_user(top, trusted):
             return True
         if is_of_library(own):
@@ -218,10 +218,6 @@ def _is_made_by_the_user(found: Any, home: str, trusted: Collection[str]) -> boo
         if "<locals>" not in own or hasattr(found, "__self__") or top in {*sys.stdlib_module_names, "builtins"}:
             return False
     holders = _holders(found)
-    # A stranger's settings may call an object if its class is the user's own, or the user trusts the file that has it.
-    if start.settings_from() and not holders <= set(trusted):
-        kind: Any = found.func if isinstance(found, functools.partial) else type(found)
-        return is_of_user(str(getattr(kind, "__module__", None) or "").partition(".")[0], trusted)
     return bool(holders) and all(is_of_user(holder, trusted) for holder in holders)
 
 
