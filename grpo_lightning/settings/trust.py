@@ -7,7 +7,6 @@ to counts, not how it begins: ``torch.os.system`` is no member of torch. Setting
 stranger's, who would say what such files are given: beside these they may not be named.
 """
 
-import functools
 import importlib
 import inspect
 import sys
@@ -184,9 +183,6 @@ def resolved(name: str, trusted: Collection[str] = (), *, key: str = "_target_")
     home = str(getattr(found, "__module__", None) or "")
     if not _is_defined_well(name, found, home, parts[0], trusted):
         raise Elsewhere(f"{key}={name}: is defined in {home or 'builtins'}; allowed are {ALLOWED}")
-    kind: Any = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
-    if not (inspect.isroutine(kind) or inspect.isclass(kind)):
-        kind = type(kind)
     return found
 
 

@@ -214,7 +214,3 @@ def is_coroutine(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial | PerCompletion):
         function = function.func if isinstance(function, partial) else function.function
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
