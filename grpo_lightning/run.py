@@ -21,7 +21,7 @@ from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.callbacks.loggers import guard
-from grpo_lightning.checkpoint import changes, leftovers, lock, logs, own_policy, resume
+from grpo_lightning.checkpoint import changes, leftovers, lock, logs, of_others, own_policy, resume
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
@@ -145,7 +145,6 @@ class Run:
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
             if checkpoint:
-                own_policy.check_weights(checkpoint, module)
                 recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
                 resume.same_optimizer(recorded["config"], module.settings)
             changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
@@ -160,10 +159,10 @@ class Run:
     def validate(self) -> dict[str, float]:
         """Measure the policy, or the checkpoint's, on the held-out prompts; returns the metrics."""
         with self._recorded("validate") as checkpoint:
-            module = self.module
-            check_prompts(self.data, module.policy, self.config | {"mode": "validate"})
-            own_policy.check_weights(checkpoint, module)
-            self.trainer.validate(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+            check_prompts(self.data, self.module.policy, self.config | {"mode": "validate"})
+            self.trainer.validate(
+                self.module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False
+            )
         return self.metrics
 
     def export(self) -> Path:
@@ -239,7 +238,7 @@ class Run:
         began = first or now()
         activity.note(seconds_before=seconds, started=began, choices=self._choices)
         if mode == "fit" and is_first():
-            own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
+            own = checkpoint is not None and of_others.is_own(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
             leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
         if self._on_start is not None and is_first():
@@ -269,6 +268,9 @@ class Run:
         status, problem = "failed", None
         with signals.listening(give_up) as listener:
             try:
+                if checkpoint:
+                    of_others.check(checkpoint, self, mode)
+                    own_policy.check_weights(checkpoint, self.module)
                 yield checkpoint
                 status = "finished" if mode != "fit" or self._made_all_steps() else "stopped"
             except BaseException as error:

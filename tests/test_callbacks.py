@@ -11,6 +11,7 @@ import torch
 from lightning import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
@@ -20,6 +21,8 @@ from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.composition.sweep import is_done
+from grpo_lightning.data import PromptData
+from grpo_lightning.data.jsonl import Inline
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
@@ -301,25 +304,121 @@ class Diary(Callback):
         self.page = state["page"]
 
 
+class Hooked(Diary):
+    """One that keeps its state by hooks instead."""
+
+    state_dict = Callback.state_dict
+    load_state_dict = Callback.load_state_dict
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["diary"] = {"page": self.page}
+
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.page = checkpoint["diary"]["page"]
+
+
+class Rows(PromptData):
+    """Data of the user's own with a state."""
+
+    def state_dict(self):
+        return {"page": "../.bashrc.d/x"}
+
+    def load_state_dict(self, state):
+        self.page = state["page"]
+
+
 @provocation(
-    "a stranger's checkpoint with a state of the user's own callback, such as the name of a file that it writes",
-    "the state is left out, with a warning; `trusted=[…]` takes it, and so does `checkpoint=last`",
+    "a stranger's checkpoint, and a callback or data of the user's own that take a state of it, such as the name of a "
+    "file that they write, also by a hook, and without `callbacks.checkpoint`",
+    "refused before anything is loaded; `trusted=[…]` takes it, and so does `checkpoint=last`",
 )
-def test_states_of_the_users_callbacks_come_from_the_run_itself(tmp_path, caplog):
+@pytest.mark.parametrize("kind", [Diary, Hooked])
+def test_states_of_the_users_callbacks_come_from_the_run_itself(kind, tmp_path):
     own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps"))] + ["reward=[format]"]
 
     def page(place, *words, page="diary.txt"):
-        diary = Diary()
+        diary = kind()
         diary.page = page
         grpo.compose(*own, *words, callbacks=diary, run_dir=tmp_path / place).fit()
         return diary.page
 
     page("theirs", "steps=1", page="../.bashrc.d/x")
     theirs = f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"
-    assert page("own", theirs, "steps=2") == "diary.txt"
-    assert (
-        "the states of Diary begin anew, since it lies in another run's directory; allowed is trusted=[…]"
-        in caplog.text
-    )
+    told = r"last\.ckpt: is of another run, and may be a stranger's; what it says would be given to (Diary|Hooked) of "
+    for words in (("steps=2",), ("steps=2", "~callbacks.checkpoint"), ("mode=validate",)):
+        with pytest.raises(ValueError, match=rf"{told}tests\.test_callbacks.*; allowed is trusted=\[tests\] if you"):
+            page("own", theirs, *words)
     assert page("trusted", theirs, "steps=2", "trusted=[tests]") == "../.bashrc.d/x"
     assert page("theirs", "checkpoint=last", "steps=2") == "../.bashrc.d/x"
+
+
+class Scaled(nn.Linear):
+    """A layer with a state that is no weight, which some libraries unpickle."""
+
+    kept = b"own"
+
+    def get_extra_state(self):
+        return torch.frombuffer(bytearray(self.kept), dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        self.kept = bytes(state.tolist())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), Scaled(8, 16)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).cumsum(1))
+
+
+@provocation(
+    "a stranger's checkpoint, and a model of the user's own with layers that take a state which is no weight "
+    "(`set_extra_state`), as those of transformer_engine, which unpickle it",
+    "refused before anything is loaded; `trusted=[…]` takes it",
+)
+def test_nor_does_a_model_of_the_users_take_an_extra_state(tmp_path):
+    words = ["data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6", "trainer=cpu"]
+
+    def run(place, *more):
+        model = Model()
+        rows = [{"prompt": [1, 2, number]} for number in range(12)]
+        run = grpo.compose(*words, *more, policy=model, reward=len_of, data=rows, run_dir=tmp_path / place)
+        model.head.kept = b"bad" if place == "theirs" else b"own"
+        run.fit()
+        return model.head.kept
+
+    run("theirs", "steps=1")
+    theirs = f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match=r"given to Scaled of tests\.test_callbacks \(set_extra_state\); allowed is"):
+        run("own", theirs, "steps=2")
+    assert run("trusted", theirs, "steps=2", "trusted=[tests]") == b"bad"
+
+
+def len_of(completions):
+    return [float(len(one) % 3) for one in completions]
+
+
+def test_nor_does_data_of_the_users_take_a_state(tmp_path):
+    own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps", "data"))] + ["reward=[format]"]
+    given = {"train": lambda: Inline([*"abcdefgh"]), "validation": None, "validation_size": 4, "validate_every": None}
+    given |= {
+        "prompts_per_step": 2,
+        "steps": 2,
+        "validation_batch_size": 4,
+        "max_prompt_length": None,
+        "seed": 0,
+        "verifier": None,
+    }
+
+    def run(place, *words):
+        rows = Rows(**given)
+        grpo.compose(*own, *words, data=rows, run_dir=tmp_path / place).fit()
+        return getattr(rows, "page", None)
+
+    run("theirs", "steps=1")
+    theirs = f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match=r"given to Rows of tests\.test_callbacks \(load_state_dict\); allowed is"):
+        run("own", theirs, "steps=2")
+    assert run("trusted", theirs, "steps=2", "trusted=[tests]") == "../.bashrc.d/x"

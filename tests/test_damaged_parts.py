@@ -5,6 +5,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -378,3 +379,42 @@ def test_what_another_process_has_sent_is_read_while_parts_are():
     sent = pickle.dumps({"w": torch.ones(2)})  # as torch.distributed packs objects, in the form of before 1.6
     with parts.values_only():
         assert pickle.loads(sent)["w"].tolist() == [1, 1]
+
+
+@provocation(
+    "a directory of parts whose `.metadata` leaves a weight, or some of it, in no part: it would be what memory holds",
+    "refused by the name of the weight",
+)
+@pytest.mark.parametrize(
+    ("size", "chunks", "is_whole"),
+    [
+        ((4,), [((0,), (4,))], True),
+        ((4,), [], False),
+        ((4,), [((0,), (2,)), ((2,), (2,))], True),
+        ((4,), [((0,), (2,)), ((3,), (1,))], False),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),
+        ((4,), [((0,), (2,)), ((2,), (2,)), ((4,), (0,))], True),
+        ((4,), [((2,), (4,))], False),
+        ((4,), [((-1,), (4,))], False),
+        ((4,), [((0,), (True,)), ((1,), (3,))], False),
+        ((4,), [((0, 0), (4, 1))], False),
+        ((2, 2), [((0, 0), (1, 2)), ((1, 0), (1, 2))], True),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 1), (2, 1))], True),
+        ((2, 2), [((0, 0), (1, 2)), ((0, 0), (2, 1))], False),
+        ((), [((), ())], True),
+        ((), [], False),
+        ((0, 3), [], True),
+    ],
+)
+def test_parts_are_all_of_a_weight(size, chunks, is_whole):
+    kind = SimpleNamespace(size=size, chunks=[SimpleNamespace(offsets=at, sizes=sizes) for at, sizes in chunks])
+    assert parts._is_covered(kind) == is_whole
+
+
+def test_a_weight_without_parts_is_not_what_lies_in_memory(written):
+    check(written)
+    changed(written, lambda described: described.state_dict_metadata["state_dict.w"].chunks.clear())
+    with pytest.raises(
+        ValueError, match=r"parts' has no whole state_dict\.w: its parts leave some of it out, or overlap"
+    ):
+        check(written)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.data.prompt_data import PromptData
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.memory import use_of
+from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.reward import Weighted
@@ -23,6 +25,7 @@ from grpo_lightning.sampler.own.begun import Begun
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
 from tests.support.processes import finish, start
+from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
 from tests.test_settings import problems
@@ -482,6 +485,32 @@ def test_the_prediction_of_memory_knows_what_is_in_flight():
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 RUN = ("rollout.over_sample=1.5", "data.prompts_per_step=4", "logger=none", "optimizer.lr=0.02")
+
+
+@provocation(
+    "a stranger's checkpoint, with `rollout.over_sample`, whose groups that are carried over have columns for a reward "
+    "of the user's own, in place of those of the user's data",
+    "the groups are left out, with a warning",
+)
+def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, caplog):
+    carried = []
+    for directory, words in (
+        ("theirs", ["steps=1"]),
+        ("theirs", ["steps=2", "checkpoint=last"]),
+        ("own", ["steps=3", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"]),
+    ):
+        kept = GRPOLightningModule.on_load_checkpoint
+
+        def loaded(module, checkpoint, kept=kept):
+            kept(module, checkpoint)
+            carried.append((checkpoint["grpo"]["carried"] is not None, module.carried is not None))
+
+        with patch.object(GRPOLightningModule, "on_load_checkpoint", loaded):
+            small_run(tmp_path / directory, *RUN, *words)
+    assert carried == [(True, True), (True, False)]
+    assert (
+        caplog.text.count("the groups that the checkpoint carries over are left out, since it is of another run") == 1
+    )
 
 
 @pytest.mark.slow

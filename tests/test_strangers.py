@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from io import BytesIO, StringIO
 
+import bitsandbytes
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import nn
 from transformers import tokenization_utils_tokenizers
 from transformers.integrations.bitnet import BitLinear
 
@@ -264,15 +266,14 @@ def test_nobody_reads_pickles_of_a_model(tmp_path, ran):
 
 
 @provocation(
-    "a tokenizer whose `tokenizer_config.json` or `special_tokens_map.json` has a `gguf_file`, which transformers "
-    "would fetch from the repository that they name, into the `cache_dir` that they name, such as ~/.vim/plugin",
-    "refused in one sentence, nothing is fetched; a `cache_dir` alone is no word of theirs",
+    "a tokenizer whose `tokenizer_config.json` has a `gguf_file`, which transformers would fetch from the repository "
+    "that it names, into the `cache_dir` that it names, such as ~/.vim/plugin",
+    "refused in one sentence, nothing is fetched; a `cache_dir` alone is no word of its",
 )
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_tokenizer_fetches_nothing(file, tmp_path, monkeypatch):
+def test_a_tokenizer_fetches_nothing(tmp_path, monkeypatch):
     fetched: list[tuple[object, ...]] = []
     source = write_checkpoint(tmp_path / "model", "gpt2", chat=True)
-    place = source / file
+    place = source / "tokenizer_config.json"
     said = json.loads(place.read_text()) if place.exists() else {}
     more = {"name_or_path": "stranger/model", "cache_dir": str(tmp_path / "plugin")}
     more["extra_special_tokens"] = {"gguf_file": "a", "auto_map": "evil.Tok", "image_token": "<|im_end|>"}
@@ -292,6 +293,40 @@ def test_a_tokenizer_fetches_nothing(file, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"policy.path='.*: gguf_file='evil.vim' in its tokenizer's files; allowed"):
         hf.load(str(source), **PLAIN)
     assert not fetched
+
+
+@provocation(
+    "a reward model in 4 or 8 bits whose configuration has its layers give one another more than they have inputs: "
+    "kernels of bitsandbytes would read behind the weights (SIGSEGV)",
+    "an error of one sentence",
+)
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_quantized_layers_compare_their_inputs(kind):
+    layer = getattr(bitsandbytes.nn, kind)(64, 32, bias=False)
+    model = nn.Sequential(layer.to("cpu"))  # which quantizes the weights
+    for _ in range(2):
+        lay_out(model, "policy.path='x'")
+    assert len(layer._forward_pre_hooks) == 1
+    assert model(torch.zeros(1, 64)).shape == (1, 32)
+    for width in (63, 65, 4096):
+        with pytest.raises(ValueError, match=rf"a quantized layer has 64 inputs, and is given {width}"):
+            model(torch.zeros(1, width))
+
+
+@provocation(
+    "a tokenizer whose `special_tokens_map.json` names another file (`merges_file: ~/.ssh/id_rsa`), which transformers "
+    "takes for its own, so that an export holds a copy; or a `gguf_file` and a `cache_dir`",
+    "refused in one sentence; tokens are taken",
+)
+@pytest.mark.parametrize("name", ["merges_file", "vocab_file", "gguf_file", "cache_dir", "name_or_path", "auto_map"])
+def test_a_map_of_tokens_names_tokens(name, model):
+    place = model / "special_tokens_map.json"
+    end = hf.load(str(model), **PLAIN).tokenizer.eos_token
+    place.write_text(json.dumps({"eos_token": end, "additional_special_tokens": [end], "image_token": end}))
+    assert hf.load(str(model), **PLAIN).tokenizer.eos_token == end
+    place.write_text(json.dumps({"eos_token": end, name: "id_rsa"}))
+    with pytest.raises(ValueError, match=rf"special_tokens_map\.json: '{name}' is no token; allowed are tokens"):
+        hf.load(str(model), **PLAIN)
 
 
 @provocation(

@@ -1,15 +1,13 @@
 """The newest and the best checkpoint of a run, written between steps only."""
 
-import logging
 import os
 import shutil
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -21,11 +19,6 @@ from grpo_lightning.checkpoint.io import read
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
-from grpo_lightning.output.terminal import name_of_file
-
-log = logging.getLogger(__name__)
-
-_PACKAGES = ("grpo_lightning", "lightning")
 
 
 class RunCheckpoint(Checkpoint):
@@ -125,8 +118,6 @@ class RunCheckpoint(Checkpoint):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if Path(str(trainer.ckpt_path)).parent.resolve() != self.directory.resolve():  # it may be a stranger's
-            _keep_known_states(trainer, checkpoint, trusted=_steps(module).settings.get("trusted") or ())
         self.best = checkpoint["run"]["best"]
         self._seconds_before = checkpoint["run"].get("seconds", 0.0)
         self._saved_step = checkpoint["step"]["completed"]
@@ -153,24 +144,6 @@ def _steps(module: LightningModule) -> StepModule:
     if not isinstance(module, StepModule):
         raise TypeError(f"this callback counts the steps of a StepModule, not of {type(module).__name__}")
     return module
-
-
-def _keep_known_states(trainer: Trainer, checkpoint: dict[str, Any], trusted: Collection[str]) -> None:
-    """Leave out the states of callbacks of the user's own, which may do anything on the word of what they are given."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    known = [one for one in callbacks if type(one).__module__.partition(".")[0] in (*_PACKAGES, *trusted)]
-    states, kept = checkpoint.get("callbacks") or {}, {one.state_key for one in known}
-    left_out = sorted(
-        {type(one).__name__ for one in callbacks if one.state_key in states and one.state_key not in kept}
-    )
-    checkpoint["callbacks"] = {key: state for key, state in states.items() if key in kept}
-    if left_out:
-        log.warning(
-            "checkpoint=%s: the states of %s begin anew, since it lies in another run's directory; allowed is "
-            "trusted=[…] with the package of these callbacks",
-            name_of_file(str(trainer.ckpt_path)),
-            ", ".join(left_out),
-        )
 
 
 def _link(source: Path, destination: Path) -> None:

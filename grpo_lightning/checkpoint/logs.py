@@ -6,6 +6,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import Logger
 
 from grpo_lightning.checkpoint import resume, tensorboard
+from grpo_lightning.checkpoint.of_others import is_own
 from grpo_lightning.logger import csv
 
 
@@ -18,6 +19,6 @@ def rewind(directory: Path, loggers: Iterable[Logger], events: dict[str, int], *
         events: The lengths of TensorBoard's files that the checkpoint knows.
         checkpoint: From which the run goes on; None: it begins. One of another run says nothing of these logs.
     """
-    own = checkpoint is not None and resume.is_own(checkpoint, directory)
+    own = checkpoint is not None and is_own(checkpoint, directory)
     tensorboard.rewind(directory / "tensorboard", events, continues=own)
     csv.rewind(loggers, resume.so_far(checkpoint, directory)[0] if own else -1)

@@ -161,18 +161,16 @@ def _number(recorded: Mapping[str, Any], key: str) -> Any:
     return value if value is None or isinstance(value, int | float) else KeyError
 
 
-def check_weights(path: Path | None, module: Any) -> None:
+def check_weights(path: Path, module: Any) -> None:
     """Check that a checkpoint's weights have the names and shapes of a module's, before they are loaded.
 
     Args:
-        path: The checkpoint, if there is one; of one in parts nothing is known here.
+        path: The checkpoint; of one in parts nothing is known here.
         module: A ``StepModule``, with its weights whole.
 
     Raises:
         ValueError: They differ; names the settings of the policy that do.
     """
-    if path is None:
-        return
     content = read(path, map_location="meta")
     stored: Mapping[str, Any] = content.get("state_dict") or {}
     own = dict(module.state_dict())
@@ -201,7 +199,6 @@ def check_weights(path: Path | None, module: Any) -> None:
 def load(module: Any, checkpoint: Path | None) -> None:
     """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
     if checkpoint:
-        check_weights(checkpoint, module)
         module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
         module.on_load_checkpoint(read(checkpoint))
 

@@ -11,6 +11,7 @@ from lightning import Trainer
 
 from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.checkpoint.io import check, read
+from grpo_lightning.checkpoint.of_others import is_own
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
@@ -139,11 +140,6 @@ def so_far(checkpoint: Path | None, directory: Path) -> tuple[int, float, str | 
     if is_own(checkpoint, directory):
         seconds.append(float(_summary(directory).get("seconds") or 0.0))
     return int(content["step"]["completed"]), max(seconds), content.get("run", {}).get("started")
-
-
-def is_own(checkpoint: Path, directory: Path) -> bool:
-    """Whether a checkpoint is one of the run in this directory."""
-    return checkpoint.absolute().parent.resolve() == (directory / "checkpoints").resolve()
 
 
 def ended(config: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:

@@ -5,11 +5,13 @@ runs whatever code a file names. So both are read here first, by unpicklers that
 """
 
 import io
+import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -162,6 +164,9 @@ def problem(directory: Path) -> str | None:
         return f"has a {METADATA} that cannot be read: {one_line(str(error)[:200])}"
     if type(places) is not dict or type(kinds) is not dict:
         return f"has a {METADATA} that cannot be read: it says nothing of the parts"
+    for name, kind in kinds.items():
+        if type(kind) is _Tensor and not _is_covered(kind):
+            return f"has no whole {one_line(str(name)[:80])}: its parts leave some of it out, or overlap"
     for index, place in places.items():
         if found := _problem_of_part(directory, index, place, kinds):
             return found
@@ -171,6 +176,26 @@ def problem(directory: Path) -> str | None:
     except Exception as error:  # the classes themselves may refuse what their stand-ins take
         return f"has a {METADATA} that cannot be read: {one_line(str(error)[:200])}"
     return None
+
+
+def _is_covered(kind: Any) -> bool:
+    """Whether the parts of a tensor are all of it, once: what is in none would be what lies in memory."""
+    try:
+        parts = [[*zip(part.offsets, part.sizes, kind.size, strict=True)] for part in kind.chunks]
+        count = math.prod(kind.size)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    numbers = [number for part in parts for axis in part for number in axis]
+    if not all(type(number) is int and number >= 0 for number in (*kind.size, *numbers)):
+        return False
+    parts = [part for part in parts if all(length for _, length, _ in part)]
+    is_inside = all(begin + length <= size for part in parts for begin, length, size in part)
+    is_whole = sum(math.prod(length for _, length, _ in part) for part in parts) == count
+    return is_inside and is_whole and not any(starmap(_overlap, combinations(parts, 2)))
+
+
+def _overlap(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:
+    return all(a < b + n and b < a + m for (a, m, _), (b, n, _) in zip(one, other, strict=True))
 
 
 def _is_of_one_process(path: Path) -> bool:

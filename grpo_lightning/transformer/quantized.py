@@ -41,6 +41,21 @@ def layer_problem(layer: nn.Module) -> str | None:
     return None if is_packed else f"has other weights than its sizes say, {sizes[0]} x {sizes[1]}"
 
 
+def compare_inputs(layer: nn.Module) -> None:
+    """Have a quantized layer of bitsandbytes refuse inputs of another width: kernels read as many as there are weights.
+
+    Args:
+        layer: Of any class; changed in place.
+    """
+    if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and _refuse not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_refuse)
+
+
+def _refuse(layer: nn.Module, given: tuple[Any, ...]) -> None:
+    if given and given[0].shape[-1] != layer.in_features:
+        raise ValueError(f"a quantized layer has {layer.in_features} inputs, and is given {given[0].shape[-1]}")
+
+
 def _of_four_bits(weight: Tensor, state: Any) -> str | None:
     numbers, scales = math.prod(state.shape), state.absmax
     if weight.numel() * weight.element_size() * 2 < numbers:

@@ -12,9 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TokenizersBackend, dynamic_module_utils, generation
-from transformers.models.auto import tokenization_auto
-from transformers.utils.import_utils import DummyObject
+from transformers import dynamic_module_utils, generation
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
@@ -22,18 +20,14 @@ from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
-from grpo_lightning.transformer.quantized import layer_problem, state_problem
+from grpo_lightning.transformer.quantized import compare_inputs, layer_problem, state_problem
+from grpo_lightning.transformer.tokenizer_files import tokenizers_only
 
-_OF_PROGRAMS = "BertJapaneseTokenizer"
-"""The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
 _ADAPTERS = (
     *("LORA", "DELORA", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT"),
     "TRAINABLE_TOKENS",
 )
 """Kinds of adapters that name no other model, tokenizer or file (as X-LoRA, Shadow, prompt tuning do)."""
-_OF_LOADING = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
-"""Of where files are loaded from and where they are kept: no words of a tokenizer's files."""
-_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _OF_THE_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -70,7 +64,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     left_out: list[str] = []
     try:
         with (
-            _tokenizers_only(),
+            tokenizers_only(),
             _no_questions(),
             _code_of(path, where) if trusted else values_only(where) as left_out,
             nullcontext() if trusted else weights_only(),
@@ -137,45 +131,6 @@ def _no_questions() -> Iterator[None]:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
-@contextmanager
-def _tokenizers_only() -> Iterator[None]:
-    """Inside, what a model's files name as ``tokenizer_class`` is a tokenizer that hands their values to nobody.
-
-    By itself transformers loads whatever class of its own has that name, such as a model, with the adapter beside it.
-    And a tokenizer loads a further file (``gguf_file``) of the place, and into the place, that its files name.
-    """
-    by_name, begin = tokenization_auto.tokenizer_class_from_name, TokenizersBackend.__init__
-
-    def checked(class_name: str) -> type[Any] | None:
-        found = by_name(class_name)
-        if any(base.__name__ == _OF_PROGRAMS for base in getattr(found, "__mro__", ())):  # it has several names
-            raise ValueError(
-                f"tokenizer_class={class_name}: hands its settings to other programs, which load libraries"
-            )
-        # A dummy stands for a class of which a package is absent, and says so.
-        if found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
-            return found
-        if isinstance(found, DummyObject):
-            return found
-        raise ValueError(f"tokenizer_class={one_line(repr(class_name)[:80])}: allowed are tokenizers")
-
-    def begun(tokenizer: TokenizersBackend, *args: Any, **settings: Any) -> None:
-        if (file := settings.get("gguf_file")) is not None:
-            raise ValueError(
-                f"gguf_file={one_line(repr(file)[:80])} in its tokenizer's files; allowed are those of a tokenizer"
-            )
-        for name in _TOKENS:  # an export would hand other names on, as keys of its own
-            if isinstance(tokens := settings.get(name), Mapping):
-                settings[name] = {one: token for one, token in tokens.items() if one.endswith("_token")}
-        begin(tokenizer, *args, **{name: value for name, value in settings.items() if name not in _OF_LOADING})
-
-    with (
-        patch.object(tokenization_auto, "tokenizer_class_from_name", checked),
-        patch.object(TokenizersBackend, "__init__", begun),
-    ):
-        yield
-
-
 def lay_out(model: nn.Module, where: str) -> None:
     """Put the numbers of every weight in order in memory, as safetensors have them.
 
@@ -190,6 +145,7 @@ def lay_out(model: nn.Module, where: str) -> None:
         ValueError: A weight is no dense tensor, or what belongs to a quantized one does not fit it.
     """
     for name, layer in model.named_modules():
+        compare_inputs(layer)
         if found := layer_problem(layer):
             raise ValueError(f"{where}: its quantized layer {one_line(name[:80])} {found}")
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
