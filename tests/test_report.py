@@ -293,6 +293,20 @@ def test_texts_of_foreign_files_are_shown_harmlessly(tmp_path, capsys):
         assert "<b>" not in printed or form in ("table", "csv")
 
 
+@provocation(
+    "`python -m grpo_lightning.report theirs --format csv`, runs of a stranger's with an override whose value or key "
+    "begins with `=`, `+`, `-` or `@`: spreadsheets take it for a formula",
+    "an apostrophe stands before it; numbers stay",
+)
+def test_no_cell_of_a_table_is_a_formula(tmp_path, capsys):
+    values = ["=cmd|' /C calc'!A0", "-1e-3", "+x", "@y", "-2+3", ".5"]
+    for number, value in enumerate(values):
+        write_run(tmp_path / str(number), [f"x={value}", f"=y={number}"], [0.1, 0.2, 0.3])
+    rows = list(csv.DictReader(io.StringIO(shown(capsys, tmp_path, "--format", "csv"))))
+    assert {row["x"] for row in rows} == {"'=cmd|' /C calc'!A0", "-1e-3", "'+x", "'@y", "'-2+3", ".5"}
+    assert not any(str(cell).startswith("=") for row in rows for cell in (*row.keys(), *row.values()))
+
+
 def test_curves_are_drawn_with_a_band(sweep, tmp_path, capsys):
     line = compare(find_runs(sweep), with_points=True).lines[METRIC][0]
     step, value = mean_curve(line)[1]

@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ PIPED = 80
 """Columns where the output is no terminal."""
 STAR = "\u00a0*"
 """Marks the best line."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _LINES = box.Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
 
 
@@ -174,12 +176,21 @@ def _html(comparison: Comparison, deviation: bool) -> str:
 def _csv(comparison: Comparison, deviation: bool) -> str:
     """A line for each metric and each line of its table, with all digits."""
     text = io.StringIO()
-    rows = [_flat(row) for row in _plain(comparison)["lines"]]
+    rows = [
+        {_no_formula(name): _no_formula(value) for name, value in _flat(row).items()}
+        for row in _plain(comparison)["lines"]
+    ]
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """The same, or a text behind an apostrophe that spreadsheets would take for a formula, which may run programs."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
+    return f"'{value}" if is_formula and not _NUMBER.fullmatch(value) else value
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
