@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from grpo_lightning.checkpoint.of_others import check_network
 from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Inline
@@ -304,11 +307,10 @@ class Diary(Callback):
         self.page = state["page"]
 
 
-class Hooked(Diary):
+class Hooked(Callback):
     """One that keeps its state by hooks instead."""
 
-    state_dict = Callback.state_dict
-    load_state_dict = Callback.load_state_dict
+    page = "diary.txt"
 
     def on_save_checkpoint(self, trainer, module, checkpoint):
         checkpoint["diary"] = {"page": self.page}
@@ -339,7 +341,8 @@ def test_states_of_the_users_callbacks_come_from_the_run_itself(kind, tmp_path):
     def page(place, *words, page="diary.txt"):
         diary = kind()
         diary.page = page
-        grpo.compose(*own, *words, callbacks=diary, run_dir=tmp_path / place).fit()
+        run = grpo.compose(*own, *words, callbacks=diary, run_dir=tmp_path / place)
+        run.validate() if "mode=validate" in words else run.fit()
         return diary.page
 
     page("theirs", "steps=1", page="../.bashrc.d/x")
@@ -394,6 +397,24 @@ def test_nor_does_a_model_of_the_users_take_an_extra_state(tmp_path):
     with pytest.raises(ValueError, match=r"given to Scaled of tests\.test_callbacks \(set_extra_state\); allowed is"):
         run("own", theirs, "steps=2")
     assert run("trusted", theirs, "steps=2", "trusted=[tests]") == b"bad"
+
+
+@pytest.mark.parametrize(
+    ("place", "trusted", "network", "is_taken"),
+    [
+        ("theirs.ckpt", [], Scaled(2, 2), False),
+        ("theirs.ckpt", ["tests"], Scaled(2, 2), True),
+        ("theirs.ckpt", [], nn.Linear(2, 2), True),
+        ("run/checkpoints/last.ckpt", [], Scaled(2, 2), True),
+        ("run/last.ckpt", [], Scaled(2, 2), False),
+    ],
+)
+def test_nor_does_a_reward_model_of_the_users(place, trusted, network, is_taken, tmp_path):
+    trainer = SimpleNamespace(ckpt_path=str(tmp_path / place))
+    settings = {"run_dir": str(tmp_path / "run"), "trusted": trusted}
+    module = SimpleNamespace(_trainer=trainer, trainer=trainer, settings=settings)
+    with nullcontext() if is_taken else pytest.raises(ValueError, match=r"would be given to Scaled of tests\.test_cal"):
+        check_network(network, module)
 
 
 def len_of(completions):

@@ -354,13 +354,14 @@ def test_quantized_weights_and_several_processes_are_refused(checkpoint):
 
 def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
     model, train, later = reward_model(plain), callback(), callback(lr=0.5)
+    module = SimpleNamespace(_trainer=None, settings={})
     train.pending = separable(6)
-    train._restore(model)
+    train._restore(model, module)
     train.update(model, 1)
     train.pending = separable(2)
     later.load_state_dict(train.state_dict())
     assert later.state_dict()["trained"] is not None  # before training starts, for a checkpoint of that moment
-    later._restore(reward_model(plain))
+    later._restore(reward_model(plain), module)
     assert (later.pending, later.buffer) == (train.pending, train.buffer)
     assert [group["lr"] for group in later._optimizer.param_groups] == [0.5]
 

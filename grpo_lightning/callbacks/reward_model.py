@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Scored
+from grpo_lightning.checkpoint.of_others import check_network
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
@@ -99,11 +100,11 @@ class RewardModelTraining(Callback):
                 f"callbacks.reward_model: {trainer.world_size} processes would train a reward model each; allowed is "
                 "trainer.devices=1"
             )
-        self._restore(model)
+        self._restore(model, module)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self._restored:  # a validation without training, of a checkpoint
-            self._restore(self._find(module))
+            self._restore(self._find(module), module)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -181,12 +182,13 @@ class RewardModelTraining(Callback):
     def _new_optimizer(self, model: RewardModel) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.network.parameters(), lr=self.lr, weight_decay=0.0)
 
-    def _restore(self, model: RewardModel) -> None:
+    def _restore(self, model: RewardModel, module: LightningModule) -> None:
         """Begin where the checkpoint ended, or with the weights of the model's path."""
         self._model, self._optimizer = model, None
         model.reset()  # another run of this process may have trained them
         trained, self._restored = self._restored, None
         if trained:
+            check_network(model.network, module)
             model.network.load_state_dict(trained["weights"])
             self._optimizer = self._new_optimizer(model)
             check_when_loaded(self._optimizer)

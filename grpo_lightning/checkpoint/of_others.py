@@ -1,9 +1,15 @@
 """Checkpoints of other runs, which may be a stranger's: code of the user's own takes nothing from them unasked."""
 
+import logging
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from grpo_lightning.output.terminal import name_of_file, one_line
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("grpo_lightning", "lightning", "torch")
 _TAKING = ("on_load_checkpoint", "load_state_dict")
@@ -28,10 +34,30 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
     """
     if is_own(checkpoint, run.directory):
         return
-    takers = (run.module, run.data, *(run.trainer.callbacks if mode in ("fit", "validate") else ()))
-    trusted = run.config.get("trusted") or ()
+    takers = [run.module, run.data]
+    if mode in ("fit", "validate"):
+        takers += [run.trainer.precision_plugin, *run.trainer.callbacks]
     kinds = [(type(one), name) for one in takers for name in _TAKING]
-    kinds += [(type(one), "set_extra_state") for one in run.module.modules()]  # it may be a pickle to these
+    _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or ())
+
+
+def check_network(network: nn.Module, module: Any) -> None:
+    """The same for weights that a callback keeps, of a network that is no part of the module.
+
+    Args:
+        network: That is to take them.
+        module: Whose trainer has loaded the checkpoint.
+    """
+    if not _is_of_its_run(module):
+        _refuse(Path(module.trainer.ckpt_path), _layers(network), module.settings.get("trusted") or ())
+
+
+def _layers(network: nn.Module) -> list[tuple[type, str]]:
+    """The classes of all layers, which may take a state that is no weight: some of them unpickle it."""
+    return [(type(one), "set_extra_state") for one in network.modules()]
+
+
+def _refuse(checkpoint: Path, kinds: Iterable[tuple[type, str]], trusted: Collection[str]) -> None:
     homes = {(kind.__name__, name, _home(kind, name)) for kind, name in kinds}
     own = sorted(one for one in homes if one[2].partition(".")[0] not in (*_PACKAGES, *trusted))
     if own:
@@ -43,7 +69,22 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         )
 
 
-def is_of_its_run(module: Any) -> bool:
+def is_left_out(module: Any, carried: object) -> bool:
+    """Whether groups that a checkpoint carries over are left out, with a warning, as it is of another run.
+
+    Rewards of the user's own would be given their columns in place of those of the user's data.
+
+    Args:
+        module: Whose trainer has loaded the checkpoint.
+        carried: The groups as the checkpoint has them, None for none.
+    """
+    is_others = carried is not None and not _is_of_its_run(module)
+    if is_others:
+        log.warning("the groups that the checkpoint carries over are left out, since it is of another run")
+    return is_others
+
+
+def _is_of_its_run(module: Any) -> bool:
     """Whether what a module's trainer loads is of the run's own; a program that has no run knows what it loads."""
     trainer, directory = module._trainer, module.settings.get("run_dir")
     path = trainer and trainer.ckpt_path

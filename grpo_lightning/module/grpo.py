@@ -1,6 +1,5 @@
 """GRPO as a LightningModule: when things happen. What happens lives in the parts it is given."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from grpo_lightning import varying
 from grpo_lightning.batch import Prompts
 from grpo_lightning.checkpoint.io import module_state
-from grpo_lightning.checkpoint.of_others import is_of_its_run
+from grpo_lightning.checkpoint.of_others import is_left_out
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
 from grpo_lightning.module.selfcheck import check_rollout
@@ -19,8 +18,6 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.unfinished import Carried, restored
 from grpo_lightning.validation import Validation
-
-log = logging.getLogger(__name__)
 
 
 class GRPOLightningModule(StepModule):
@@ -159,8 +156,5 @@ class GRPOLightningModule(StepModule):
         super().on_load_checkpoint(checkpoint)
         state = module_state(checkpoint)
         varying.restore(self._varying, state["varying"])
-        carried = state["carried"]
-        if carried and not is_of_its_run(self):  # rewards of the user's own would be given its columns
-            log.warning("the groups that the checkpoint carries over are left out, since it is of another run")
-            carried = None
+        carried = None if is_left_out(self, state["carried"]) else state["carried"]
         self.carried = restored(carried).to(self.device) if carried else None
