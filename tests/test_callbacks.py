@@ -407,11 +407,13 @@ def test_nor_does_a_model_of_the_users_take_an_extra_state(tmp_path):
         ("theirs.ckpt", [], nn.Linear(2, 2), True),
         ("run/checkpoints/last.ckpt", [], Scaled(2, 2), True),
         ("run/last.ckpt", [], Scaled(2, 2), False),
+        ("fast/last.ckpt", [], Scaled(2, 2), True),
     ],
 )
 def test_nor_does_a_reward_model_of_the_users(place, trusted, network, is_taken, tmp_path):
     trainer = SimpleNamespace(ckpt_path=str(tmp_path / place))
     settings = {"run_dir": str(tmp_path / "run"), "trusted": trusted}
+    settings["callbacks"] = {"checkpoint": {"directory": str(tmp_path / "fast")}}
     module = SimpleNamespace(_trainer=trainer, trainer=trainer, settings=settings)
     with nullcontext() if is_taken else pytest.raises(ValueError, match=r"would be given to Scaled of tests\.test_cal"):
         check_network(network, module)

@@ -1,7 +1,7 @@
 """Checkpoints of other runs, which may be a stranger's: code of the user's own takes nothing from them unasked."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         ValueError: The module, one in it, the data or a callback is of a class that takes a state, and that no package
             in ``trusted`` has.
     """
-    if is_own(checkpoint, run.directory):
+    if _is_of(checkpoint, run.directory, run.config):
         return
     takers = [run.module, run.data]
     if mode in ("fit", "validate"):
@@ -88,7 +88,15 @@ def _is_of_its_run(module: Any) -> bool:
     """Whether what a module's trainer loads is of the run's own; a program that has no run knows what it loads."""
     trainer, directory = module._trainer, module.settings.get("run_dir")
     path = trainer and trainer.ckpt_path
-    return directory is None or (bool(path) and is_own(Path(path), Path(directory)))
+    return directory is None or (bool(path) and _is_of(Path(path), Path(directory), module.settings))
+
+
+def _is_of(checkpoint: Path, directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint lies where the run writes its own, which may be elsewhere."""
+    callback = (settings.get("callbacks") or {}).get("checkpoint")
+    place = callback.get("directory") if isinstance(callback, Mapping) else None
+    is_there = isinstance(place, str) and checkpoint.absolute().parent.resolve() == Path(place).resolve()
+    return is_there or is_own(checkpoint, directory)
 
 
 def _home(kind: type, name: str) -> str:
