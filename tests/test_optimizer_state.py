@@ -357,3 +357,31 @@ def test_groups_of_weights_have_numbers_of_their_own_alone(kind, options):
         told = rf"does not fit the weights: {key} of a group of weights is not the optimizer's; allowed is a checkpoint"
         with pytest.raises(ValueError, match=told):
             optimizer.load_state_dict(theirs)
+
+
+class Diary(Traced):
+    """One that loads its state in its own way, which asks no hooks."""
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+@provocation(
+    "a stranger's checkpoint with a text among the states that the optimizer keeps for weights, such as the name of a "
+    "file for one of the user's own",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize(("kind", "options"), [ADAMW, (Traced, {}), (Diary, {}), (bnb.optim.AdamW8bit, {})])
+def test_states_of_weights_are_no_texts(kind, options):
+    optimizer = stepped(kind, options, (4, 3))
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)
+    for page in ("../.bashrc.d/x", b"x", [1, ["x"]], {"a": {"b": "x"}}):
+        first = {**own["state"].get(0, {}), "page": page}
+        with pytest.raises(
+            ValueError, match=r"does not fit the weights: it has texts; allowed is a checkpoint of this"
+        ):
+            optimizer.load_state_dict(own | {"state": {0: first}})
+    theirs = own | {"param_groups": [own["param_groups"][0] | {"trace": "x"}]}
+    with pytest.raises(ValueError, match=r"trace of a group of weights is not the optimizer's"):
+        optimizer.load_state_dict(theirs)

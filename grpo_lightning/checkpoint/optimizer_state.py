@@ -5,7 +5,7 @@ smaller one in a stranger's checkpoint would have them read and write what lies 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,29 +31,38 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
 
     Args:
         optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own. Of all the
-            groups say what the optimizer's own do, in numbers of their own.
+            groups say what the optimizer's own do, in numbers of their own, and no state is a text.
 
     Raises:
         ValueError: Later, by ``load_state_dict``; names what does not fit.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    is_known = isinstance(optimizer, _FUSED) or type(optimizer).__module__.startswith("bitsandbytes.")
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.register_load_state_dict_pre_hook(_check_groups)
-    if isinstance(optimizer, _FUSED):
-        optimizer.register_load_state_dict_post_hook(_check)
-    elif type(optimizer).__module__.startswith("bitsandbytes."):  # which asks no hooks
-        load = optimizer.load_state_dict
+        if is_known:
+            optimizer.register_load_state_dict_post_hook(_check)
+        return
+    load = optimizer.load_state_dict  # which may ask no hooks, as bitsandbytes' does not
 
-        @functools.wraps(load)
-        def checked(state_dict: dict[str, Any], *args: Any, **others: Any) -> None:
-            _check_groups(optimizer, state_dict)
-            load(state_dict, *args, **others)
+    @functools.wraps(load)
+    def checked(state_dict: dict[str, Any], *args: Any, **others: Any) -> None:
+        _check_groups(optimizer, state_dict)
+        load(state_dict, *args, **others)
+        if is_known:
             _check(optimizer)
 
-        optimizer.load_state_dict = checked  # type: ignore[method-assign]
+    optimizer.load_state_dict = checked  # type: ignore[method-assign]
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Refuse groups with texts and switches that are not the optimizer's: torch would put them in place of these."""
+    """Refuse groups with texts and switches that are not the optimizer's: torch would put them in place of these.
+
+    And texts among the states of weights, which an optimizer of the user's own may take for anything.
+    """
+    if any(isinstance(one, str | bytes) for one in _values(state.get("state"))):
+        raise ValueError(f"{_UNFIT}: it has texts; {_ALLOWED}")
     groups = state.get("param_groups")
     for saved, own in zip(groups if isinstance(groups, list) else [], optimizer.param_groups, strict=False):
         for key, value in saved.items() if isinstance(saved, Mapping) else ():
@@ -63,6 +72,16 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
             is_known = key in own and (is_numbers or own[key] == value)
             if key != "params" and not (is_known or (is_numbers and not is_switch)):
                 raise ValueError(f"{_UNFIT}: {str(key)[:40]} of a group of weights is not the optimizer's; {_ALLOWED}")
+
+
+def _values(node: Any) -> Iterator[Any]:
+    """All values in nested mappings and lists."""
+    parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple | set) else None
+    if parts is None:
+        yield node
+        return
+    for part in parts:
+        yield from _values(part)
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
