@@ -36,6 +36,19 @@ def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path
     assert text(tmp_path)[-1] == "4,5.0,"
 
 
+@provocation(
+    "`logger=csv` with prompts or completions that begin with `=`, `+`, `-` or `@`: spreadsheets take it for a formula",
+    "an apostrophe stands before them; numbers stay",
+)
+def test_no_text_is_a_formula(tmp_path):
+    texts = ["=cmd|' /C calc'!A0", "@x", "+x", "-2", "\t=x", "a=b", "\uff1d1+1"]
+    for step in (1, 2):
+        logger(tmp_path).log_table("completions/train", ["text"], [[one] for one in texts], step=step)
+    with (tmp_path / "csv" / "completions_train.csv").open(newline="", encoding="utf-8") as file:
+        found = [row["text"] for row in csv.DictReader(file)]
+    assert found == ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t=x", "a=b", "'\uff1d1+1"] * 2
+
+
 @provocation("a row of metrics.csv was cut short by `kill -9`, continued", "it is written again, whole")
 def test_steps_after_the_checkpoint_and_torn_rows_go(tmp_path):
     one = logger(tmp_path)

@@ -12,6 +12,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from grpo_lightning.output.spreadsheet import no_formula
+
 Row = dict[str, Any]
 _METRICS, _TABLES = "metrics.csv", "completions_*.csv"
 
@@ -114,7 +116,7 @@ class Writer(ExperimentWriter):
         """Append rows to the file of a table."""
         path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"step": step, **dict(zip(columns, row, strict=True))} for row in data]
+        rows = [{"step": step, **dict(zip(columns, map(no_formula, row), strict=True))} for row in data]
         known = list(read(path))
         if known and list(known[0]) == ["step", *columns]:
             with path.open("a", newline="", encoding="utf-8") as file:

@@ -4,7 +4,6 @@ import csv
 import html
 import io
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.output.redaction import HIDDEN, hide
+from grpo_lightning.output.spreadsheet import no_formula
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import RunRecord
@@ -24,7 +24,6 @@ PIPED = 80
 """Columns where the output is no terminal."""
 STAR = "\u00a0*"
 """Marks the best line."""
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _LINES = box.Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
 
 
@@ -177,20 +176,14 @@ def _csv(comparison: Comparison, deviation: bool) -> str:
     """A line for each metric and each line of its table, with all digits."""
     text = io.StringIO()
     rows = [
-        {_no_formula(name): _no_formula(value) for name, value in _flat(row).items()}
+        {no_formula(name): no_formula(value) for name, value in _flat(row).items()}
         for row in _plain(comparison)["lines"]
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, names, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    """The same, or a text behind an apostrophe that spreadsheets would take for a formula, which may run programs."""
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
-    return f"'{value}" if is_formula and not _NUMBER.fullmatch(value) else value
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
