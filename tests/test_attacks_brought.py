@@ -17,13 +17,15 @@ import grpo_lightning as grpo
 from grpo_lightning import start
 from grpo_lightning.advantage import centered
 from grpo_lightning.composition import CONF
+from grpo_lightning.composition.command import _noted
 from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import installed, note_sources
 from grpo_lightning.composition.recalled import recalled
+from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.shell import typed
 from grpo_lightning.settings import ConfigError, _unknown, given, trust
-from grpo_lightning.settings.given import ungiven
+from grpo_lightning.settings.given import is_said, ungiven
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.too_long import STEPS, led_away
@@ -631,6 +633,32 @@ def test_a_reference_is_no_word_of_the_users(word, here, monkeypatch):
     start.note_settings_from([str(here / "conf")])
     assert ungiven({"trusted": ["tags"]}, [f"trusted={word}"]) == told
     assert ungiven({"trusted": ["tags"]}, ["trusted=[tags]"]) == []
+
+
+@provocation(
+    "`--config-dir theirs logger.mlflow.tracking_uri='http://me:${task_name}@host'`, of which a part is hidden wherever "
+    "the command is noted, and whose file says `task_name: x@evil.com`",
+    "counts as the file's word",
+)
+def test_what_is_hidden_of_a_word_has_a_reference_all_the_same(here, monkeypatch):
+    key = "logger.mlflow.tracking_uri"
+    for word, is_own in (
+        (f"{key}=http://me:${{task_name}}@host", False),
+        (f"{key}=http://me:$\\{{task_name\\}}@host", False),
+        (f"{key}=http://me:pass@host", True),
+        (f"{key}=http://me:${{oc.env:PASSWORD}}@host", True),
+        (f"{key}=http://host", True),
+        (f"{key}=http://${{task_name}}", False),
+    ):
+        (redacted,) = redacted_words([word])
+        noted = _noted(word, redacted)
+        assert "pass" not in noted.lower().replace("oc.env:pass", "")
+        start.note_words([noted])
+        start.note_settings_from([str(here / "conf")])
+        assert is_said(key) == is_own, word
+        start.forget_settings_from()
+        assert is_said(key)
+    monkeypatch.delenv("GRPO_LIGHTNING_GIVEN")
 
 
 @provocation(

@@ -22,7 +22,7 @@ from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
-from grpo_lightning.checkpoint.of_others import check_network
+from grpo_lightning.checkpoint.of_others import check, check_network
 from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Inline
@@ -411,10 +411,12 @@ def test_nor_does_a_model_of_the_users_take_an_extra_state(tmp_path):
     ],
 )
 def test_nor_does_a_reward_model_of_the_users(place, trusted, network, is_taken, tmp_path):
+    config = {"trusted": trusted, "callbacks": {"checkpoint": {"directory": str(tmp_path / "fast")}}}
     trainer = SimpleNamespace(ckpt_path=str(tmp_path / place))
-    settings = {"run_dir": str(tmp_path / "run"), "trusted": trusted}
-    settings["callbacks"] = {"checkpoint": {"directory": str(tmp_path / "fast")}}
-    module = SimpleNamespace(_trainer=trainer, trainer=trainer, settings=settings)
+    module = SimpleNamespace(modules=list, trainer=trainer, settings=config)
+    run = SimpleNamespace(module=module, data=None, directory=tmp_path / "run", config=config)
+    check(tmp_path / place, run, "export")
+    assert module.continues == place.startswith(("run/checkpoints", "fast"))
     with nullcontext() if is_taken else pytest.raises(ValueError, match=r"would be given to Scaled of tests\.test_cal"):
         check_network(network, module)
 

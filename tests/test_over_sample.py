@@ -15,6 +15,7 @@ from grpo_lightning.data.prompt_data import PromptData
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.memory import use_of
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.output import redaction
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.reward import Weighted
@@ -490,14 +491,18 @@ RUN = ("rollout.over_sample=1.5", "data.prompts_per_step=4", "logger=none", "opt
 @provocation(
     "a stranger's checkpoint, with `rollout.over_sample`, whose groups that are carried over have columns for a reward "
     "of the user's own, in place of those of the user's data",
-    "the groups are left out, with a warning",
+    "the groups are left out, with a warning; also where the run directory has a secret in its name, which is shown as "
+    "`REDACTED`, and the stranger's is called so",
 )
 def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, caplog):
+    redaction.remember_words(["logger.wandb.api_key=spelling-of-words"])
     carried = []
     for directory, words in (
-        ("theirs", ["steps=1"]),
-        ("theirs", ["steps=2", "checkpoint=last"]),
-        ("own", ["steps=3", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt"]),
+        ("spelling-of-words", ["steps=1"]),
+        ("spelling-of-words", ["steps=2", "checkpoint=last"]),
+        ("own", ["steps=3", f"checkpoint={tmp_path}/spelling-of-words/checkpoints/last.ckpt"]),
+        ("REDACTED/b", ["steps=1"]),
+        ("spelling-of-words/b", ["steps=3", f"checkpoint={tmp_path}/REDACTED/b/checkpoints/last.ckpt"]),
     ):
         kept = GRPOLightningModule.on_load_checkpoint
 
@@ -507,9 +512,9 @@ def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, 
 
         with patch.object(GRPOLightningModule, "on_load_checkpoint", loaded):
             small_run(tmp_path / directory, *RUN, *words)
-    assert carried == [(True, True), (True, False)]
+    assert carried == [(True, True), (True, False), (True, False)]
     assert (
-        caplog.text.count("the groups that the checkpoint carries over are left out, since it is of another run") == 1
+        caplog.text.count("the groups that the checkpoint carries over are left out, since it is of another run") == 2
     )
 
 

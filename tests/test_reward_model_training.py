@@ -354,7 +354,7 @@ def test_quantized_weights_and_several_processes_are_refused(checkpoint):
 
 def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
     model, train, later = reward_model(plain), callback(), callback(lr=0.5)
-    module = SimpleNamespace(_trainer=None, settings={})
+    module = SimpleNamespace(continues=True)
     train.pending = separable(6)
     train._restore(model, module)
     train.update(model, 1)

@@ -23,6 +23,8 @@ def is_own(checkpoint: Path, directory: Path) -> bool:
 def check(checkpoint: Path, run: Any, mode: str) -> None:
     """Refuse another run's checkpoint where code of the user's own would be given what stands in it.
 
+    The module is told whose it is.
+
     Args:
         checkpoint: The file or directory.
         run: The ``Run`` that is to begin with it.
@@ -32,7 +34,8 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         ValueError: The module, one in it, the data or a callback is of a class that takes a state, and that no package
             in ``trusted`` has.
     """
-    if _is_of(checkpoint, run.directory, run.config):
+    run.module.continues = _is_of(checkpoint, run.directory, run.config)
+    if run.module.continues:
         return
     takers = [run.module, run.data]
     if mode in ("fit", "validate"):
@@ -48,7 +51,7 @@ def check_network(network: nn.Module, module: Any) -> None:
         network: That is to take them.
         module: Whose trainer has loaded the checkpoint.
     """
-    if not _is_of_its_run(module):
+    if not module.continues:
         _refuse(Path(module.trainer.ckpt_path), _layers(network), module.settings.get("trusted") or ())
 
 
@@ -78,17 +81,10 @@ def is_left_out(module: Any, carried: object) -> bool:
         module: Whose trainer has loaded the checkpoint.
         carried: The groups as the checkpoint has them, None for none.
     """
-    is_others = carried is not None and not _is_of_its_run(module)
+    is_others = carried is not None and not module.continues
     if is_others:
         log.warning("the groups that the checkpoint carries over are left out, since it is of another run")
     return is_others
-
-
-def _is_of_its_run(module: Any) -> bool:
-    """Whether what a module's trainer loads is of the run's own; a program that has no run knows what it loads."""
-    trainer, directory = module._trainer, module.settings.get("run_dir")
-    path = trainer and trainer.ckpt_path
-    return directory is None or (bool(path) and _is_of(Path(path), Path(directory), module.settings))
 
 
 def _is_of(checkpoint: Path, directory: Path, settings: Mapping[str, Any]) -> bool:

@@ -53,7 +53,8 @@ def main() -> None:
 
     from grpo_lightning.composition.job import job
 
-    start.note_words(redacted_words(asked.overrides))  # the name of a folder is no override, whatever it is called
+    # The name of a folder is no override, whatever it is called.
+    start.note_words([*map(_noted, asked.overrides, redacted_words(asked.overrides))])
     start.pass_by_settings()
     fresh.protect_processes()
     Plugins.instance()  # Hydra runs what it finds on the path
@@ -62,6 +63,13 @@ def main() -> None:
         job()
     except KeyboardInterrupt:
         _end()
+
+
+def _noted(word: str, redacted: str) -> str:
+    """An override without secrets, in which a ``${…}`` is left if there was one, as settings may have a part in it."""
+    from grpo_lightning.settings.given import is_whole
+
+    return redacted if is_whole(word) or not is_whole(redacted) else f"{redacted}${{hidden}}"
 
 
 def _not_read(words: Sequence[str], others: Sequence[str]) -> str:
