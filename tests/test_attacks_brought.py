@@ -636,7 +636,7 @@ def test_a_reference_is_no_word_of_the_users(word, here, monkeypatch):
 
 
 @provocation(
-    "`--config-dir theirs logger.mlflow.tracking_uri='http://me:${task_name}@host'`, of which a part is hidden wherever "
+    "`--config-dir theirs logger.mlflow.tracking_uri='http://me:${task_name}@host'`, of which a part is hidden where "
     "the command is noted, and whose file says `task_name: x@evil.com`",
     "counts as the file's word",
 )

@@ -501,6 +501,7 @@ def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, 
         ("spelling-of-words", ["steps=1"]),
         ("spelling-of-words", ["steps=2", "checkpoint=last"]),
         ("own", ["steps=3", f"checkpoint={tmp_path}/spelling-of-words/checkpoints/last.ckpt"]),
+        ("spelling-of-words", ["steps=3", "checkpoint=last", "data.train_size=60"]),
         ("REDACTED/b", ["steps=1"]),
         ("spelling-of-words/b", ["steps=3", f"checkpoint={tmp_path}/REDACTED/b/checkpoints/last.ckpt"]),
     ):
@@ -512,7 +513,8 @@ def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, 
 
         with patch.object(GRPOLightningModule, "on_load_checkpoint", loaded):
             small_run(tmp_path / directory, *RUN, *words)
-    assert carried == [(True, True), (True, False), (True, False)]
+    assert carried == [(True, True), (True, False), (True, False), (True, False)]
+    assert "the groups that the checkpoint carries over are left out, since it is of other data" in caplog.text
     assert (
         caplog.text.count("the groups that the checkpoint carries over are left out, since it is of another run") == 2
     )

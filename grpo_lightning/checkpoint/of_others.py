@@ -72,18 +72,23 @@ def _refuse(checkpoint: Path, kinds: Iterable[tuple[type, str]], trusted: Collec
         )
 
 
-def is_left_out(module: Any, carried: object) -> bool:
-    """Whether groups that a checkpoint carries over are left out, with a warning, as it is of another run.
+def is_left_out(module: Any, checkpoint: Mapping[str, Any], carried: object) -> bool:
+    """Whether groups that a checkpoint carries over are left out, with a warning: it is of another run, or other data.
 
     Rewards of the user's own would be given their columns in place of those of the user's data.
 
     Args:
         module: Whose trainer has loaded the checkpoint.
-        carried: The groups as the checkpoint has them, None for none.
+        checkpoint: Its content.
+        carried: The groups in it, None for none.
     """
-    is_others = carried is not None and not module.continues
+    data: Any = getattr(module._trainer, "datamodule", None)
+    then = checkpoint.get("run", {}).get("data")  # not known of version 0.1
+    has_other_data = bool(then) and hasattr(data, "fingerprint") and dict(then) != data.fingerprint()
+    is_others = carried is not None and (has_other_data or not module.continues)
     if is_others:
-        log.warning("the groups that the checkpoint carries over are left out, since it is of another run")
+        of = "other data" if module.continues else "another run"
+        log.warning("the groups that the checkpoint carries over are left out, since it is of %s", of)
     return is_others
 
 

@@ -156,5 +156,5 @@ class GRPOLightningModule(StepModule):
         super().on_load_checkpoint(checkpoint)
         state = module_state(checkpoint)
         varying.restore(self._varying, state["varying"])
-        carried = None if is_left_out(self, state["carried"]) else state["carried"]
+        carried = None if is_left_out(self, checkpoint, state["carried"]) else state["carried"]
         self.carried = restored(carried).to(self.device) if carried else None
