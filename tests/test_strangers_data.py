@@ -544,6 +544,14 @@ def test_a_registered_data_set_is_given_nothing_that_is_brought_along(data, told
     assert not found or found == [trust.beside_brought(*told.split("="))]
 
 
+def test_a_data_set_may_have_a_name_of_the_librarys(tmp_path, monkeypatch):
+    config = {"data": {"_target_": "grpo_lightning.data.reasoning_gym.prompts", "task": "spell_backward"}}
+    start.note_settings_from([str(tmp_path / "theirs")])
+    assert given.ungiven(config, []) == []
+    monkeypatch.setitem(factory.DATASETS, "spell_backward", (Mine, Config))
+    assert given.ungiven(config, []) == [trust.beside_brought("data.task", "spell_backward")]
+
+
 @provocation(
     "a data set whose files say that a column is of the type `have_libhdfs`, a function that loads `libhdfs.so`, or "
     "another function of pyarrow's",

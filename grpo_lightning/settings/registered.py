@@ -1,5 +1,6 @@
 """Data sets that the user's own code registers with reasoning_gym: what settings say of one is given to that code."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,4 +28,5 @@ def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_known(task: str) -> bool:
-    return task in _OFTEN or is_of_library(task)
+    is_untouched = "reasoning_gym.factory" not in sys.modules  # nothing is registered before it is imported
+    return (task in _OFTEN and is_untouched) or is_of_library(task)
