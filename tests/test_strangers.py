@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 from transformers import tokenization_utils_tokenizers
 from transformers.integrations.bitnet import BitLinear
+from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 
 from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
@@ -293,6 +294,51 @@ def test_a_tokenizer_fetches_nothing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"policy.path='.*: gguf_file='evil.vim' in its tokenizer's files; allowed"):
         hf.load(str(source), **PLAIN)
     assert not fetched
+
+
+class Gated(transformers.LlamaConfig):
+    """A configuration of the user's own, which runs what stands in it."""
+
+    model_type = "gated"
+
+
+class GatedModel(transformers.LlamaForCausalLM):
+    config_class = Gated
+
+
+@provocation(
+    "a stranger's model whose `model_type` or `tokenizer_class` is that of a class which the user's own file has "
+    "registered with transformers, and which is given what stands in the configuration",
+    "refused in one sentence; with `trust_remote_code=true` it is read",
+)
+@pytest.mark.parametrize("kind", ["configuration", "model", "tokenizer"])
+def test_a_model_leads_to_no_class_that_a_program_has_registered(kind, tmp_path, monkeypatch):
+    model = write_checkpoint(tmp_path / "theirs", "llama", chat=True)
+    file = model / ("tokenizer_config.json" if kind == "tokenizer" else "config.json")
+    said = json.loads(file.read_text())
+    plain = transformers.AutoTokenizer.from_pretrained(model)
+
+    class Own(type(plain)):
+        """A tokenizer of the user's own."""
+
+    if kind == "configuration":
+        monkeypatch.setitem(configuration_auto.CONFIG_MAPPING._extra_content, "gated", Gated)
+        monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, Gated, GatedModel)
+        file.write_text(json.dumps(said | {"model_type": "gated", "architectures": ["GatedModel"]}))
+        name = "Gated"
+    elif kind == "model":
+        known = type(transformers.AutoConfig.from_pretrained(model))
+        monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, known, GatedModel)
+        name = "GatedModel"
+    else:
+        monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING._extra_content, Gated, Own)
+        file.write_text(json.dumps(said | {"tokenizer_class": "Own"}))
+        name = "Own"
+    told = rf"{name} of \S+ is no class of transformers' own; allowed is policy\.trust_remote_code=true if you know"
+    with pytest.raises(ValueError, match=told):
+        hf.load(str(model), **PLAIN)
+    if kind == "tokenizer":
+        assert type(hf.load(str(model), **PLAIN | {"trust_remote_code": True}).tokenizer).__name__ == "Own"
 
 
 @provocation(

@@ -21,6 +21,7 @@ from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
 from grpo_lightning.transformer.quantized import compare_inputs, layer_problem, state_problem
+from grpo_lightning.transformer.registered import Registered, transformers_only
 from grpo_lightning.transformer.tokenizer_files import tokenizers_only
 
 _ADAPTERS = (
@@ -64,6 +65,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     left_out: list[str] = []
     try:
         with (
+            nullcontext() if trusted else transformers_only(key),
             tokenizers_only(),
             _no_questions(),
             _code_of(path, where) if trusted else values_only(where) as left_out,
@@ -71,6 +73,8 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             nullcontext() if trusted else no_pickles(),
         ):
             yield
+    except Registered as error:
+        raise ValueError(f"{where}: {error}") from error
     except UnpicklingError as error:
         raise ValueError(
             f"{where}: its weights are a pickle that holds more than tensors, and could run code when it is read; "
