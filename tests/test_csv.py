@@ -47,6 +47,10 @@ def test_no_text_is_a_formula(tmp_path):
     with (tmp_path / "csv" / "completions_train.csv").open(newline="", encoding="utf-8") as file:
         found = [row["text"] for row in csv.DictReader(file)]
     assert found == ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t=x", "a=b", "'\uff1d1+1"] * 2
+    lines = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[:2] == ['"step","text"', '"1","\'=cmd|\' /C calc\'!A0"']
+    rewind([logger(tmp_path)], 1)
+    assert (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines() == lines[:8]
 
 
 @provocation("a row of metrics.csv was cut short by `kill -9`, continued", "it is written again, whole")
@@ -86,6 +90,6 @@ def test_a_table_with_other_columns_keeps_the_rows_that_there_are(tmp_path):
     one = logger(tmp_path)
     one.log_table("t", ["a"], [[1], [2]], step=1)
     one.log_table("t", ["a", "b"], [[3, 4]], step=2)
-    assert text(tmp_path, "t.csv") == ["step,a,b", "1,1,", "1,2,", "2,3,4"]
+    assert text(tmp_path, "t.csv") == ['"step","a","b"', '"1","1",""', '"1","2",""', '"2","3","4"']
     with pytest.raises(ValueError, match="argument 2 is longer"):
         one.log_table("t", ["a"], [[1, 2]], step=3)

@@ -57,7 +57,7 @@ def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
             if path.is_symlink() or not path.is_file() or not _is_own(path):
                 continue
             if rows := [row for row in read(path) if _step(row) <= step]:
-                write(path, rows)
+                write(path, rows, is_table=path.name != _METRICS)
             else:
                 path.unlink()
 
@@ -120,9 +120,9 @@ class Writer(ExperimentWriter):
         known = list(read(path))
         if known and list(known[0]) == ["step", *columns]:
             with path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, ["step", *columns]).writerows(rows)
+                csv.DictWriter(file, ["step", *columns], quoting=csv.QUOTE_ALL).writerows(rows)
         else:
-            write(path, [*known, *rows])
+            write(path, [*known, *rows], is_table=True)
 
 
 def read(path: Path) -> Iterable[Row]:
@@ -135,14 +135,17 @@ def read(path: Path) -> Iterable[Row]:
                 yield row
 
 
-def write(path: Path, rows: Sequence[Row]) -> list[str]:
-    """Put rows in the place of a file, at once; returns its columns, the step first."""
+def write(path: Path, rows: Sequence[Row], *, is_table: bool = False) -> list[str]:
+    """Put rows in the place of a file, at once; returns its columns, the step first.
+
+    Of a table all cells are quoted: spreadsheets may begin a new one behind other characters than a comma.
+    """
     columns = _columns(rows)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     try:
         with staged.open("x", newline="", encoding="utf-8") as file:  # anew: never through a link
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, columns, quoting=csv.QUOTE_ALL if is_table else csv.QUOTE_MINIMAL)
             writer.writeheader()
             writer.writerows(rows)
         staged.replace(path)
@@ -160,7 +163,7 @@ def _columns(rows: Iterable[Row]) -> list[str]:
 
 def _is_own(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().split(",")[0].strip() == "step"
+        return file.readline().split(",")[0].strip().strip('"') == "step"
 
 
 def _step(row: Row) -> int:
