@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import grpo_lightning as grpo
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.data.prompt_data import PromptData
@@ -27,7 +28,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
 from tests.support.processes import finish, start
 from tests.support.provocations import provocation
-from tests.support.running import small_run
+from tests.support.running import SMALL, small_run
 from tests.test_rollout import Fixed
 from tests.test_settings import problems
 
@@ -586,3 +587,19 @@ def test_two_processes_stop_each_at_its_share_and_go_on_exactly(tmp_path, traine
         for name in ("whole", "broken")
     )
     assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+@provocation(
+    "a program whose run.trainer begins with a stranger's checkpoint (`run.trainer.fit(…, ckpt_path=theirs)`), with "
+    "groups that are carried over",
+    "the groups are left out, with a warning",
+)
+def test_groups_are_left_out_by_a_trainer_that_is_asked_itself(tmp_path, caplog):
+    words = [*(word for word in SMALL if not word.startswith(("steps", "trusted", "reward"))), *RUN, "reward=[format]"]
+    grpo.compose(*words, "steps=1", run_dir=tmp_path / "theirs").fit()
+    run = grpo.compose(*words, "steps=2", run_dir=tmp_path / "own")
+    run.trainer.fit(
+        run.module, datamodule=run.data, ckpt_path=tmp_path / "theirs" / "checkpoints" / "last.ckpt", weights_only=True
+    )
+    assert run.module.completed_steps == 2
+    assert "the groups that the checkpoint carries over are left out, since it is of another run" in caplog.text

@@ -548,8 +548,9 @@ def test_a_data_set_may_have_a_name_of_the_librarys(tmp_path, monkeypatch):
     config = {"data": {"_target_": "grpo_lightning.data.reasoning_gym.prompts", "task": "spell_backward"}}
     start.note_settings_from([str(tmp_path / "theirs")])
     assert given.ungiven(config, []) == []
-    monkeypatch.setitem(factory.DATASETS, "spell_backward", (Mine, Config))
-    assert given.ungiven(config, []) == [trust.beside_brought("data.task", "spell_backward")]
+    for parts in ((Mine, Config), (factory.DATASETS["leg_counting"][0], Config)):
+        monkeypatch.setitem(factory.DATASETS, "spell_backward", parts)
+        assert given.ungiven(config, []) == [trust.beside_brought("data.task", "spell_backward")]
 
 
 @provocation(

@@ -87,7 +87,7 @@ class StepModule(LightningModule):
         self.strict_loading = self.base is None
         self.clock = Clock()
         self.flops_per_second = 0.0
-        self.continues = True  # whether a checkpoint that is loaded is of the run itself, see `of_others.check`
+        self.continues = not settings  # whether a checkpoint that is loaded is of the run itself: `of_others.check`
         self.completed_steps = 0
         self.validated_at = -1
         self.metrics: dict[str, float] = {}

@@ -52,7 +52,7 @@ def is_of_library(task: str) -> bool:
     """Whether this is the name of one of reasoning_gym's own data sets."""
     from reasoning_gym.factory import DATASETS  # takes two seconds; not every run needs it
 
-    return task in DATASETS and DATASETS[task][0].__module__.startswith("reasoning_gym.")
+    return task in DATASETS and all(part.__module__.startswith("reasoning_gym.") for part in DATASETS[task])
 
 
 def _further(node: Any) -> Iterator[str]:
