@@ -277,3 +277,18 @@ def test_usual_settings_need_no_warning():
     assert cautions(composed("module=sft", "data=demonstrations", "rollout.group_size=2")) == []
     shrinking = "rollout.group_size={_target_: grpo_lightning.varying.Linear, start: 8, end: 2, steps: 9}"
     assert cautions(composed(shrinking))[0].startswith("rollout.group_size=2: ")
+
+
+@pytest.mark.parametrize("value", [1.0, None, "accuracy"])
+def test_a_reward_is_a_mapping(value):
+    config = composed()
+    config["reward"]["mine"] = value
+    with pytest.raises(ConfigError, match=rf"reward\.mine={value}: allowed are the settings of a reward, such as its"):
+        check(config)
+
+
+def test_a_server_without_an_address_is_told_by_its_key():
+    config = composed("sampler._target_=grpo_lightning.sampler.vllm.server.VLLMServer")
+    assert not any(one.startswith("sampler.") for one in ungiven(config, []))
+    with pytest.raises(ConfigError, match=r"sampler: grpo_lightning\.sampler\.vllm\.server\.VLLMServer needs url"):
+        check(config)

@@ -55,6 +55,12 @@ def check(config: Mapping[str, Any]) -> None:
     named_so = {f"{key}._target_": node["_target_"] for key, node in each_target(config)}
     if odd := {key: name for key, name in named_so.items() if not isinstance(name, str)}:
         raise ConfigError([f"{typed_key(key)}={name}: allowed is a text, a dotted name" for key, name in odd.items()])
+    rewards = config.get("reward")
+    if plain := {name: one for name, one in (rewards or {}).items() if not isinstance(one, Mapping)}:
+        told = "allowed are the settings of a reward, such as its weight: reward.NAME.weight=1.0"
+        raise ConfigError(
+            [f"{typed_key(f'reward.{name}')}={one_line(str(one))}: {told}" for name, one in plain.items()]
+        )
     values = dict(_values(config))
     contradictions = []
     apart = (trainer_problems, sweep_metric_problems, recorded_problems, engine_problems, episode_problems)

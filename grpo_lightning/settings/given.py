@@ -165,7 +165,7 @@ def _servers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         target = str(node["_target_"])
         if target.endswith(".VLLMServer"):
             known = {"url": _LOCAL, "directory": None}
-            yield from ((f"{key}.{name}", node[name]) for name in known if node.get(name) != known[name])
+            yield from ((f"{key}.{name}", node[name]) for name in known if name in node and node[name] != known[name])
         owner = node.get("entity")
         if target.endswith(".WandbLogger") and owner is not None and owner != os.environ.get("WANDB_ENTITY"):
             yield f"{key}.entity", owner
