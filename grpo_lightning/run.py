@@ -159,10 +159,9 @@ class Run:
     def validate(self) -> dict[str, float]:
         """Measure the policy, or the checkpoint's, on the held-out prompts; returns the metrics."""
         with self._recorded("validate") as checkpoint:
-            check_prompts(self.data, self.module.policy, self.config | {"mode": "validate"})
-            self.trainer.validate(
-                self.module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False
-            )
+            module = self.module
+            check_prompts(self.data, module.policy, self.config | {"mode": "validate"})
+            self.trainer.validate(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         return self.metrics
 
     def export(self) -> Path:

@@ -82,14 +82,16 @@ def is_left_out(module: Any, checkpoint: Mapping[str, Any], carried: object) -> 
         checkpoint: Its content.
         carried: The groups in it, None for none.
     """
+    if carried is None:
+        return False
     data: Any = getattr(module._trainer, "datamodule", None)
     then = checkpoint.get("run", {}).get("data")  # not known of version 0.1
     has_other_data = bool(then) and hasattr(data, "fingerprint") and dict(then) != data.fingerprint()
-    is_others = carried is not None and (has_other_data or not module.continues)
-    if is_others:
-        of = "other data" if module.continues else "another run"
-        log.warning("the groups that the checkpoint carries over are left out, since it is of %s", of)
-    return is_others
+    if module.continues and not has_other_data:
+        return False
+    of = "other data" if module.continues else "another run"
+    log.warning("the groups that the checkpoint carries over are left out, since it is of %s", of)
+    return True
 
 
 def _is_of(checkpoint: Path, directory: Path, settings: Mapping[str, Any]) -> bool:

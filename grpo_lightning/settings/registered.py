@@ -22,7 +22,7 @@ def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if not _is_known(task):
             yield f"{key}.task", task
         for place, part in arguments.items():
-            for one, name in composed_of(part, place) if isinstance(part, Mapping) else ():
+            for one, name in composed_of(part, place):
                 if not _is_known(name):
                     yield f"{one}.name", name
 
