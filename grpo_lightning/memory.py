@@ -11,8 +11,12 @@ from typing import Any
 GiB = float(2**30)
 CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.head`."""
-_FIRST_ROOM = 64
-"""Tokens that a completion has room for at first."""
+_FIRST_ROOM = {"cpu": 64, "cuda": 256}
+"""Tokens that a completion has room for at first, see `sampler.own.buffers`."""
+COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""The most bytes of a layer's prompt keys and values that completions have copies of, by device. With more, prompts are
+attended to once per group; as soon as so few completions are left that copies for each would be smaller, they are
+copied. Reading is saved against a dozen operations, in whose time a GPU reads more."""
 LARGEST_SET = 1024
 """The most tokens that truncated sampling draws from, see `sampler.own.draw`."""
 _DRAWS = {"cpu": 2, "cuda": 17}
@@ -114,13 +118,23 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     of_token = 2.0 * number * shape.keys * shape.layers
     prompts = of_token * held * use.over_sample * use.prompt_tokens
     completion = of_token * use.completion_tokens
-    at_once = rows * use.over_sample
-    if use.kv_cache_bytes is not None:
-        at_once = min(at_once, max(1.0, (use.kv_cache_bytes - prompts) // completion))
+    wanted = rows * use.over_sample
+    budget = use.kv_cache_bytes
+
+    def at_most(each: float) -> float:
+        """How many completions are held at a time, each of so many bytes."""
+        return wanted if budget is None else min(wanted, max(1.0, (budget - prompts) // each))
+
+    at_once = at_most(completion)
+    copies, copy = 0.0, of_token * use.prompt_tokens
+    if use.shares_prompts and at_once * copy <= COPIED[use.device] * shape.layers:
+        at_once = at_most(completion + copy)
+        copies = at_once * copy
     # Room is doubled layer by layer, so that a layer's keys and values then exist in the old room and the new one.
-    before = _FIRST_ROOM * 2.0 ** math.floor(math.log2(max(1.0, (use.completion_tokens - 1) / _FIRST_ROOM)))
+    first = _FIRST_ROOM[use.device]
+    before = first * 2.0 ** math.floor(math.log2(max(1.0, (use.completion_tokens - 1) / first)))
     doubled = min(1.0, before / use.completion_tokens) / shape.layers
-    keys = prompts + at_once * completion * (1 + doubled)
+    keys = prompts + copies + at_once * completion * (1 + doubled)
     copied = use.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
     layers = shape.layers if use.gathers else 2
     gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
@@ -142,8 +156,14 @@ def _update(shape: Shape, use: Use, *, tokens: float, share: float) -> float:
         tokens: Of one optimizer step, each shared prompt once.
         share: How much of them are tokens of completions.
     """
-    number = 2.0 if use.is_half else 4.0
     part = min(tokens, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
+    rest = min(part, tokens - part)  # what goes through the model when there are gradients before it
+    return max(_pass(shape, use, part=part, share=share), _pass(shape, use, part=rest, share=share, is_first=False))
+
+
+def _pass(shape: Shape, use: Use, *, part: float, share: float, is_first: bool = True) -> float:
+    """What `_update` gives, of one forward and backward pass with ``part`` tokens."""
+    number = 2.0 if use.is_half else 4.0
     hidden = 4.0 * shape.hidden * part
     layer = activations(shape, is_half=use.is_half) * part
     wide = number * shape.intermediate * part
@@ -158,12 +178,13 @@ def _update(shape: Shape, use: Use, *, tokens: float, share: float) -> float:
     # The model's own forward pass makes all logits, and divided by the temperature; its backward pass three more.
     # What is outside of a set is masked, in a copy.
     every = 5.0 if not use.set_tokens else 6.25
-    logits = 2 * min(CHUNK_BYTES[use.device], logits) if use.shares_prompts else every * logits
+    beside = 1.0 if use.device == "cpu" else number / 4.0  # a GPU writes the logits' gradient as products take it
+    logits = (1.0 + beside) * min(CHUNK_BYTES[use.device], logits) if use.shares_prompts else every * logits
     # The last norm keeps its input and what it normalizes; the head all its input, that of completions, its gradient.
     head = (3 + 2 * share) * hidden + logits
     of_head = 4.0 * shape.vocabulary * shape.hidden * (shape.trained > shape.frozen)
     gradients = 4.0 * shape.trained / use.shards
-    if part < tokens:  # from the second pass on there are gradients before it
+    if not is_first:
         return gradients + max(kept + head + of_head, others + turn)
     # The backward pass frees activations as it makes gradients.
     return max(kept + head + of_head, others + turn + of_head, gradients + turn)

@@ -34,7 +34,7 @@ def _environment(monkeypatch) -> None:
 
 
 def test_all_stages_together_take_less_than_ten_minutes() -> None:
-    assert sum(stage.seconds for stage in STAGES) == 560
+    assert sum(stage.seconds for stage in STAGES) == 590
 
 
 def test_without_a_device_it_says_so(capsys, monkeypatch) -> None:
@@ -138,7 +138,7 @@ def test_the_table_has_no_reduced_figures() -> None:
     assert all(f"\n| {stage.name} | {stage.seconds} |" in readme for stage in STAGES)
 
 
-def test_errors_beyond_their_bounds_do_not_pass() -> None:
+def test_errors_beyond_their_bounds_do_not_pass(monkeypatch) -> None:
     exact = {"logprobs": 9e-5, "gradient": 1e-6, "other_rows": 0.0}
     half = {
         "logprobs": 0.009,
@@ -147,6 +147,7 @@ def test_errors_beyond_their_bounds_do_not_pass() -> None:
         "gradient": 0.014,
         "plain_gradient": 0.01,
     }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     good = {"a": exact}, {"a": half}
     assert equality.verdict(9e-5, *good)["passed"]
     assert not equality.verdict(2e-4, *good)["passed"]
@@ -157,10 +158,12 @@ def test_errors_beyond_their_bounds_do_not_pass() -> None:
 
 
 def test_a_head_that_errs_is_noticed(monkeypatch) -> None:
-    whole, logits = equality.head(), Head.logits
+    whole, logits = equality.head(1000, entropy=True), Head.logits
     assert whole < 1e-5
+    assert equality.head(5000, entropy=False) < 1e-5
     monkeypatch.setattr(Head, "logits", lambda self, *given: logits(self, *given) * 1.001)
-    assert equality.head() > 1e-4
+    assert equality.head(1000, entropy=True) > 1e-4
+    assert equality.head(5000, entropy=False) > 1e-4
     with pytest.raises(RuntimeError, match="gemma: prompts are not shared"):
         equality.exact("gemma")
 
@@ -181,7 +184,7 @@ def test_rows_of_a_stream_by_hand() -> None:
 
 def test_attention_by_row_is_a_masked_softmax() -> None:
     groups = flex.layout(60)
-    query, key, value, _ = (tensor.detach() for tensor in flex.inputs(60, torch.float32))
+    query, key, value, _ = (tensor.detach().cpu() for tensor in flex.inputs(60, torch.float32))
     assert_close(flex.by_row(query, key, value, groups), masked(query, key, value, groups, 128**-0.5))
 
 
@@ -232,7 +235,7 @@ def test_a_mismatch_by_hand() -> None:
     found = mismatch.measured(Uttered(-0.1), [], group_size=1, length=2)
     # (0 + (e^-0.1 - 1 + 0.1)) / 2 = 0.00483742 / 2
     expected = {"mean": 0.05, "max": 0.1, "k3": 0.00241871, "tokens": 2.0, "entropy": 1.0, "shared": 1.0}
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected | {"rounding": 0.0}, rel=1e-5)
 
 
 def test_a_mismatch_beyond_its_bound_does_not_pass(monkeypatch) -> None:

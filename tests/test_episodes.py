@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.batch.turns import spans
+from grpo_lightning.memory import COPIED
 from grpo_lightning.policy import tokenization
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.sampler.own import shared_prompt_cache, talking
@@ -70,7 +71,7 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
         for waits in (False, True):
             for look_every in (1, 16):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(shared_prompt_cache, "COPIED", copied)
+                    patch.setitem(COPIED, "cpu", copied)
                     patch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
                     assert_equal(sampled(policy, options=options, waits=waits), expected)
 
@@ -90,7 +91,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     for copied in (0, 1 << 20):
         for pace in ({"look_every": 1}, {"look_every": 16}, {"at_once": 4, "look_every": 5}):
             with monkeypatch.context() as patch:
-                patch.setattr(shared_prompt_cache, "COPIED", copied)
+                patch.setitem(COPIED, "cpu", copied)
                 patch.setattr(
                     shared_prompt_cache.SharedPromptCache,
                     "extend",

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.memory import GiB, Shape
+from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import shared_prompt_cache
 from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.buffers import Buffers
 from tests.support.checkpoints import write_checkpoint
@@ -48,8 +47,7 @@ def policy(tmp_path_factory) -> HFPolicy:
 @pytest.mark.parametrize("copied", [0, 4 << 20])
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, copied, share_prompts):
-    monkeypatch.setattr(shared_prompt_cache, "COPIED", copied)
-    monkeypatch.setattr("grpo_lightning.policy.hf.COPIED", copied)
+    monkeypatch.setitem(COPIED, "cpu", copied)
     monkeypatch.setattr(policy, "share_prompts", share_prompts)
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 60}
     expected = policy.sample(PROMPTS, group_size=6, sampling=Sampling(**options), seed=2)

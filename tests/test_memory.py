@@ -30,8 +30,11 @@ def test_activations_and_cache_by_hand():
     assert activations(SHAPE, is_half=False) == 240 + 120 + 640
     # norms 4 * 4 * 10 and 5 copies of 2 * 10
     assert activations(SHAPE, is_half=True) == 160 + 100 + 60 + 320
-    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, one of them twice, logits three times
-    assert predicted(SHAPE, USE)["sampling"] == 2 * 4 * 5 * (2 * 2 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
+    # 2 prompts of 7 once and 6 completions of 11 in 2 layers of keys and values, one of them twice, logits three times;
+    # and a copy of its prompt for each of 6
+    assert predicted(SHAPE, USE)["sampling"] == 2 * 4 * 5 * (2 * (2 + 6) * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
+    long = predicted(SHAPE, replace(USE, prompt_tokens=20_000))["sampling"]  # 2 * 4 * 5 * 6 * 20,000 is above 4 MiB
+    assert long == 2 * 4 * 5 * (2 * 2 * 20_000 + 3 * 6 * 11) + 3 * 4 * 6 * 20
     apart = predicted(SHAPE, Use(**{**vars(USE), "shares_prompts": False}))["sampling"]
     assert apart == 2 * 4 * 5 * (2 * 6 * 7 + 3 * 6 * 11) + 3 * 4 * 6 * 20
 
@@ -40,13 +43,14 @@ def test_activations_and_cache_by_hand():
     "budget, rows",
     [
         (10**9, 6),  # 2 * 4 * 5 * 2 = 80 bytes of a token's keys and values: more than there are
-        (1120 + 3 * 880 - 1.0, 2),  # prompts are held, too: 80 * 2 * 7 = 1120; a completion takes 11 * 80 = 880
+        # prompts are held, too: 80 * 2 * 7 = 1120; a completion takes 11 * 80 = 880, and 7 * 80 = 560 for its prompt
+        (1120 + 3 * 1440 - 1.0, 2),
         (100.0, 1),  # one completion must have room
     ],
 )
 def test_a_budget_for_keys_and_values_by_hand(budget, rows):
     sampling = predicted(SHAPE, replace(USE, kv_cache_bytes=budget))["sampling"]
-    assert sampling == 1120 + rows * 880 * 1.5 + 3 * 4 * rows * 20
+    assert sampling == 1120 + rows * (560 + 880 * 1.5) + 3 * 4 * rows * 20
 
 
 def test_the_samplers_copy_by_hand():
@@ -103,6 +107,8 @@ def test_how_large_sets_may_be(setting, size):
         # in 16 bits 640 bytes and 2 * 80; all weights again, 2 * 1000
         ({"is_half": True, "checkpointing": True}, 6_400 + 80 * 800 + 800 + 2 * (1000 - 400)),
         # 4 parts of 20 tokens, the later of which find gradients there
+        # 70 of 80 tokens first, without gradients before them; then 10 with them: 4,000 + 23,980
+        ({"microbatch_tokens": 70}, 70_000 + 70 * 1_320 + 800),
         ({"microbatch_tokens": 20}, 4_000 + 40_000 + 40 * (60 + 2 * 16.5) + 2 * 4 * 16.5 * 20 + 800),
         # prompts once per completion: 108 tokens, five times their logits
         ({"shares_prompts": False}, 216_000 + 40 * (3 * 108 + 2 * 66) + 5 * 4 * 66 * 20 + 800),
@@ -151,7 +157,8 @@ def test_a_number_that_varies_counts_with_its_largest_value():
     ids=str,
 )
 def test_what_settings_say(overrides, expected):
-    config, on_cpu = composed(*overrides), "trainer=gpu" not in overrides
+    on_cpu = "trainer=gpu" not in overrides
+    config = composed(*overrides, *["trainer=cpu"] * on_cpu)
     use = use_of(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=10)
     assert {name: getattr(use, name) for name in expected} == expected
     config["rollout"]["kv_cache_gib"] = 1.5

@@ -10,6 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 
 from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
+from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, windows
@@ -145,7 +146,7 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
     policy.end_ids = plain.end_ids = list(range(16))
     expected = plain.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
     assert expected.mask.sum(-1).unique().numel() > 6
-    monkeypatch.setattr(cache, "COPIED", copied)
+    monkeypatch.setitem(COPIED, "cpu", copied)
     monkeypatch.setattr(cache, "PREFILL_TOKENS", 12)
     policy._shared_path(1)
     assert hasattr(policy, "_use_flat_decoder")
@@ -156,7 +157,7 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
 
 
 def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
-    monkeypatch.setattr(cache, "COPIED", 0)
+    monkeypatch.setitem(COPIED, "cpu", 0)
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
     one, other = (p.sample(["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
     assert one.texts == other.texts
@@ -307,7 +308,7 @@ def test_rows_beyond_a_sliding_window(kind, monkeypatch):
     assert isinstance(made[0], cache.SharedPromptCache)
     assert int(sampled.mask.sum(-1).max()) > 40
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
-    monkeypatch.setattr(cache, "COPIED", 0)
+    monkeypatch.setitem(COPIED, "cpu", 0)
     assert policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=1).texts == sampled.texts
     long = ["Corgis are small dogs. " * 5]
     other = policy.sample(long, group_size=2, sampling=FREE, seed=1)

@@ -19,12 +19,18 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOTS = ("datasets", "hydra-core", "jsonschema", "math-verify[antlr4_9_3]", "pebble", "reasoning-gym", "trl")
-"""What requirements.txt names and common images lack. bitsandbytes is left out: 8-bit optimizers are not measured."""
+ROOTS = (
+    *("datasets", "fsspec", "httpx2", "hydra-core", "jsonschema", "math-verify[antlr4_9_3]"),
+    *("pebble", "peft", "reasoning-gym", "transformers", "trl"),
+)
+"""What requirements.txt names and common images lack, or hold in versions that are too old.
+
+bitsandbytes is left out: 8-bit optimizers are not measured.
+"""
 PRESENT = """
-accelerate aiohttp attrs filelock fsspec httpx huggingface-hub jinja2 lightning matplotlib mpmath numpy packaging
-pandas peft psutil pyarrow pytest pytest-xdist pyyaml regex requests rich safetensors scipy setuptools six sympy
-tabulate tensorboard tokenizers torch torchmetrics tqdm transformers triton typing-extensions wheel xxhash
+accelerate aiohttp anyio attrs filelock httpx huggingface-hub idna jinja2 lightning matplotlib mpmath numpy packaging
+pandas psutil pyarrow pytest pytest-xdist pyyaml regex requests rich safetensors scipy setuptools six sympy
+tabulate tensorboard torch torchmetrics tqdm triton typer typing-extensions wheel xxhash
 """
 """What the image holds, in whatever version."""
 _TARGET = {

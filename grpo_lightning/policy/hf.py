@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.memory import Shape
+from grpo_lightning.memory import COPIED, Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, end_ids, evaluation, named, pretrained, without_dropout
 from grpo_lightning.policy.replies import Replies, is_templated
@@ -23,7 +23,6 @@ from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.policy.weights import named_weights, write_untied
 from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.cache import Cache, PlainCache
-from grpo_lightning.sampler.own.shared_prompt_cache import COPIED
 from grpo_lightning.transformer import logits, logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.head import LossGradient
@@ -133,7 +132,7 @@ class HFPolicy(TextPolicy):
             prompt_tokens=longest - sampling.max_new_tokens,
             completion_tokens=sampling.max_new_tokens,
             shares_prompts=self._shared_path(max(map(len, prompts))) is not None and self._reaches(longest),
-            copies_below=COPIED,
+            copies_below=COPIED["cuda" if self.model.device.type == "cuda" else "cpu"],
         )
 
     def logprobs_and_entropy(

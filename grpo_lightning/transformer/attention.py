@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
@@ -28,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_lightning.transformer import attention_cpu
 from grpo_lightning.transformer.block_mask import BLOCK, block_mask
+from grpo_lightning.transformer.compiled import compiled
 
 _PREFIX = "grouped_"
 
@@ -233,18 +233,6 @@ def flex_for(device: torch.device) -> Any:
 
 def compiled_flex(*tensors: Tensor, **arguments: Any) -> Any:
     """``flex_attention`` as one kernel for streams of any length."""
-    if not _FLEX:
-        # Streams differ in length: with static shapes each would be compiled anew, and after a few torch gives up and
-        # computes all N * N attention scores without the kernel.
-        _FLEX.append(torch.compile(flex_attention, dynamic=True))
-    # Under DDP torch cuts a graph where its gradients are exchanged, which attention in a graph of its own does not
-    # need, and older versions cannot do here (pytorch#137481). The limit leaves room for several models, with and
-    # without gradients. Sizes that are equal by chance, such as 2 key heads and 2 blocks, must not count as one.
-    settings: Any = torch._dynamo.config
-    shapes: Any = torch.fx.experimental._config
-    with settings.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS), shapes.patch(use_duck_shape=False):
-        return _FLEX[0](*tensors, **arguments)
-
-
-_FLEX: list[Any] = []
-_MOST_GRAPHS = 64
+    # Streams differ in length: with static shapes each would be compiled anew, and after a few torch gives up and
+    # computes all N * N attention scores without the kernel.
+    return compiled(flex_attention, dynamic=True)(*tensors, **arguments)

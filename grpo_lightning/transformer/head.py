@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch.rows import OUTSIDE, Kept
+from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.products import add_product, linear
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
@@ -194,14 +195,15 @@ class _Logprobs(torch.autograd.Function):
             sets = None if kept is None else kept[start // size]
             logits = head.logits(hidden[part], weight, bias, temperature, sets)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
-            log_total = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+            log_total = _log_total(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
             if entropy:
                 entropies[part] = log_total.squeeze(-1) - _expected(logits, log_total)
             if loss_gradient is not None and dlogprobs is not None and gradients is not None:
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
+                slopes = dlogprobs[part], None
                 gradients.add(
-                    part, *_logit_gradients(head, logits, log_total, chosen, dlogprobs[part], None, temperature)
+                    part, *_logit_gradients(head, logits, log_total, chosen, *slopes, temperature, weight.dtype)
                 )
             # Else two chunks of them would exist while the next ones are made.
             del logits
@@ -222,11 +224,11 @@ class _Logprobs(torch.autograd.Function):
                 part = slice(start, start + ctx.size)
                 sets = None if ctx.kept is None else ctx.kept[start // ctx.size]
                 logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
-                log_total = logits.logsumexp(-1, keepdim=True)
-                also = (entropies[part], dentropies[part]) if ctx.entropy else None
+                log_total = _log_total(logits)
+                slopes = dlogprobs[part], (entropies[part], dentropies[part]) if ctx.entropy else None
                 chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
                 gradients.add(
-                    part, *_logit_gradients(ctx.head, logits, log_total, chosen, dlogprobs[part], also, ctx.temperature)
+                    part, *_logit_gradients(ctx.head, logits, log_total, chosen, *slopes, ctx.temperature, weight.dtype)
                 )
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
@@ -266,17 +268,20 @@ def _logit_gradients(
     dlogprobs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
 
-    It is made from the gradients of log-probability and entropy, and overwrites ``logits``. A factor of a row costs
-    nothing when it is multiplied with its hidden state.
+    It is made from the gradients of log-probability and entropy, and may overwrite ``logits``; it is float32, or
+    ``dtype`` where that costs nothing. A factor of a row costs nothing when it is multiplied with its hidden state.
 
     d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
     """
     # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
     copy = logits.clone() if head.softcap is not None else None
     factor = head.scale / temperature
+    if entropy is None and head.softcap is None and head.bias is None and compiled.pays(logits):
+        return compiled.compiled(_softmax_gradient)(logits, log_total, chosen, dtype), dlogprobs * -factor
     if entropy is None:
         dlogits = logits.sub_(log_total).exp_()
         dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
@@ -287,6 +292,21 @@ def _logit_gradients(
     dlogits.mul_(logp.exp_())
     dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
     return head.inner(dlogits, copy, temperature), torch.full_like(dlogprobs, factor)
+
+
+def _log_total(logits: Tensor) -> Tensor:
+    """The log-sum-exp [n, 1] of logits [n, V]."""
+    return (compiled.compiled(_logsumexp) if compiled.pays(logits) else _logsumexp)(logits)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient [n, V] of `_logit_gradients` for log-probabilities alone, in ``dtype``: p_j - [j chosen]."""
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    return ((logits - log_total).exp() - (places == chosen).to(logits.dtype)).to(dtype)
 
 
 _LEAST = -1e4

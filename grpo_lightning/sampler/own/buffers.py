@@ -13,6 +13,8 @@ Pair = tuple[Tensor, Tensor]
 
 FIRST_ROOM = 64
 """Tokens that a completion has room for at first, at least."""
+FIRST_ROOM_GPU = 256
+"""The same on a GPU, where every size has to be recorded."""
 
 
 class Buffers:
@@ -93,13 +95,21 @@ class Buffers:
 def with_room(past: Tensor, length: int, tokens: int, capacity: int) -> Tensor:
     """The first ``length`` keys or values in a buffer with room for ``tokens`` at least, [b, Hkv, room, D]."""
     # Doubled: with a token more at each step, every step would copy all steps before it.
-    room = min(max(2 * length, length + FIRST_ROOM, tokens), capacity)
+    first = FIRST_ROOM if past.device.type == "cpu" else FIRST_ROOM_GPU
+    room = min(max(2 * length, length + first, tokens), capacity)
     rows, heads, _, width = past.shape
     buffer = past.new_empty(rows, heads, room, width)
     buffer[:, :, :length] = past[:, :, :length]
     # What a mask excludes must not be NaN.
     buffer[:, :, length:] = 0.0
     return buffer
+
+
+def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Put the newest key and value [b, Hkv, 1, D] of every row into its place in [b, Hkv, room, D]."""
+    rows = torch.arange(len(lengths), device=lengths.device)
+    keys[rows, :, lengths] = key[:, :, 0]
+    values[rows, :, lengths] = value[:, :, 0]
 
 
 def _empty(like: Tensor, rows: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.head import dot
 
 MOST = 1024
@@ -80,22 +81,34 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Drawn:
         sampling: How the token is drawn.
         uniform: [b] in [0, 1).
     """
+    if sampling.truncated and sampling.temperature != 0:
+        shifted, _, total = _exponentials(logits, sampling.temperature)
+        return _from_set(shifted, total, sampling, uniform, total.isfinite())
+    from_all = compiled.compiled(_from_all) if compiled.pays(logits) else _from_all
+    return Drawn(*from_all(logits, uniform, sampling.temperature))
+
+
+def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits / temperature [b, V] of which the largest is 0, their exponentials, and the sum [b] of these."""
     # In 16 bits the probabilities of a large vocabulary would not add up to 1.
     logits = logits.float()
-    if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
     # The largest becomes 0, so that no exponential overflows; and -inf a finite number, since 0 * -inf is not 0.
     shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
     weights = shifted.exp()
-    total = weights.sum(-1)
-    sound = total.isfinite()
-    if sampling.truncated and sampling.temperature != 0:
-        return _from_set(shifted, total, sampling, uniform, sound)
+    return shifted, weights, weights.sum(-1)
+
+
+def _from_all(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, log-probabilities, entropies and whether all was sound, as in `Drawn`, without truncation."""
+    shifted, weights, total = _exponentials(logits, temperature)
     log_total = total.log()
     entropy = log_total - dot(weights, shifted) / total
-    tokens = shifted.argmax(-1) if sampling.temperature == 0 else inverse_cdf(weights, uniform)
+    tokens = shifted.argmax(-1) if temperature == 0 else inverse_cdf(weights, uniform)
     # [b, V] -> [b, 1] -> [b]
-    return Drawn(tokens, shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total, entropy, sound)
+    logprobs = shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+    return tokens, logprobs, entropy, total.isfinite()
 
 
 def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tensor, sound: Tensor) -> Drawn:

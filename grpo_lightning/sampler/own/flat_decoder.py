@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.sampler.own.linear import Linear, copied, plain_weight
+from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import Attention
 from grpo_lightning.transformer.head import dot
 
@@ -33,6 +34,10 @@ WeightOf = Callable[[Any], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class _Layer:
+    dtype: torch.dtype
+    """Of the products."""
+    roped: int
+    """Heads that are rotated, Hq + Hkv."""
     qkv: Linear
     head_norm: tuple[Tensor, float] | None
     """What multiplies every query and key head after its norm, [Hq + Hkv, D], and the norm's epsilon."""
@@ -63,6 +68,9 @@ class FlatDecoder:
         self._dtype = dtype
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
+        self._before, self._behind = _before, _behind
+        if compiled.pays(decoder.embed_tokens.weight):
+            self._before, self._behind = compiled.compiled(_before), compiled.compiled(_behind)
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
@@ -75,27 +83,38 @@ class FlatDecoder:
         half = self._width // 2
         # The halves of a head take each other's place by `roll`; the sign that one of them gets is put into the sine.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        rows, roped = len(x), self._query_heads + self._key_heads
         for number, layer in enumerate(self._layers):
-            # [b, (Hq + 2 Hkv) * D] -> [b, Hq + 2 Hkv, D]
-            qkv = layer.qkv(self._normalized(x, layer, 0)).view(rows, -1, self._width)
-            qk = qkv[:, :roped]  # [b, Hq + Hkv, D]
-            if layer.head_norm is not None:
-                qk = _normalized(qk.float(), layer.head_norm[1]).to(qk.dtype) * layer.head_norm[0]
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).unsqueeze(2)  # [b, Hq + Hkv, 1, D]
-            mixed = attention.attend(
-                number, qk[:, : self._query_heads], qk[:, self._query_heads :], qkv[:, roped:].unsqueeze(2), self._scale
-            )
-            x = layer.out.plus(mixed.reshape(rows, -1), x)  # [b, 1, Hq, D] -> [b, Hq * D], and from there [b, H]
-            gate, up = layer.gate_up(self._normalized(x, layer, 1)).chunk(2, -1)
-            x = layer.down.plus(layer.activation(gate) * up, x)
+            qk, value = self._before(x, layer, cos, sin)
+            query, key = qk[:, : self._query_heads], qk[:, self._query_heads :]
+            mixed = attention.attend(number, query, key, value, self._scale)
+            x = self._behind(mixed.flatten(1), x, layer)  # [b, 1, Hq, D] -> [b, Hq * D]
         hidden: Tensor = self._norm(x)
         return hidden
 
-    def _normalized(self, x: Tensor, layer: _Layer, number: int) -> Tensor:
-        """The input [b, H] of what follows one of the two norms of a layer."""
-        y = _normalized(x.float(), layer.epsilons[number])
-        return y if layer.scales is None else (y * layer.scales[number]).to(self._dtype)
+
+def _before(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer does before its attention: queries and keys [b, Hq + Hkv, 1, D], and values [b, Hkv, 1, D]."""
+    width = cos.shape[-1]
+    # [b, (Hq + 2 Hkv) * D] -> [b, Hq + 2 Hkv, D]
+    qkv = layer.qkv(_scaled(x, layer, 0)).unflatten(-1, (-1, width))
+    qk = qkv[:, : layer.roped]  # [b, Hq + Hkv, D]
+    if layer.head_norm is not None:
+        qk = _normalized(qk.float(), layer.head_norm[1]).to(qk.dtype) * layer.head_norm[0]
+    qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin)
+    return qk.unsqueeze(2).to(qkv.dtype), qkv[:, layer.roped :].unsqueeze(2)
+
+
+def _behind(mixed: Tensor, x: Tensor, layer: _Layer) -> Tensor:
+    """What a layer does behind its attention, whose output is ``mixed`` [b, Hq * D]: the next ``x`` [b, H]."""
+    x = layer.out.plus(mixed, x)
+    gate, up = layer.gate_up(_scaled(x, layer, 1)).chunk(2, -1)
+    return layer.down.plus(layer.activation(gate) * up, x)
+
+
+def _scaled(x: Tensor, layer: _Layer, number: int) -> Tensor:
+    """The input [b, H] of what follows one of the two norms of a layer."""
+    y = _normalized(x.float(), layer.epsilons[number])
+    return y if layer.scales is None else (y * layer.scales[number]).to(layer.dtype)
 
 
 def _normalized(x: Tensor, epsilon: float) -> Tensor:
@@ -133,6 +152,8 @@ def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
         ]
         head_norm = torch.cat(head_scales), _epsilon(attention.q_norm)
     return _Layer(
+        dtype=dtype,
+        roped=sum(part.out_features for part in projections[:2]) // attention.head_dim,
         qkv=_together(projections[:3], weight_of, folded[0], dtype),
         head_norm=head_norm,
         out=copied(*weight_of(projections[3]), dtype),

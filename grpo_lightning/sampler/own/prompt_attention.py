@@ -101,6 +101,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         results: tuple[Tensor, Tensor] = flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         return results
+    if query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] % _ALIGNED == 0:
+        if bias is not None:
+            bias = bias.expand(-1, query.shape[1], query.shape[2], -1)  # [n, 1, 1, S] -> [n, Hkv, L, S]
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        output, sums, *_ = efficient(query, key, value, bias, True, scale=scale)
+        return output, sums[..., : query.shape[2]]  # which has room for a multiple of 32 queries
     return written_out(query, key, value, bias, scale)
 
 
@@ -113,10 +119,23 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     return (scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value, sums
 
 
+def joined(own: Tensor, own_sums: Tensor, prompt: Tensor, prompt_sums: Tensor) -> Tensor:
+    """The attention [b, Hkv, R, D] to two parts, of which the log-sum-exps of the scores [b, Hkv, R] are known."""
+    # e^prompt / (e^prompt + e^own), [b, Hkv, R] -> [b, Hkv, R, 1]; it never overflows.
+    fraction = (prompt_sums - own_sums).sigmoid().unsqueeze(-1).to(own.dtype)
+    return torch.lerp(own, prompt, fraction)
+
+
 def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
     """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
-    zeros = torch.zeros(places.shape, dtype=dtype, device=places.device)
-    return zeros.masked_fill(places, -torch.inf)[:, None, None]
+    rows, width = places.shape
+    # The kernel for GPUs wants rows that begin at a multiple of 16 bytes.
+    zeros = torch.zeros(rows, -(-width // _ALIGNED) * _ALIGNED, dtype=dtype, device=places.device)[:, :width]
+    return zeros.masked_fill_(places, -torch.inf)[:, None, None]
+
+
+_ALIGNED = 8
+"""Numbers of 16 bits in 16 bytes."""
 
 
 def unseen(lengths: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -132,5 +151,4 @@ def unseen(lengths: Tensor, width: int, window: int | None, dtype: torch.dtype) 
     hidden = places > now
     if window is not None:
         hidden = hidden | (places <= now - window)
-    zeros = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)
-    return zeros.masked_fill(hidden, -torch.inf)[:, None, None]
+    return excluding(hidden, dtype)

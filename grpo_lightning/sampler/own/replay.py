@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-WARM_UP = 2
-"""Steps that are made before one is recorded, so that libraries have chosen their kernels."""
+WARM_UP = 1
+"""Steps that are made before one is recorded, so that what is compiled is compiled and libraries have chosen their
+kernels."""
 
 
 class Replay:

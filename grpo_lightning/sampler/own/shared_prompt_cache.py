@@ -9,6 +9,7 @@ query heads that read one key head, D the size of a head; H that of a hidden sta
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,18 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.sampler.own.buffers import Buffers, Pair
+from grpo_lightning.memory import COPIED
+from grpo_lightning.sampler.own.buffers import Buffers, Pair, store
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding, unseen
+from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding, joined, unseen
+from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import forward
 
 PREFILL_TOKENS = 16384
 """The most prompt tokens that go through the model together."""
-COPIED = 4 << 20
-"""Bytes of a layer's prompt keys and values: with more, prompts are attended to once per group; as soon as so few
-completions are left that copies for each would be smaller, they are copied. Reading is saved against operations."""
-_WIDTH = 32
-"""On a CPU, rows of different lengths look at the next multiple of so many tokens."""
+_WIDTH, _WIDTH_GPU = 32, 256
+"""Rows of different lengths look at the next multiple of so many tokens, at least."""
 
 
 class SharedPromptCache:
@@ -71,6 +71,9 @@ class SharedPromptCache:
         self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS, ranks=ranks)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
+        self._compiles = compiled.pays(decoder.get_input_embeddings().weight)
+        self._store = compiled.compiled(store) if self._compiles else store
+        self._joined = compiled.compiled(joined) if self._compiles else joined
         self.version, self.is_static, self.extends = 0, is_static, not (ranks.lockstep or windows)
         self._to_come = len(prompts) * group_size
         """Completions that have not been held yet."""
@@ -162,7 +165,7 @@ class SharedPromptCache:
         self._even = self._held[0] if is_even else None
         room = self._own.room
         # A GPU repeats what was recorded for one width, so it gets fewer of them.
-        unit = _WIDTH if self._on_cpu else max(4 * _WIDTH, room // 4)
+        unit = _WIDTH if self._on_cpu else max(_WIDTH_GPU, room // 4)
         width = wanted if is_even else min(-(-wanted // unit) * unit, room)
         if width != self._width:
             self._width = width
@@ -219,7 +222,7 @@ class SharedPromptCache:
         prompt = next(iter(shared.values()))[0]
         # Attending once per group takes a second call of the kernel and a dozen small operations in every layer, which
         # cost more than reading a short prompt again for each of its completions.
-        return 2 * rows * prompt[0].numel() * prompt.element_size() <= COPIED
+        return 2 * rows * prompt[0].numel() * prompt.element_size() <= COPIED["cuda" if prompt.is_cuda else "cpu"]
 
     def _copy(self) -> None:
         """Put the prompts before every completion's own keys and values."""
@@ -266,7 +269,8 @@ class SharedPromptCache:
             }
         positions = self._before + self._lengths
         if self._flat:
-            hidden = self._flat(tokens, positions, self)
+            with compiled.compiling() if self._compiles else nullcontext():
+                hidden = self._flat(tokens, positions, self)
         else:
             # [b] -> [b, 1] -> hidden [b, 1, H] -> [b, H]
             hidden = forward(self._decoder, tokens.unsqueeze(-1), positions.unsqueeze(-1), self)[:, 0]
@@ -284,9 +288,7 @@ class SharedPromptCache:
             keys[:, :, self._even], values[:, :, self._even] = key[:, :, 0], value[:, :, 0]
             mask = None
         else:
-            index = self._lengths[:, None, None, None].expand(-1, heads, 1, width)
-            keys.scatter_(2, index, key)
-            values.scatter_(2, index, value)
+            self._store(keys, values, key, value, self._lengths)
             mask = self._masks[self._windows.get(layer)]
         keys, values = keys[:, :, : self._width], values[:, :, : self._width]
         by_key_head = query.reshape(rows, heads, -1, width)  # [b, Hq, 1, D] -> [b, Hkv, R, D]
@@ -294,7 +296,5 @@ class SharedPromptCache:
         if self._shared and self._grouping is not None:
             prompt_keys, prompt_values = (t[self._span] for t in self._shared[layer])
             from_prompt, prompt_sums = self._grouping.attend(by_key_head, prompt_keys, prompt_values, self._bias, scale)
-            # e^prompt / (e^prompt + e^own) of the log-sum-exps, [b, Hkv, R] -> [b, Hkv, R, 1]; it never overflows.
-            fraction = (prompt_sums - sums).sigmoid_().unsqueeze(-1).to(output.dtype)
-            output = torch.lerp(output, from_prompt, fraction)
+            output = self._joined(output, sums, from_prompt, prompt_sums)
         return output.reshape(rows, 1, -1, width)  # [b, Hkv, R, D] -> [b, 1, Hq, D]

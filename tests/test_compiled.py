@@ -1,0 +1,158 @@
+"""What a GPU computes by compiled functions is what the functions compute."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.batch import Sampling
+from grpo_lightning.memory import COPIED
+from grpo_lightning.policy.hf import load
+from grpo_lightning.sampler.own import buffers, linear
+from grpo_lightning.sampler.own.draw import draw
+from grpo_lightning.sampler.own.prompt_attention import excluding
+from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.transformer import compiled
+from grpo_lightning.transformer.head import Head
+from tests.support.checkpoints import write_checkpoint
+
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 12}
+
+
+def traced(function, dynamic):
+    """As torch traces it, with mutations taken apart, but without the compiler of a device."""
+    return torch.compile(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture
+def as_if_it_paid(monkeypatch):
+    """Everything that a GPU compiles is traced, with keys in one room and masks as a GPU has them."""
+    torch._dynamo.reset()
+    made = {}
+    monkeypatch.setattr(compiled, "pays", lambda tensor: True)
+    monkeypatch.setattr(compiled, "_made", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
+    monkeypatch.setattr(linear, "packs", lambda *_: False)
+    return made
+
+
+def like_gpu(monkeypatch, *, copied: int) -> None:
+    plain = SharedPromptCache.open
+
+    def opened(self, rows):
+        self._on_cpu = False
+        return plain(self, rows)
+
+    monkeypatch.setattr(SharedPromptCache, "open", opened)
+    monkeypatch.setitem(COPIED, "cpu", copied)
+
+
+def test_nothing_is_compiled_on_a_cpu_nor_for_small_tensors():
+    assert not compiled.pays(torch.zeros(compiled.LEAST))
+    on_gpu = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: compiled.LEAST})()
+    assert compiled.pays(on_gpu)
+    small = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: compiled.LEAST - 1})()
+    assert not compiled.pays(small)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("copied", [0, 4 << 20], ids=["once per group", "copied"])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, copied, half):
+    path = write_checkpoint(tmp_path / name, name, chat=False)
+
+    def sampled(group_size):
+        policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+        policy.end_ids = []
+        sampling = Sampling(temperature=0.8, **PLAIN)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
+            return policy.sample(["12 + 34 =", "Corgis are"], group_size=group_size, sampling=sampling, seed=3)
+
+    monkeypatch.setattr(linear, "packs", lambda *_: False)
+    like_gpu(monkeypatch, copied=copied)
+    expected = [sampled(size) for size in (3, 4)]
+    made = request.getfixturevalue("as_if_it_paid")
+    torch._dynamo.utils.counters.clear()
+    for other, size in zip(expected, (3, 4), strict=True):
+        found = sampled(size)
+        assert torch.equal(found.ids, other.ids)
+        assert_close(found.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        assert_close(found.entropy, other.entropy, rtol=0, atol=1e-5)
+    names = {function.__name__ for function in made}
+    assert names == {"_before", "_behind", "_from_all", "_logsumexp", "store", "joined"}
+    # All layers have a graph in common: one for the first number of rows, one for any other, and those of the trial.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * len(names)
+
+
+def test_a_traced_head_has_the_same_gradients(request):
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(500, 32, requires_grad=True), torch.randn(40, 32, requires_grad=True)
+    ids, slopes = torch.randint(500, (40,)), torch.randn(40)
+
+    def computed(early, bias=None):
+        known = (lambda _, part: slopes[part]) if early else None
+        logprobs, _ = Head(weight, bias)(
+            hidden, ids, temperature=0.8, entropy=False, loss_gradient=known, chunk=16 * 500
+        )
+        return [logprobs.detach(), *torch.autograd.grad(logprobs, [hidden, weight], slopes)]
+
+    expected = {early: computed(early) for early in (True, False)}
+    with_bias = computed(True, torch.randn(500))
+    made = request.getfixturevalue("as_if_it_paid")
+    for early, other in expected.items():
+        for one, two in zip(computed(early), other, strict=True):
+            assert_close(one, two, rtol=1e-5, atol=1e-5)
+    assert {function.__name__ for function in made} == {"_logsumexp", "_softmax_gradient"}
+    assert len(with_bias) == 3
+
+
+def test_a_traced_head_keeps_small_gradients_in_16_bits(as_if_it_paid):
+    # p = 1 - 2^-12 for the chosen token: rounded to 16 bits before 1 is taken away, nothing would be left of it.
+    weight = torch.tensor([[0.0], [-8.317522]]).to(torch.bfloat16).requires_grad_()
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = Head(weight, None)(
+        hidden, torch.tensor([0]), temperature=1.0, entropy=False, loss_gradient=lambda *_: torch.ones(1)
+    )
+    logprobs.sum().backward()
+    assert weight.grad[0].item() == pytest.approx(2.0**-12, rel=0.02)
+
+
+def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
+    torch.manual_seed(0)
+    logits, uniform = 3 * torch.randn(5, 9000), torch.rand(5)
+    for temperature in (0.0, 0.7, 1.0):
+        found = draw(logits.clone(), Sampling(temperature=temperature, **PLAIN), uniform)
+        probabilities = (logits.double() / (temperature or 1.0)).softmax(-1)
+        expected = (probabilities.cumsum(-1) > uniform.unsqueeze(-1)).int().argmax(-1)
+        assert torch.equal(found.tokens, expected if temperature else logits.argmax(-1))
+        entropies = -(probabilities * probabilities.log()).sum(-1)
+        assert_close(found.entropies, entropies.float(), rtol=1e-5, atol=1e-5)
+        chosen = probabilities.log().gather(-1, found.tokens.unsqueeze(-1)).squeeze(-1)
+        assert_close(found.logprobs, chosen.float(), rtol=1e-5, atol=1e-5)
+    assert not draw(torch.tensor([[0.0, torch.nan]]), Sampling(temperature=1.0, **PLAIN), uniform[:1]).sound
+
+
+def test_settings_hold_while_a_function_runs_and_not_behind_it():
+    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp
+    with compiled.compiling():
+        with compiled.compiling():
+            assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == (64, False)
+        assert torch._dynamo.config.recompile_limit == 64
+    assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
+    with pytest.raises(ZeroDivisionError), compiled.compiling():
+        raise ZeroDivisionError
+    assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
+
+
+def test_rows_of_a_mask_begin_at_multiples_of_16_bytes():
+    places = torch.arange(36) > torch.tensor([[3], [35]])  # [2, 36]
+    bias = excluding(places, torch.bfloat16)
+    assert bias.shape == (2, 1, 1, 36)
+    assert bias.stride(0) == 40
+    assert torch.equal(bias[:, 0, 0] == -torch.inf, places)
+    assert bias[~places[:, None, None]].eq(0).all()
+
+
+def test_a_gpu_has_more_room_at_first():
+    held = torch.zeros(2, 1, 0, 4)
+    assert buffers.with_room(held, 0, 5, 1000).shape[2] == 64
+    assert buffers.with_room(held.to("meta"), 0, 5, 1000).shape[2] == 256
+    assert buffers.with_room(held.to("meta"), 0, 5, 144).shape[2] == 144
