@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
@@ -20,7 +22,7 @@ from grpo_lightning.composition import CONF
 from grpo_lightning.composition.command import _noted
 from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
-from grpo_lightning.composition.loader import installed, note_sources
+from grpo_lightning.composition.loader import CheckedLoader, installed, note_sources
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.shell import typed
@@ -993,3 +995,26 @@ def test_folders_of_ones_own_are_chosen_from(here):
     assert run.config["seed"] == 7
     run = grpo.compose(f"hydra.searchpath=[file://{here}/conf]", "+mine=a", "steps=2", run_dir=here / "run")
     assert (run.config["seed"], run.config["steps"]) == (7, 2)
+
+
+@provocation(
+    "`--config-dir theirs -m 'policy=glob(*)'` with a file called `{system_prompt: \"${oc.env:HF_TOKEN}\"}.yaml`, "
+    "which would be a mapping that the command says",
+    "it is no choice",
+)
+def test_what_glob_finds_are_names(tmp_path):
+    (tmp_path / "policy").mkdir()
+    for name in (
+        '{system_prompt: "${oc.env:HF_TOKEN}"}',
+        "{_target_: os.system}",
+        "${x}",
+        "a b",
+        "a,b",
+        "mine",
+        "mine-2.5",
+    ):
+        (tmp_path / "policy" / f"{name}.yaml").write_text("path: x\n")
+    loader = CheckedLoader(create_config_search_path(str(tmp_path)))
+    assert loader.get_group_options("policy") == ["mine", "mine-2.5"]
+    [glob] = OverridesParser.create(loader).parse_overrides(["policy=glob(*)"])
+    assert list(glob.sweep_string_iterator()) == ["mine", "mine-2.5"]

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from hydra._internal.utils import create_config_search_path
+from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from lightning import Callback
 from omegaconf import OmegaConf
@@ -227,6 +228,23 @@ def test_a_job_is_named_by_its_own_words(words, name):
     assert job_name([*words, "steps=5"], hidden=["steps"]) == name
 
 
+@provocation(
+    "`-m` with `+note.token=VALUE`, or with `${oc.env:HF_TOKEN}` in a setting", "no job's directory has it in its name"
+)
+@pytest.mark.slow
+def test_no_name_of_a_job_has_a_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    names = [job_name([f"a.token={value}"], shown=["a.token=REDACTED"]) for value in ("one", "two")]
+    assert len(set(names)) == 2
+    assert all(re.fullmatch(r"token=REDACTED~\w{8}", name) for name in names)
+    setup_globals()
+    loader = CheckedLoader(create_config_search_path(str(CONF)))
+    words = ["+note.token=hunter22secret", 'policy.system_prompt="${oc.env:HF_TOKEN}"']
+    job = loader.load_sweep_config(loader.load_configuration("train", words, RunMode.MULTIRUN), words)
+    name = OmegaConf.select(job, "hydra.sweep.subdir")
+    assert re.fullmatch(r"token=REDACTED,system_prompt=oc\.env-HF_TOKEN~\w{8}", name)
+
+
 def test_names_of_different_jobs_differ_and_suit_file_systems():
     values = ["a/b", "a b", "a-b", "a\\b", "[a]", "a", "'a'", "[a,b]", "a+b", "é", "..", "x" * 300, "x" * 301, "a:b*?"]
     names = [job_name([f"data.path={value}"]) for value in values]
@@ -236,6 +254,7 @@ def test_names_of_different_jobs_differ_and_suit_file_systems():
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_has_the_name_of_what_differs_in_its_directory():
+    setup_globals()
     loader = CheckedLoader(create_config_search_path(str(CONF)))
     asked = ["steps=5", "seed=0,1", "algorithm=dapo"]
     master = loader.load_configuration("train", asked, RunMode.MULTIRUN)

@@ -11,7 +11,7 @@ from grpo_lightning.sampler.own import buffers, linear
 from grpo_lightning.sampler.own.draw import draw
 from grpo_lightning.sampler.own.prompt_attention import excluding
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
-from grpo_lightning.transformer import compiled
+from grpo_lightning.transformer import compiled, head
 from grpo_lightning.transformer.head import Head
 from tests.support.checkpoints import write_checkpoint
 
@@ -29,6 +29,7 @@ def as_if_it_paid(monkeypatch):
     torch._dynamo.reset()
     made = {}
     monkeypatch.setattr(compiled, "pays", lambda tensor: True)
+    monkeypatch.setattr(head, "pays", lambda tensor: True)
     monkeypatch.setattr(compiled, "_made", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
     monkeypatch.setattr(linear, "packs", lambda *_: False)
     return made

@@ -41,16 +41,18 @@ def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path
     "an apostrophe stands before them; numbers stay",
 )
 def test_no_text_is_a_formula(tmp_path):
-    texts = ["=cmd|' /C calc'!A0", "@x", "+x", "-2", "\t=x", "a=b", "\uff1d1+1"]
+    texts = ["=cmd|' /C calc'!A0", "@x", "+x", "-2", "\t=x", "a=b", "\uff1d1+1", 'a;"=x', "a; - b; -2\n+x"]
     for step in (1, 2):
         logger(tmp_path).log_table("completions/train", ["text"], [[one] for one in texts], step=step)
     with (tmp_path / "csv" / "completions_train.csv").open(newline="", encoding="utf-8") as file:
         found = [row["text"] for row in csv.DictReader(file)]
-    assert found == ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t=x", "a=b", "'\uff1d1+1"] * 2
+    told = ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t'=x", "a=b", "'\uff1d1+1", "a;\"'=x", "a; - b; -2\n'+x"]
+    assert found == told * 2
     lines = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ['"step","text"', '"1","\'=cmd|\' /C calc\'!A0"']
     rewind([logger(tmp_path)], 1)
-    assert (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines() == lines[:8]
+    left = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
+    assert left == lines[: len(lines) // 2 + 1]
 
 
 @provocation("a row of metrics.csv was cut short by `kill -9`, continued", "it is written again, whole")

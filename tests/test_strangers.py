@@ -9,6 +9,8 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from io import BytesIO, StringIO
+from pathlib import Path
+from pickle import UnpicklingError
 
 import bitsandbytes
 import datasets
@@ -20,13 +22,14 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
-from transformers import tokenization_utils_tokenizers
+from transformers import AutoTokenizer, tokenization_utils_tokenizers
 from transformers.integrations.bitnet import BitLinear
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 
 from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
+from grpo_lightning.distributed.reading import weights_only
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
 from grpo_lightning.transformer.quantized import state_problem
@@ -373,6 +376,93 @@ def test_a_map_of_tokens_names_tokens(name, model):
     place.write_text(json.dumps({"eos_token": end, name: "id_rsa"}))
     with pytest.raises(ValueError, match=rf"special_tokens_map\.json: '{name}' is no token; allowed are tokens"):
         hf.load(str(model), **PLAIN)
+
+
+SECRET = "-----BEGIN KEY-----\nabc\n"
+
+
+@provocation(
+    "a tokenizer whose `tokenizer_config.json` names another file as its `vocab` or `vocab_file`, or in `init_inputs`, "
+    "so that an export holds its lines",
+    "refused in one sentence; files beside it are read",
+)
+@pytest.mark.parametrize("name", ["vocab", "vocab_file", "init_inputs"])
+def test_a_tokenizer_names_no_file_elsewhere(name, model, tmp_path):
+    (tmp_path / "id_rsa").write_text(SECRET)
+    (model / "tokenizer.json").unlink()
+    (model / "vocab.txt").write_text("<unk>\n<pad>\na\nb\n")
+    tokens = {"tokenizer_class": "BertTokenizer", "unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "b"}
+    file = model / "tokenizer_config.json"
+    for inside in ({"init_inputs": []}, {"vocab_file": str(model / "vocab.txt")}, {"vocab_file": "/no/such/place"}):
+        file.write_text(json.dumps(tokens | inside))
+        with only_data("policy.path", str(model), "a model", trusted=False):
+            if inside != {"vocab_file": "/no/such/place"}:
+                assert AutoTokenizer.from_pretrained(str(model)).get_vocab()["a"] == 2
+    elsewhere = str(tmp_path / "id_rsa")
+    file.write_text(json.dumps(tokens | {name: [elsewhere] if name == "init_inputs" else elsewhere}))
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {name}.*allowed (is \[\]|are those beside it)"):
+        hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a model's directory with a link to another file of the user's: `chat_template.jinja -> ~/.ssh/id_rsa`, of which "
+    "an export would hold a copy",
+    "refused in one sentence; links to files of the same name, and those of the hub's cache, are followed",
+)
+def test_links_in_a_models_directory(model, tmp_path):
+    secret = tmp_path / "id_rsa"
+    secret.write_text(SECRET)
+    elsewhere = tmp_path / "weights" / "model.safetensors"
+    elsewhere.parent.mkdir()
+    (model / "model.safetensors").rename(elsewhere)
+    (model / "model.safetensors").symlink_to(elsewhere)
+    hf.load(str(model), **PLAIN)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(
+        ValueError, match=r"chat_template\.jinja leads to \S+id_rsa, of which an export would hold a copy"
+    ):
+        hf.load(str(model), **PLAIN)
+    (model / "chat_template.jinja").unlink()
+    cached = tmp_path / "models--a--b"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    snapshot = model.rename(cached / "snapshots" / "0a1b")
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        if file.is_file() and not file.is_symlink():
+            file.rename(cached / "blobs" / str(number))
+            file.symlink_to(Path("..", "..", "blobs", str(number)))
+    assert hf.load(str(snapshot), **PLAIN).tokenizer.eos_token is not None
+
+
+class Memory:
+    """A pickle of it has memory made that no file holds."""
+
+    def __reduce__(self):
+        return torch.UntypedStorage, (4096,)
+
+
+@provocation(
+    "a file of weights, or a checkpoint, whose tensors lie in memory that it only asks for: they would hold what the "
+    "process had there before, such as settings, and an export would hold it, too",
+    "refused in one sentence",
+)
+def test_tensors_lie_in_memory_that_the_file_holds(tmp_path):
+    file = tmp_path / "weights.bin"
+    whole = {
+        "a": torch.tensor([1, 2, 3], dtype=torch.uint16),
+        "b": torch.ones(2, dtype=torch.bfloat16),
+        "c": torch.eye(2),
+    }
+    torch.save(whole | {"step": {"completed": 1}}, file)
+    with weights_only():
+        assert all(torch.equal(torch.load(file)[name], value) for name, value in whole.items())
+    assert torch.equal(checkpoints.read(file)["a"], whole["a"])
+    torch.save(whole | {"step": {"completed": 1}, "d": Memory()}, file)
+    with weights_only(), pytest.raises(UnpicklingError, match="holds other objects than dense tensors"):
+        torch.load(file)
+    with pytest.raises(ValueError, match="holds other objects than tensors and plain values"):
+        checkpoints.read(file)
 
 
 @provocation(

@@ -30,7 +30,7 @@ from grpo_lightning.composition.hydra_settings import (
     problems,
     script_problems,
 )
-from grpo_lightning.composition.job_name import job_name
+from grpo_lightning.composition.job_name import job_name, words_of
 from grpo_lightning.composition.resolvers import known_only, resolver_problems
 from grpo_lightning.composition.said import changed, taken_for_choices
 from grpo_lightning.distributed import fresh
@@ -39,7 +39,7 @@ from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.suggestions import explain, known_keys
 
-_PLACE = re.compile(r"(file://)?[^:]*")
+_PLACE, _NAME = re.compile(r"(file://)?[^:]*"), re.compile(r"[\w.+-]+")
 _of_others: ContextVar[Sequence[str]] = ContextVar("_of_others", default=())
 
 
@@ -121,8 +121,11 @@ class CheckedLoader(ConfigLoaderImpl):
         return composed
 
     def get_group_options(self, *args: Any, **options: Any) -> list[str]:
-        """The names of files that there are, each in one line, as ``--help`` lists them: they may be a stranger's."""
-        return [one_line(name) for name in super().get_group_options(*args, **options)]
+        """The names of files that there are, which may be a stranger's: those that a word can choose by their name.
+
+        ``KEY=glob(*)`` would make others, such as ``{a: b}``, words of the command.
+        """
+        return [name for name in super().get_group_options(*args, **options) if _NAME.fullmatch(name)]
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """The settings of one job, whose ``hydra.job.override_dirname`` says what it differs in from the others.
@@ -130,20 +133,20 @@ class CheckedLoader(ConfigLoaderImpl):
         What the command says comes last, so that no parameter of a file's (``++policy.path``) takes its place.
         """
         _hide_in(Path(master_config.hydra.sweep.dir) / "multirun.yaml")  # before a job can be refused
-        asked = {word.partition("=")[0]: word for word in master_config.hydra.overrides.task}  # the last one counts
+        asked = {word.partition("=")[0]: word for word in words_of(master_config)}  # the last one counts
         sweep_overrides = sorted(sweep_overrides, key=lambda word: word.partition("=")[0] in asked)
         self._said = [*asked.values()]
         try:
             composed = super().load_sweep_config(master_config, sweep_overrides)
         finally:
             self._said = None
-        job, words = composed.hydra.job, composed.hydra.overrides.task
+        job, words = composed.hydra.job, words_of(composed)
         named = job.config.override_dirname
         common = [key for word in words if _is_same(word, asked.get(key := word.partition("=")[0], ""))]
         with open_dict(composed):
             if len(common) < len(words):
                 named.exclude_keys = [*named.exclude_keys, *common]
-            name = job_name(words, hidden=named.exclude_keys)
+            name = job_name(words, hidden=named.exclude_keys, shown=redaction.redacted_words(words))
             job.override_dirname = name.replace("${", "{") if start.settings_from() else name
         return composed
 

@@ -18,7 +18,7 @@ _is_readable: ContextVar[Callable[[str, str], bool] | None] = ContextVar("_is_re
 
 
 _NAMES = {
-    *("collections.OrderedDict", "collections.Counter", "torch.Size", "torch.device", "torch.storage.UntypedStorage"),
+    *("collections.OrderedDict", "collections.Counter", "torch.Size", "torch.device"),
     *("builtins.bytearray", "builtins.set", "builtins.complex"),
     *(f"torch._utils._rebuild_{what}" for what in ("parameter", "tensor_v2", "tensor_v3")),
 }
@@ -83,7 +83,20 @@ def _plain_names() -> dict[str, Any]:
         return name in _NAMES or is_number
 
     known = {name: made for name, made in _get_allowed_globals().items() if is_plain(name, made)}
-    return known | {"_codecs.encode": _bytes}
+    return known | {"_codecs.encode": _bytes, "torch.storage.UntypedStorage": _Bytes(torch.uint8)}
+
+
+class _Bytes:
+    """Stands for the storage of bytes where a file says what its tensors lie in; called it would make one of its own.
+
+    That one would hold whatever this process had in its memory before.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def __call__(self, *_: Any) -> None:
+        raise UnpicklingError("memory that no file holds")
 
 
 def _refuse_other_order(storage: Any, dtype: Any) -> None:

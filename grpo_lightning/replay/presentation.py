@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning.output.spreadsheet import no_formula
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.replay.step import Metrics
 
@@ -85,14 +86,14 @@ def as_json(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
 def as_csv(found: Sequence[Metrics], overrides: Sequence[str]) -> str:
     """A line for each metric of each rollout."""
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
+    writer = csv.writer(buffer, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerow(["step", "metric", "recorded", "replayed"])
     for one in found:
         for name in _names([one]):
             writer.writerow(
                 [
                     one.step,
-                    one_line(name),
+                    no_formula(one_line(name)),
                     *("" if v is None else v for v in (one.recorded.get(name), one.replayed.get(name))),
                 ]
             )

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch.rows import OUTSIDE, Kept
-from grpo_lightning.transformer import compiled
+from grpo_lightning.transformer.compiled import pays
 from grpo_lightning.transformer.products import add_product, linear
+from grpo_lightning.transformer.softmax import LEAST, expected, log_sum, softmax_gradient
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
@@ -29,17 +30,6 @@ CHUNK = 1 << 24
 GPU_CHUNK = 1 << 28
 """The same on a GPU, 1 GiB: for every chunk weights and their gradient are read, which would take longer than products
 with the 110 tokens that `CHUNK` allows at V = 152k."""
-
-
-def dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sums of products over the last dimension, [..., V] and [..., V] -> [...], in their dtype under autocast, too."""
-    kind = one.device.type
-    if not torch.is_autocast_enabled(kind):
-        sums: Tensor = torch.linalg.vecdot(one, other)
-        return sums
-    # Autocast would round both, and the sums, to 16 bits.
-    with torch.autocast(kind, enabled=False):
-        return dot(one, other)
 
 
 def token_logprobs(
@@ -195,10 +185,10 @@ class _Logprobs(torch.autograd.Function):
             sets = None if kept is None else kept[start // size]
             logits = head.logits(hidden[part], weight, bias, temperature, sets)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
-            log_total = _log_total(logits)  # [n, 1]
+            log_total = log_sum(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
             if entropy:
-                entropies[part] = log_total.squeeze(-1) - _expected(logits, log_total)
+                entropies[part] = log_total.squeeze(-1) - expected(logits, log_total)
             if loss_gradient is not None and dlogprobs is not None and gradients is not None:
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
                 slopes = dlogprobs[part], None
@@ -224,7 +214,7 @@ class _Logprobs(torch.autograd.Function):
                 part = slice(start, start + ctx.size)
                 sets = None if ctx.kept is None else ctx.kept[start // ctx.size]
                 logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
-                log_total = _log_total(logits)
+                log_total = log_sum(logits)
                 slopes = dlogprobs[part], (entropies[part], dentropies[part]) if ctx.entropy else None
                 chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
                 gradients.add(
@@ -280,40 +270,15 @@ def _logit_gradients(
     # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
     copy = logits.clone() if head.softcap is not None else None
     factor = head.scale / temperature
-    if entropy is None and head.softcap is None and head.bias is None and compiled.pays(logits):
-        return compiled.compiled(_softmax_gradient)(logits, log_total, chosen, dtype), dlogprobs * -factor
+    if entropy is None and head.softcap is None and head.bias is None and pays(logits):
+        return softmax_gradient(logits, log_total, chosen, dtype), dlogprobs * -factor
     if entropy is None:
         dlogits = logits.sub_(log_total).exp_()
         dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
         return head.inner(dlogits, copy, temperature), dlogprobs * -factor
-    logp = logits.sub_(log_total).clamp_(min=_LEAST)
+    logp = logits.sub_(log_total).clamp_(min=LEAST)
     entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
     dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
     dlogits.mul_(logp.exp_())
     dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
     return head.inner(dlogits, copy, temperature), torch.full_like(dlogprobs, factor)
-
-
-def _log_total(logits: Tensor) -> Tensor:
-    """The log-sum-exp [n, 1] of logits [n, V]."""
-    return (compiled.compiled(_logsumexp) if compiled.pays(logits) else _logsumexp)(logits)
-
-
-def _logsumexp(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1, keepdim=True)
-
-
-def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient [n, V] of `_logit_gradients` for log-probabilities alone, in ``dtype``: p_j - [j chosen]."""
-    places = torch.arange(logits.shape[-1], device=logits.device)
-    return ((logits - log_total).exp() - (places == chosen).to(logits.dtype)).to(dtype)
-
-
-_LEAST = -1e4
-"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
-
-
-def _expected(logits: Tensor, log_total: Tensor) -> Tensor:
-    """The mean [n] of the logits [n, V] under their own softmax."""
-    logp = (logits - log_total).clamp_(min=_LEAST)
-    return dot(logp.exp(), logp) + log_total.squeeze(-1)

@@ -58,6 +58,11 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
             "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
         )
+    if link := _link_elsewhere(Path(path).expanduser()):
+        raise ValueError(
+            f"{where}: {link} leads to {one_line(os.path.realpath(link))}, of which an export would hold a copy; "
+            "allowed are links to files of the same name, and those of the hub's cache"
+        )
     if not Path(path, "config.json").exists() and Path(path, "export", "config.json").exists():
         raise ValueError(
             f"{where}: the directory of a run; allowed is its export, {typed(key, os.path.join(path, 'export'))}"
@@ -99,6 +104,19 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
+
+
+def _link_elsewhere(directory: Path) -> Path | None:
+    """A link in a model's directory that leads to a file of another name, such as a key of the user's."""
+    if not directory.is_dir():
+        return None
+    for entry in sorted(directory.iterdir()):
+        if entry.is_symlink():
+            end = Path(os.path.realpath(entry))
+            is_of_the_hub = end.parent.name == "blobs" and entry.absolute().parent.parent.name == "snapshots"
+            if end.name != entry.name and not is_of_the_hub:
+                return entry
+    return None
 
 
 @contextmanager

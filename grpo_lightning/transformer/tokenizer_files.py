@@ -1,7 +1,8 @@
 """What the files of a tokenizer may say, which may be a stranger's: its tokens, and no other files."""
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def tokenizers_only() -> Iterator[None]:
 
     def loaded(kind: type[Any], files: dict[str, Any], *args: Any, **options: Any) -> Any:
         _check_special_tokens(files.get("special_tokens_map_file"))
+        _check_settings(files.get("tokenizer_config_file"), {*kind.vocab_files_names, *_TEXTS_OF_OTHERS})
         return from_files.__func__(kind, files, *args, **options)  # type: ignore[attr-defined]
 
     with (
@@ -64,6 +66,37 @@ def tokenizers_only() -> Iterator[None]:
         patch.object(TokenizersBackend, "__init__", begun),
     ):
         yield
+
+
+_TEXTS_OF_OTHERS = ("merges_file", "vocab_file", "vocab", "merges")
+"""What some class takes for a file, whether its own files have that name or not."""
+
+
+def _check_settings(file: str | None, files: Collection[str]) -> None:
+    """Refuse a ``tokenizer_config.json`` that names a file elsewhere, whose lines would become the vocabulary.
+
+    Args:
+        file: Where it is, None for none.
+        files: The keys whose texts name files.
+
+    Raises:
+        ValueError: It does, or gives arguments without names.
+    """
+    if file is None:
+        return
+    content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        return
+    if content.get("init_inputs"):
+        raise ValueError("tokenizer_config.json: init_inputs: allowed is []")
+    home = Path(file).absolute().parent
+    for name in sorted({*files} & {*content}):
+        named = content[name]
+        if isinstance(named, str) and os.path.lexists(named) and Path(named).absolute().parent != home:
+            raise ValueError(
+                f"tokenizer_config.json: {one_line(name[:80])}={one_line(repr(named)[:200])} is a file in another "
+                "place; allowed are those beside it"
+            )
 
 
 def _check_special_tokens(file: str | None) -> None:

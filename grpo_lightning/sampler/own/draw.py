@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.transformer import compiled
-from grpo_lightning.transformer.head import dot
+from grpo_lightning.transformer.softmax import dot
 
 MOST = 1024
 """The most tokens of a set. Of a larger one the likeliest stay, which is what is sampled and what is scored: sets take

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from grpo_lightning.sampler.own.linear import Linear, copied, plain_weight
 from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import Attention
-from grpo_lightning.transformer.head import dot
+from grpo_lightning.transformer.softmax import dot
 
 _PARTS = {
     *("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"),
