@@ -435,6 +435,18 @@ def test_links_in_a_models_directory(model, tmp_path):
     assert hf.load(str(snapshot), **PLAIN).tokenizer.eos_token is not None
 
 
+@provocation(
+    "`policy.path: pkg://grpo_lightning/../theirs/model` in brought settings or in a checkpoint, which no check "
+    "of a directory would look at",
+    "refused in one sentence",
+)
+def test_a_packages_folder_lies_inside_of_it(tmp_path):
+    there = os.path.relpath(tmp_path, Path(hf.__file__).parents[1])
+    for path in (f"pkg://grpo_lightning/{there}", "pkg://grpo_lightning/policy/../policy/tiny"):
+        with pytest.raises(ValueError, match=r"allowed is pkg://PACKAGE/FOLDER with an installed package"):
+            hf.load(path, **PLAIN)
+
+
 class Memory:
     """A pickle of it has memory made that no file holds."""
 

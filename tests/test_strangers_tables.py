@@ -15,7 +15,7 @@ from datasets.features import features
 
 from grpo_lightning.data import json_tables
 from grpo_lightning.data.archives import contained
-from grpo_lightning.data.columns import check_length
+from grpo_lightning.data.columns import check_arrow, check_length
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.json_tables import read_in_one_block
 from grpo_lightning.data.jsonl import JsonLines
@@ -185,3 +185,96 @@ def test_a_readme_filters_no_rows(place):
     (place / "README.md").write_text(f"---\n{json.dumps({'configs': [config]})}\n---\n")
     with pytest.raises(ValueError, match=r"data.split='train': its README says filters; allowed are rows that are all"):
         Hub(str(place), "train")
+
+
+class Own(pa.ExtensionType):
+    """A type of columns as a program may have one: what a file says of it goes to its class."""
+
+    heard: list = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(pa.string(), "mine.own")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b"said"
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage, said):
+        cls.heard.append(said)
+        return cls()
+
+
+def table(name: bytes, *, nested: bool):
+    """With a column ``x`` that its metadata says to be of an extension type, or to hold such."""
+    about = {b"ARROW:extension:name": name, b"ARROW:extension:metadata": b"said"}
+    field = pa.field("x", pa.string(), metadata=about)
+    if nested:
+        field = pa.field("x", pa.struct([field]))
+    rows = [{"x": "y"}] if nested else ["y"]
+    return pa.Table.from_arrays(
+        [pa.array(["a prompt"]), pa.array(rows, field.type)], schema=pa.schema([pa.field("prompt", pa.string()), field])
+    )
+
+
+@provocation(
+    "a data set with a column of a type that a program has registered with pyarrow, such as Ray's, which unpickles "
+    "what the file says",
+    "refused in one sentence before its class hears of it",
+)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ["jsonl", "parquet", "arrow", "folder", "file of arrow", "saved"])
+def test_types_that_a_program_has_registered(place, way, nested):
+    kind = "parquet" if way in ("jsonl", "parquet", "folder") else "arrow"
+    made, file = table(b"mine.own", nested=nested), place / f"train.{kind}"
+    if way == "saved":
+        saved = datasets.Dataset.from_dict({"prompt": ["a"], "x": ["y"]})
+        saved.save_to_disk(str(place))
+        file = next(place.glob("*.arrow"))
+    if kind == "parquet":
+        pa.parquet.write_table(made, file)
+    else:
+        with (pa.ipc.new_file if way == "file of arrow" else pa.ipc.new_stream)(file, made.schema) as stream:
+            stream.write_table(made)
+    path = str(place) if way in ("folder", "saved") else str(file)
+    Own.heard.clear()
+    pa.register_extension_type(Own())
+    try:
+        with pytest.raises(
+            ValueError, match=r"the column 'x' has the extension type 'mine\.own', whose class would be"
+        ):
+            JsonLines(path) if way == "jsonl" else Hub(path, "train")
+        assert Own.heard == []
+        if kind == "parquet":
+            assert pyarrow.parquet.read_schema(file)
+            assert Own.heard  # it would have
+    finally:
+        pa.unregister_extension_type("mine.own")
+
+
+def test_types_of_pyarrows_own_are_read(place):
+    made = pa.table({"prompt": ["a"], "x": pa.array(['{"a": 1}'], pa.json_())})
+    pa.parquet.write_table(made, place / "train.parquet")
+    assert JsonLines(str(place / "train.parquet"))[0][1]["x"] == '{"a": 1}'
+    (place / "empty.arrow").touch()
+    check_arrow(place / "empty.arrow")
+
+
+class Doc:
+    """A type of columns as a program may have registered one with datasets."""
+
+    def __init__(self, **said) -> None:
+        raise AssertionError("it was made of what a file says")
+
+
+def test_features_that_a_program_has_registered(place):
+    kinds = {"prompt": {"dtype": "string", "_type": "Value"}, "x": {"log": "HIT", "_type": "Doc"}}
+    about = {"info": {"features": kinds}}
+    made = pa.table({"prompt": ["a"], "x": ["y"]}).replace_schema_metadata({"huggingface": json.dumps(about)})
+    pa.parquet.write_table(made, place / "train.parquet")
+    features.register_feature(Doc, "Doc")
+    try:
+        with pytest.raises(ValueError, match=r"Doc"):
+            Hub(str(place), "train")
+        assert features._FEATURE_TYPES["Doc"] is Doc
+    finally:
+        del features._FEATURE_TYPES["Doc"]

@@ -3,21 +3,21 @@
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow.json
-import pyarrow.parquet
 from datasets import DatasetBuilder, DownloadManager
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
+from pyarrow import ipc, parquet
 
-from grpo_lightning.data.columns import DIGITS, check_columns, check_length
+from grpo_lightning.data.columns import DIGITS, check_arrow, check_columns, check_length, parquet_schema
 from grpo_lightning.data.json_tables import read_in_one_block
 from grpo_lightning.output.terminal import one_line
 
@@ -50,13 +50,15 @@ def contained() -> Iterator[None]:
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
     And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
     the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
-    tensors, media or formats of other programs. Lists have no type that makes them longer than pyarrow can count, lines
-    of JSON are read in one block, and there are no ``filters``, by which parquet's reader would compute with tables
-    before they are validated.
+    tensors, media or formats of other programs, nor types of columns that a program has registered. Lists have no type
+    that makes them longer than pyarrow can count, lines of JSON are read in one block, and there are no ``filters``, by
+    which parquet's reader would compute with tables before they are validated.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
     prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
     nested, lines, tables = features.get_nested_type, pyarrow.json.read_json, Parquet._generate_tables
+    opened, read_schema = (ipc.open_stream, ipc.open_file), parquet.read_schema
+    known_features = dict(features._FEATURE_TYPES)
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -102,14 +104,26 @@ def contained() -> Iterator[None]:
         """Types are looked at before rows, whose lists are made as long as a file says."""
         for file in (files := [*files]):
             with open(file, "rb") as opened, suppress(pyarrow.ArrowException):  # a damaged one is told when it is read
-                check_columns(pyarrow.parquet.read_schema(opened))
+                check_columns(parquet_schema(opened))
         yield from tables(builder, files, *others, **options)
+
+    def looked_at(opened: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(source: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(name := getattr(source, "name", None), str) and Path(name).is_file():
+                check_arrow(Path(name))
+            return opened(source, *args, **options)
+
+        return checked
 
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
     features.get_nested_type, pyarrow.json.read_json = bounded, read_in_one_block
     Arrow._cast_table = Parquet._cast_table = cast
-    Parquet._generate_tables = typed
+    Parquet._generate_tables, parquet.read_schema = typed, parquet_schema
+    ipc.open_stream, ipc.open_file = map(looked_at, opened)
+    for name, made in known_features.items():
+        if not made.__module__.startswith("datasets."):  # a program's own, which would be given what files say
+            del features._FEATURE_TYPES[name]
     others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
     for kinds, left_out in others:
         for name in left_out:
@@ -123,7 +137,9 @@ def contained() -> Iterator[None]:
         DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
         features.get_nested_type, pyarrow.json.read_json = nested, lines
         Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
-        Parquet._generate_tables = tables
+        Parquet._generate_tables, parquet.read_schema = tables, read_schema
+        ipc.open_stream, ipc.open_file = opened
+        features._FEATURE_TYPES.update(known_features)
 
 
 def check_inside(text: str, where: str) -> None:

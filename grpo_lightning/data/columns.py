@@ -1,8 +1,16 @@
 """Types of columns of arrow and parquet files that strangers may have written."""
 
-from collections.abc import Iterator
+import base64
+import mmap
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
 
 from grpo_lightning.output.terminal import one_line
 
@@ -17,6 +25,82 @@ DIGITS = {32: 9, 64: 18, 128: 38, 256: 76}
 """Bits of a decimal number -> its most digits: pyarrow looks for powers of ten in a table of so many, also beyond."""
 _MOST_VALUES = 2**24
 """Of one row, as far as its type says how many it has: with the number of rows, pyarrow counts in 64 bits."""
+
+
+_EXTENSION, _RENAMED = b"ARROW:extension:name", b"ARROW:extension:nam_"
+_ENCODED = tuple(base64.b64encode(bytes(before) + _EXTENSION)[4:-4] for before in range(3))
+"""The middle of it in base 64, wherever in a text it begins."""
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
+_KNOWN = ("arrow.", "datasets.features.features.Array")
+"""What the names of extension types begin with that pyarrow and datasets have themselves."""
+_read_schema, _opened = pa.parquet.read_schema, (pa.ipc.open_stream, pa.ipc.open_file)
+
+
+def parquet_schema(file: Any) -> pa.Schema:
+    """The types of the columns of a parquet file that is open for reading.
+
+    Raises:
+        ValueError: One is an extension type of a program's: pyarrow would hand what the file says to its class, as soon
+            as it reads the types.
+    """
+    footer = _footer(file)
+    if any(core in footer for core in _ENCODED):
+        begin = footer.find(b"/////")  # -1, by which pyarrow begins what it says of types, in base 64
+        run = _BASE64.match(footer, begin) if begin >= 0 else None
+        types = base64.b64decode(run[0][: len(run[0]) // 4 * 4]) if run else b""
+        try:
+            schema = pa.ipc.read_schema(pa.py_buffer(types.replace(_EXTENSION, _RENAMED)))
+        except pa.ArrowException as error:
+            raise ValueError("what its ARROW:schema says of extension types cannot be read") from error
+        _check_names(schema)
+        if _count(footer) != _count(base64.b64encode(types)):
+            raise ValueError("it says twice of which extension types its columns are")
+    file.seek(0)
+    return _read_schema(file)
+
+
+def _footer(file: Any) -> bytes:
+    """The end of a parquet file, which says of what types its columns are; nothing if it is no such file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))
+    last = file.read(8)
+    if not last.endswith(b"PAR1"):
+        return b""
+    file.seek(max(0, size - 8 - int.from_bytes(last[:4], "little")))
+    return bytes(file.read())
+
+
+def _count(text: bytes) -> int:
+    return sum(text.count(core) for core in _ENCODED)
+
+
+def check_arrow(path: Path) -> None:
+    """`parquet_schema`'s errors for a file of arrow, whether it is a stream or not."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # what is changed in it stays here
+    while (place := held.find(_EXTENSION)) >= 0:
+        held[place : place + len(_EXTENSION)] = _RENAMED
+    for opened in _opened:
+        try:
+            schema = opened(pa.py_buffer(held)).schema
+        except pa.ArrowException:
+            continue
+        _check_names(schema)
+
+
+def _check_names(fields: Iterable[pa.Field]) -> None:
+    """Refuse extension types of programs, in types that were read without them."""
+    for field in fields:
+        name = ((field.metadata or {}).get(_RENAMED) or b"").decode(errors="replace")
+        if name and not name.startswith(_KNOWN):
+            raise ValueError(
+                f"the column {one_line(repr(field.name))[:80]} has the extension type {one_line(repr(name))[:80]}, "
+                "whose class would be given what the file says; allowed are types of pyarrow's own"
+            )
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        _check_names(kind.field(number) for number in range(kind.num_fields))
 
 
 def check_columns(schema: pa.Schema) -> None:

@@ -18,7 +18,7 @@ from huggingface_hub import DatasetCard
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
-from grpo_lightning.data.columns import check_columns
+from grpo_lightning.data.columns import check_arrow, check_columns
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, show_printable
@@ -212,6 +212,7 @@ def _check_saved(directory: Path) -> None:
 def _check_whole(file: Path) -> None:
     """Refuse an arrow file whose offsets lead beyond its memory: pyarrow trusts them, also where it writes."""
     if file.is_file():
+        check_arrow(file)
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
             check_columns(stream.schema)
             for batch in stream:
