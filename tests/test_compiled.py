@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
@@ -157,3 +158,29 @@ def test_a_gpu_has_more_room_at_first():
     assert buffers.with_room(held, 0, 5, 1000).shape[2] == 64
     assert buffers.with_room(held.to("meta"), 0, 5, 1000).shape[2] == 256
     assert buffers.with_room(held.to("meta"), 0, 5, 144).shape[2] == 144
+
+
+@pytest.mark.parametrize("error", [TorchDynamoException("no"), RuntimeError("Failed to find C compiler.\nSee CC")])
+def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog, error):
+    def broken(*_):
+        raise error
+
+    def twice(x):
+        return 2 * x
+
+    monkeypatch.setattr(compiled, "_PLAIN", set())
+    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: broken)
+    one = compiled.compiled(twice)
+    assert [one(2), one(3)] == [4, 6]
+    assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
+    with pytest.raises(type(error)):
+        compiled.compiled(len, or_plain=False)("abc")
+
+
+def test_other_errors_of_a_compiled_function_are_raised(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: full)
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled.compiled(len)("abc")

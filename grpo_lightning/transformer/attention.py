@@ -235,4 +235,4 @@ def compiled_flex(*tensors: Tensor, **arguments: Any) -> Any:
     """``flex_attention`` as one kernel for streams of any length."""
     # Streams differ in length: with static shapes each would be compiled anew, and after a few torch gives up and
     # computes all N * N attention scores without the kernel.
-    return compiled(flex_attention, dynamic=True)(*tensors, **arguments)
+    return compiled(flex_attention, dynamic=True, or_plain=False)(*tensors, **arguments)
