@@ -3,7 +3,9 @@ import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
+from grpo_lightning.composition import environment  # noqa: F401 (its resolver)
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, MASK, hide, redacted, redacted_words, remember, remember_words
 from tests.support.composed import ROOT
@@ -144,3 +146,14 @@ def test_no_other_process_has_the_same_mask():
 def test_a_secret_is_hidden_in_the_words_that_say_it(word):
     remember({"token": "s3cr3tXY99"})
     assert "s3cr3tXY99" not in hide(word)
+
+
+def test_keys_of_the_environment_with_a_slash_are_hidden(monkeypatch, tmp_path):
+    key, place = "wJalrXUtnFEMI/K7MDENG+bPx", str(tmp_path)
+    monkeypatch.setenv("A_KEY", key)
+    monkeypatch.setenv("A_PLACE", place)
+    monkeypatch.setenv("A_RELATIVE_PLACE", os.path.relpath(place))
+    for name in ("A_KEY", "A_PLACE", "A_RELATIVE_PLACE"):
+        assert OmegaConf.create({"x": f"${{oc.env:{name}}}"}).x == os.environ[name]
+    assert key not in redaction.hide(f"loss={key}: allowed", "REDACTED")
+    assert redaction.hide(f"at {place}/x", "REDACTED") == f"at {place}/x"

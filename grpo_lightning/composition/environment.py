@@ -76,13 +76,17 @@ def _other_environment() -> Iterator[None]:
         _is_other.reset(before)
 
 
+def _is_place(value: str) -> bool:
+    """Whether a value is a place, whose name is found in many texts and is no secret by itself; keys may have /, too."""
+    return value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
+
+
 def _of_environment(*words: Any) -> Any:
     """OmegaConf's resolver ``oc.env``; what it reads is kept out of all texts."""
     if _is_other.get() and words and os.environ.get(str(words[0])) and not _PLAIN.fullmatch(str(words[0])):
         return _OTHER
     value = oc.env(*words)
-    # A directory's name is found in many texts, and is no secret by itself.
-    if isinstance(value, str) and len(value) >= _SURELY_PRIVATE and "/" not in value:
+    if isinstance(value, str) and len(value) >= _SURELY_PRIVATE and not _is_place(value):
         redaction.remember({}, texts=[value])
     return value
 
