@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +353,59 @@ def test_states_of_the_users_callbacks_come_from_the_run_itself(kind, tmp_path):
             page("own", theirs, *words)
     assert page("trusted", theirs, "steps=2", "trusted=[tests]") == "../.bashrc.d/x"
     assert page("theirs", "checkpoint=last", "steps=2") == "../.bashrc.d/x"
+
+
+class Loader:
+    """A loader of the user's own with a state, as torchdata's."""
+
+    taken: list = []  # noqa: RUF012
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        return iter(self._batches)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.taken.append(state)
+
+
+class Loading(PromptData):
+    def train_dataloader(self):
+        return Loader(super().train_dataloader())
+
+
+@provocation(
+    "a stranger's checkpoint with the state of a loader of the user's own, where Lightning keeps its progress",
+    "the loader is given nothing; this project's checkpoints hold none",
+)
+@pytest.mark.parametrize("pops", [True, False])
+def test_nor_do_loaders(pops, tmp_path, monkeypatch):
+    own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps"))] + ["reward=[format]"]
+    monkeypatch.setattr(Loader, "taken", [])
+
+    def made(place, *words):
+        run = grpo.compose(*own, *words, run_dir=tmp_path / place)
+        run.data.__class__ = Loading
+        return run
+
+    run = made("theirs", "steps=1")
+    run.fit()
+    loops = run.trainer._checkpoint_connector._get_loops_state_dict()
+    loops["fit_loop"]["state_dict"] = {"combined_loader": [{"page": "../.bashrc.d/x"}]}
+    loops["fit_loop"]["epoch_progress"]["current"] |= {"ready": 1, "started": 1, "processed": 0}
+    file = tmp_path / "theirs" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(file, weights_only=True)
+    torch.save(checkpoint | {"loops": loops}, file)
+    if not pops:  # Lightning would
+        taken = GRPOLightningModule.on_load_checkpoint
+        monkeypatch.setattr(GRPOLightningModule, "on_load_checkpoint", lambda m, held: taken(m, dict(held)))
+    with suppress(Exception) if not pops else nullcontext():
+        made("own", f"checkpoint={file}", "steps=2").fit()
+    assert Loader.taken == ([] if pops else [{"page": "../.bashrc.d/x"}])
 
 
 class Scaled(nn.Linear):

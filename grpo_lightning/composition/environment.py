@@ -77,7 +77,7 @@ def _other_environment() -> Iterator[None]:
 
 
 def _is_place(value: str) -> bool:
-    """Whether a value is a place, whose name is found in many texts and is no secret by itself; keys may have /, too."""
+    """Whether a value is a place, whose name is found in many texts and is no secret by itself: keys have /, too."""
     return value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
 
 

@@ -264,10 +264,8 @@ class StepModule(LightningModule):
             )
         optimizer = self.optimizer(trained)
         check_when_loaded(optimizer)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.schedule(step, total_steps=self.steps)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule(step, total_steps=self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": rate}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning's own progress would restore a position within an epoch of another length.
@@ -293,6 +291,7 @@ class StepModule(LightningModule):
             ValueError: It holds an adapter of another base, or of other shape than this policy's.
         """
         adapter.check(self.policy, self.base, checkpoint)
+        checkpoint.pop("loops", None)  # nor does a stranger's say what a loader of the user's own takes for its state
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])
