@@ -2,7 +2,6 @@
 
 import random
 import resource
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.testing import assert_close
 
-from grpo_lightning.transformer import attention
+from grpo_lightning.transformer import attention, compiled
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.block_mask import _bounds, _visible_pairs, block_mask
 from tests.test_attention import mask, masked, tensors
@@ -103,8 +102,11 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
-    monkeypatch.setattr(attention, "_FLEX", [])
+    plain = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic, options: plain(function, dynamic=dynamic, backend=counting)
+    )
+    compiled._made.cache_clear()
     monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
     draw = random.Random(0)
     lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
@@ -121,10 +123,12 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -
     assert len(graphs) > torch._dynamo.config.recompile_limit
     assert torch._dynamo.config.optimize_ddp
     torch._dynamo.reset()
+    compiled._made.cache_clear()
 
 
 def test_graphs_are_whole_under_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(attention, "_FLEX", [lambda: seen.append(torch._dynamo.config.optimize_ddp)])
+    noted = lambda: seen.append(torch._dynamo.config.optimize_ddp)  # noqa: E731
+    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: noted)
     attention.compiled_flex()
     assert seen == [False]

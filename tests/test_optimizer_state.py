@@ -179,7 +179,11 @@ class Disguised:
             Disguised(OrderedDict, _metadata={"": {"version": 1, "assign_to_params_buffers": True}}),
             "other metadata of a state than versions",
         ),
-        (Disguised(OrderedDict, _metadata={"": {"version": torch.zeros(1).expand(2)}}), "a tensor that is overlapping"),
+        (
+            Disguised(OrderedDict, _metadata={"": {"version": torch.zeros(1).expand(2)}}),
+            "other metadata of a state than versions",
+        ),
+        (Disguised(OrderedDict, _metadata={"": {"version": "1"}}), "other metadata of a state than versions"),
         (
             Disguised(OrderedDict, _metadata=Disguised(OrderedDict, items=OrderedDict)),
             "an object of OrderedDict with attributes",

@@ -424,6 +424,12 @@ def test_links_in_a_models_directory(model, tmp_path):
     ):
         hf.load(str(model), **PLAIN)
     (model / "chat_template.jinja").unlink()
+    more = model / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").symlink_to("/proc/self/environ")
+    with pytest.raises(ValueError, match=r"tool_use\.jinja leads to /proc/\S+, of which an export would hold a copy"):
+        hf.load(str(model), **PLAIN)
+    (more / "tool_use.jinja").unlink()
     cached = tmp_path / "models--a--b"
     (cached / "snapshots").mkdir(parents=True)
     (cached / "blobs").mkdir()

@@ -57,7 +57,7 @@ def check_network(network: nn.Module, module: Any) -> None:
 
 def _layers(network: nn.Module) -> list[tuple[type, str]]:
     """The classes of all layers, which may take a state that is no weight: some of them unpickle it."""
-    return [(type(one), "set_extra_state") for one in network.modules()]
+    return [(type(one), name) for one in network.modules() for name in ("load_state_dict", "set_extra_state")]
 
 
 def _refuse(checkpoint: Path, kinds: Iterable[tuple[type, str]], trusted: Collection[str]) -> None:

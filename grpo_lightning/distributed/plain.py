@@ -51,7 +51,10 @@ def _says_versions(about: Any) -> bool:
     """Whether it is what torch notes of a module's state: the version of each part."""
     if type(about) not in _MAPPINGS:
         return False
-    return all(type(part) in _MAPPINGS and {*dict.keys(part)} <= {"version"} for part in dict.values(about))
+    parts = [*dict.values(about)]
+    if not all(type(part) in _MAPPINGS and {*dict.keys(part)} <= {"version"} for part in parts):
+        return False
+    return all(type(version) in (int, NoneType) for part in parts for version in dict.values(part))
 
 
 def _not_dense(tensor: Tensor) -> str | None:

@@ -110,7 +110,7 @@ def _link_elsewhere(directory: Path) -> Path | None:
     """A link in a model's directory that leads to a file of another name, such as a key of the user's."""
     if not directory.is_dir():
         return None
-    for entry in sorted(directory.iterdir()):
+    for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
         if entry.is_symlink():
             end = Path(os.path.realpath(entry))
             is_of_the_hub = end.parent.name == "blobs" and entry.absolute().parent.parent.name == "snapshots"
