@@ -186,7 +186,8 @@ def resolve(path: str) -> str:
     if not path.startswith(_SHIPPED):
         return local_or_hub(path, "policy.path")
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
-    spec = find_spec(package) if package.isidentifier() and ".." not in folder.split("/") else None
+    is_inside = not os.path.isabs(folder) and ".." not in folder.split("/")
+    spec = find_spec(package) if package.isidentifier() and is_inside else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"policy.path={one_line(path)}: allowed is pkg://PACKAGE/FOLDER with an installed package")
     return os.path.join(spec.submodule_search_locations[0], folder)
