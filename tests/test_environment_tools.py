@@ -162,7 +162,10 @@ USAGE = "the tool is add(a: integer, b: integer)"
         ('<tool_call>{"name": "add", "name": "now"}</tool_call>', "error: the call names a key twice in one object"),
         (call("add", a="\ud800"), "error: the call holds half of a surrogate pair, which is no character"),
         ('<tool_call>{"name": "now", "arguments": {"\\ud800": 1}}</tool_call>', "error: the call holds half of a surr"),
-        (f"<tool_call>{'[' * 5000}</tool_call>", "error: the call is nested too deeply; allowed are 32 levels"),
+        (
+            f"<tool_call>{'[' * 5000}{']' * 5000}</tool_call>",
+            "error: the call is nested too deeply; allowed are 32 levels",
+        ),
         (f"<tool_call>{'[' * 40}{']' * 40}</tool_call>", "error: the call is nested too deeply; allowed are 32 levels"),
         (f"<tool_call>{' ' * 20_001}</tool_call>", "error: the call has 20001 characters; allowed are 20000"),
         ('{"name": "add", "parameters": {"a": 1,}}', "error: the call is not valid JSON"),

@@ -116,34 +116,38 @@ def link_problem(directory: Path, *more: str) -> str | None:
             "directory by its own name, or a link in the directory of the start to an empty directory or a run's"
         )
     try:
-        written = list(_written(directory, more))
+        problems = [_problem_of(path, directory) for path in _written(directory, more)]
     except OSError as error:
         which = str(error.filename)[:200]
         return one_line(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
-    for path in written:
-        name = "itself" if path == directory else f"{name_of_file(str(path.relative_to(directory)))} in it"
-        if is_hidden(path):
-            return one_line(
-                f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
-                f"them would not be seen; allowed is one that can be read: chmod u+r {shell_word(str(path))}"
-            )
-        if not (path.is_symlink() or path.is_file() or path.is_dir()):
-            return one_line(
-                f"hydra.run.dir={directory}: {name} is neither a file nor a directory, and would be waited for; "
-                "allowed is a directory without it"
-            )
-        may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
-        # A stranger's may be one folder among the user's own files.
-        if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
-            how = (
-                f"a link to {name_of_file(os.readlink(path))}"
-                if path.is_symlink()
-                else "a hard link, another name of some file"
-            )
-            return one_line(
-                f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
-                "whose own files lie in it, so remove the link"
-            )
+    return next((one for one in problems if one), None)
+
+
+def _problem_of(path: Path, directory: Path) -> str | None:
+    """`link_problem` of one path in the directory, or of itself."""
+    name = "itself" if path == directory else f"{name_of_file(str(path.relative_to(directory)))} in it"
+    if is_hidden(path):
+        return one_line(
+            f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
+            f"them would not be seen; allowed is one that can be read: chmod u+r {shell_word(str(path))}"
+        )
+    if not (path.is_symlink() or path.is_file() or path.is_dir()):
+        return one_line(
+            f"hydra.run.dir={directory}: {name} is neither a file nor a directory, and would be waited for; "
+            "allowed is a directory without it"
+        )
+    may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
+    # A stranger's may be one folder among the user's own files.
+    if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
+        how = (
+            f"a link to {name_of_file(os.readlink(path))}"
+            if path.is_symlink()
+            else "a hard link, another name of some file"
+        )
+        return one_line(
+            f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
+            "whose own files lie in it, so remove the link"
+        )
     return None
 
 
