@@ -1,5 +1,6 @@
 """Tables in a stranger's data set stay within their memory, whatever its files say of their columns."""
 
+import base64
 import io
 import json
 import subprocess
@@ -246,6 +247,32 @@ def test_types_that_a_program_has_registered(place, way, nested):
         assert Own.heard == []
         if kind == "parquet":
             assert pyarrow.parquet.read_schema(file)
+            assert Own.heard  # it would have
+    finally:
+        pa.unregister_extension_type("mine.own")
+
+
+@pytest.mark.parametrize("way", ["jsonl", "parquet", "arrow"])
+def test_nor_do_types_whose_names_pyarrow_does_not_tell(place, way):
+    """Of columns of run ends it reads the extension types of what is in them, but tells no metadata."""
+    kind, plain = pa.run_end_encoded(pa.int32(), Own()), pa.table({"prompt": ["a"], "x": ["y"]})
+    pa.register_extension_type(Own())
+    try:
+        schema = pa.schema([pa.field("prompt", pa.string()), pa.field("x", kind)])
+        if way == "arrow":
+            with pa.ipc.new_stream(place / "train.arrow", schema):
+                pass
+        else:
+            said = base64.b64encode(schema.serialize().to_pybytes())
+            with pa.parquet.ParquetWriter(place / "train.parquet", plain.schema, store_schema=False) as writer:
+                writer.write_table(plain)
+                writer.add_key_value_metadata({"ARROW:schema": said})
+        Own.heard.clear()
+        with pytest.raises(ValueError, match=r"the column 'x' holds values of the type run_end_encoded"):
+            JsonLines(str(place / "train.parquet")) if way == "jsonl" else Hub(str(place / f"train.{way}"), "train")
+        assert Own.heard == []
+        if way != "arrow":
+            pyarrow.parquet.read_schema(place / "train.parquet")
             assert Own.heard  # it would have
     finally:
         pa.unregister_extension_type("mine.own")

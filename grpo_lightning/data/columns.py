@@ -52,7 +52,8 @@ def parquet_schema(file: Any) -> pa.Schema:
             schema = pa.ipc.read_schema(pa.py_buffer(types.replace(_EXTENSION, _RENAMED)))
         except pa.ArrowException as error:
             raise ValueError("what its ARROW:schema says of extension types cannot be read") from error
-        _check_names(schema)
+        if _check_names(schema) != types.count(_EXTENSION):
+            raise ValueError("not all extension types are those of columns")
         if _count(footer) != _count(base64.b64encode(types)):
             raise ValueError("it says twice of which extension types its columns are")
     file.seek(0)
@@ -90,8 +91,12 @@ def check_arrow(path: Path) -> None:
         _check_names(schema)
 
 
-def _check_names(fields: Iterable[pa.Field]) -> None:
-    """Refuse extension types of programs, in types that were read without them."""
+def _check_names(fields: Iterable[pa.Field]) -> int:
+    """Refuse extension types of programs, in types that were read without them; returns how many others there are.
+
+    Of what `check_columns` refuses pyarrow does not tell all names.
+    """
+    count = 0
     for field in fields:
         name = ((field.metadata or {}).get(_RENAMED) or b"").decode(errors="replace")
         if name and not name.startswith(_KNOWN):
@@ -99,8 +104,13 @@ def _check_names(fields: Iterable[pa.Field]) -> None:
                 f"the column {one_line(repr(field.name))[:80]} has the extension type {one_line(repr(name))[:80]}, "
                 "whose class would be given what the file says; allowed are types of pyarrow's own"
             )
-        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        _check_names(kind.field(number) for number in range(kind.num_fields))
+        count += bool(name)
+        kind = field.type
+        while pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        _check_kind(kind, field.name)
+        count += _check_names(kind.field(number) for number in range(kind.num_fields))
+    return count
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -112,15 +122,19 @@ def check_columns(schema: pa.Schema) -> None:
     for field in schema:
         column = f"the column {one_line(repr(field.name))} holds"
         for kind in _kinds(field.type):
-            if not any(is_one(kind) for is_one in _COLUMNS):
-                told = f"values of the type {one_line(str(kind))[:80]}; allowed are types with memory of their own"
-                raise ValueError(f"{column} {told}, such as string and large_string")
+            _check_kind(kind, field.name)
             most = DIGITS[kind.bit_width] if pa.types.is_decimal(kind) else None
             if most is not None and not 0 <= kind.scale <= most:
                 raise ValueError(f"{column} decimal numbers of the scale {kind.scale}; allowed are 0 to {most}")
             if pa.types.is_fixed_size_list(kind) and kind.list_size < 0:
                 raise ValueError(f"{column} lists of {kind.list_size} values; allowed are 0 and more")
         check_length(field.type)
+
+
+def _check_kind(kind: pa.DataType, column: str) -> None:
+    if not any(is_one(kind) for is_one in _COLUMNS):
+        told = f"values of the type {one_line(str(kind))[:80]}; allowed are types with memory of their own"
+        raise ValueError(f"the column {one_line(repr(column))} holds {told}, such as string and large_string")
 
 
 def check_length(kind: pa.DataType) -> None:
