@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch import nn
@@ -406,6 +407,26 @@ def test_nor_do_loaders(pops, tmp_path, monkeypatch):
     with suppress(Exception) if not pops else nullcontext():
         made("own", f"checkpoint={file}", "steps=2").fit()
     assert Loader.taken == ([] if pops else [{"page": "../.bashrc.d/x"}])
+
+
+class Device(SingleDeviceStrategy):
+    """A strategy of the user's own that looks at what it loads."""
+
+    def load_optimizer_state_dict(self, checkpoint):
+        super().load_optimizer_state_dict(checkpoint)
+
+
+def test_nor_do_strategies(tmp_path):
+    module = SimpleNamespace(modules=list)
+    trainer = SimpleNamespace(precision_plugin=None, callbacks=[], strategy=Device())
+    run = SimpleNamespace(module=module, data=None, directory=tmp_path, config={}, trainer=trainer)
+    with pytest.raises(
+        ValueError, match=r"given to Device of tests\.test_callbacks \(load_optimizer_state_dict\); allow"
+    ):
+        check(tmp_path / "theirs.ckpt", run, "fit")
+    check(tmp_path / "theirs.ckpt", run, "export")
+    trainer.strategy = SingleDeviceStrategy()
+    check(tmp_path / "theirs.ckpt", run, "fit")
 
 
 class Scaled(nn.Linear):

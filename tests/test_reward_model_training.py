@@ -289,6 +289,16 @@ def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
     assert {"reward_model/loss", "reward_model/accuracy"} <= measured
 
 
+@pytest.mark.slow
+def test_texts_of_another_run_are_not_trained_on(checkpoint, tmp_path, caplog):
+    overrides = settings_of(checkpoint, callbacks__reward_model__every=3)
+    train_run(tmp_path / "theirs", *overrides, "steps=2")
+    assert len(state_of(last(tmp_path / "theirs"))["pending"]) == 16
+    train_run(tmp_path / "own", *overrides, "steps=3", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
+    assert "the texts that model would train on are left out, since they are of another run" in caplog.text
+    assert len(state_of(last(tmp_path / "own"))["buffer"]) == 8
+
+
 def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
     """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
     overrides = settings_of(

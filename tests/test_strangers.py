@@ -461,6 +461,25 @@ class Memory:
         return torch.UntypedStorage, (4096,)
 
 
+def held():
+    """How torch says of which memory in a file a tensor is made."""
+    return torch._utils._rebuild_tensor_v2, (torch.zeros(1).storage(), 0, (1,), (1,), False, OrderedDict())
+
+
+class Emptied:
+    """A pickle of it gives a tensor memory of its own, which can grow."""
+
+    def __reduce__(self):
+        return (*held(), ())
+
+
+class Grown:
+    """A pickle of it has that grow."""
+
+    def __reduce__(self):
+        return (*held(), (Emptied(), 0, (64, 64), (64, 1)))
+
+
 @provocation(
     "a file of weights, or a checkpoint, whose tensors lie in memory that it only asks for: they would hold what the "
     "process had there before, such as settings, and an export would hold it, too",
@@ -477,11 +496,25 @@ def test_tensors_lie_in_memory_that_the_file_holds(tmp_path):
     with weights_only():
         assert all(torch.equal(torch.load(file)[name], value) for name, value in whole.items())
     assert torch.equal(checkpoints.read(file)["a"], whole["a"])
-    torch.save(whole | {"step": {"completed": 1}, "d": Memory()}, file)
-    with weights_only(), pytest.raises(UnpicklingError, match="holds other objects than dense tensors"):
-        torch.load(file)
-    with pytest.raises(ValueError, match="holds other objects than tensors and plain values"):
-        checkpoints.read(file)
+    assert checkpoints.read(file, map_location="meta")["a"].is_meta
+    for one in (Memory(), Emptied(), Grown()):
+        torch.save(whole | {"step": {"completed": 1}, "d": one}, file)
+        with weights_only(), pytest.raises(UnpicklingError, match="holds other objects than dense tensors"):
+            torch.load(file)
+        with pytest.raises(ValueError, match="holds other objects than tensors and plain values"):
+            checkpoints.read(file)
+    assert torch.zeros(2).set_().numel() == 0  # as it was
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "fits"), [(0, (4,), True), (1, (4,), False), (4, (0, 9), True), (0, (5,), False)]
+)
+def test_a_tensor_lies_inside_of_its_memory(offset, size, fits):
+    """Also in memory that can grow, as that of a GPU to which a file is read."""
+    memory = torch.zeros(4)
+    with weights_only(), nullcontext() if fits else pytest.raises(UnpicklingError, match="memory that no file holds"):
+        torch.empty(0).set_(memory, offset, size, (1,) * len(size))
+    assert memory.untyped_storage().nbytes() == 16
 
 
 @provocation(

@@ -1,5 +1,6 @@
 """A reward model that learns from the run's own outcomes, as in iterative GRPO."""
 
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from grpo_lightning.checkpoint.of_others import check_network
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
+
+log = logging.getLogger(__name__)
 
 Example = tuple[Prompt, str, bool]
 """A prompt, a completion, and whether it is right by the outcome reward."""
@@ -187,6 +190,9 @@ class RewardModelTraining(Callback):
         self._model, self._optimizer = model, None
         model.reset()  # another run of this process may have trained them
         trained, self._restored = self._restored, None
+        if not module.continues and (self.pending or self.buffer):
+            log.warning("the texts that %s would train on are left out, since they are of another run", self.reward)
+            self.pending, self.buffer = [], []  # which are for no reward model of the user's own
         if trained:
             check_network(model.network, module)
             model.network.load_state_dict(trained["weights"])

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = ("grpo_lightning", "lightning", "torch")
 _TAKING = ("on_load_checkpoint", "load_state_dict")
+_OF_STRATEGIES = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 
 
 def is_own(checkpoint: Path, directory: Path) -> bool:
@@ -31,16 +32,17 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         mode: What it does: to fit and validate, Lightning gives states to data and callbacks, too.
 
     Raises:
-        ValueError: The module, one in it, the data or a callback is of a class that takes a state, and that no package
-            in ``trusted`` has.
+        ValueError: The module, one in it, the data, a callback or the strategy is of a class that takes a state, and
+            that no package in ``trusted`` has.
     """
     run.module.continues = _is_of(checkpoint, run.directory, run.config)
     if run.module.continues:
         return
-    takers = [run.module, run.data]
+    takers, kinds = [run.module, run.data], []
     if mode in ("fit", "validate"):
         takers += [run.trainer.precision_plugin, *run.trainer.callbacks]
-    kinds = [(type(one), name) for one in takers for name in _TAKING]
+        kinds += [(type(run.trainer.strategy), name) for name in _OF_STRATEGIES]
+    kinds += [(type(one), name) for one in takers for name in _TAKING]
     _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or ())
 
 

@@ -59,7 +59,8 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
 def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Refuse groups with texts and switches that are not the optimizer's: torch would put them in place of these.
 
-    And texts among the states of weights, which an optimizer of the user's own may take for anything.
+    And texts among the states of weights, which an optimizer of the user's own may take for anything; their parts have
+    names.
     """
     if any(isinstance(one, str | bytes) for one in _values(state.get("state"))):
         raise ValueError(f"{_UNFIT}: it has texts; {_ALLOWED}")
@@ -75,8 +76,11 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 
 
 def _values(node: Any) -> Iterator[Any]:
-    """All values in nested mappings and lists."""
+    """All values in nested mappings and lists, and keys that are neither numbers nor names."""
     parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple | set) else None
+    for key in node if isinstance(node, Mapping) else ():
+        if not (type(key) is int or (isinstance(key, str) and key.isidentifier())):
+            yield str(key)
     if parts is None:
         yield node
         return

@@ -1,17 +1,19 @@
 """Types of columns of arrow and parquet files that strangers may have written."""
 
 import base64
+import json
 import mmap
 import os
-import re
-from collections.abc import Iterable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.ipc
 import pyarrow.parquet
 
+from grpo_lightning.data import extension_types
 from grpo_lightning.output.terminal import one_line
 
 _COLUMNS = (
@@ -27,13 +29,12 @@ _MOST_VALUES = 2**24
 """Of one row, as far as its type says how many it has: with the number of rows, pyarrow counts in 64 bits."""
 
 
-_EXTENSION, _RENAMED = b"ARROW:extension:name", b"ARROW:extension:nam_"
+_EXTENSION = b"ARROW:extension:name"
 _ENCODED = tuple(base64.b64encode(bytes(before) + _EXTENSION)[4:-4] for before in range(3))
-"""The middle of it in base 64, wherever in a text it begins."""
-_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
+"""The middle of it in base 64, as parquet has it, wherever in a text it begins."""
 _KNOWN = ("arrow.", "datasets.features.features.Array")
 """What the names of extension types begin with that pyarrow and datasets have themselves."""
-_read_schema, _opened = pa.parquet.read_schema, (pa.ipc.open_stream, pa.ipc.open_file)
+_read_schema = pa.parquet.read_schema
 
 
 def parquet_schema(file: Any) -> pa.Schema:
@@ -43,74 +44,38 @@ def parquet_schema(file: Any) -> pa.Schema:
         ValueError: One is an extension type of a program's: pyarrow would hand what the file says to its class, as soon
             as it reads the types.
     """
-    footer = _footer(file)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))  # the length of the footer, which says of what types columns are, and PAR1
+    file.seek(max(0, size - 8 - int.from_bytes(file.read(4), "little")))
+    footer = file.read()
     if any(core in footer for core in _ENCODED):
-        begin = footer.find(b"/////")  # -1, by which pyarrow begins what it says of types, in base 64
-        run = _BASE64.match(footer, begin) if begin >= 0 else None
-        types = base64.b64decode(run[0][: len(run[0]) // 4 * 4]) if run else b""
-        try:
-            schema = pa.ipc.read_schema(pa.py_buffer(types.replace(_EXTENSION, _RENAMED)))
-        except pa.ArrowException as error:
-            raise ValueError("what its ARROW:schema says of extension types cannot be read") from error
-        if _check_names(schema) != types.count(_EXTENSION):
-            raise ValueError("not all extension types are those of columns")
-        if _count(footer) != _count(base64.b64encode(types)):
-            raise ValueError("it says twice of which extension types its columns are")
+        _check_extensions(Path(file.name), "parquet")
     file.seek(0)
     return _read_schema(file)
-
-
-def _footer(file: Any) -> bytes:
-    """The end of a parquet file, which says of what types its columns are; nothing if it is no such file."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 8))
-    last = file.read(8)
-    if not last.endswith(b"PAR1"):
-        return b""
-    file.seek(max(0, size - 8 - int.from_bytes(last[:4], "little")))
-    return bytes(file.read())
-
-
-def _count(text: bytes) -> int:
-    return sum(text.count(core) for core in _ENCODED)
 
 
 def check_arrow(path: Path) -> None:
     """`parquet_schema`'s errors for a file of arrow, whether it is a stream or not."""
     if not path.stat().st_size:
         return
-    with path.open("rb") as file:
-        held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # what is changed in it stays here
-    while (place := held.find(_EXTENSION)) >= 0:
-        held[place : place + len(_EXTENSION)] = _RENAMED
-    for opened in _opened:
-        try:
-            schema = opened(pa.py_buffer(held)).schema
-        except pa.ArrowException:
-            continue
-        _check_names(schema)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
+        has_some = held.find(_EXTENSION) >= 0
+    if has_some:
+        _check_extensions(path, "arrow")
 
 
-def _check_names(fields: Iterable[pa.Field]) -> int:
-    """Refuse extension types of programs, in types that were read without them; returns how many others there are.
-
-    Of what `check_columns` refuses pyarrow does not tell all names.
-    """
-    count = 0
-    for field in fields:
-        name = ((field.metadata or {}).get(_RENAMED) or b"").decode(errors="replace")
-        if name and not name.startswith(_KNOWN):
+def _check_extensions(path: Path, kind: str) -> None:
+    """Refuse a file with extension types of a program's, as `extension_types` tells them in a process of its own."""
+    command = [sys.executable, "-P", extension_types.__file__, str(path.absolute()), kind]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"the extension types of its columns cannot be looked at: {one_line(done.stderr[-200:])}")
+    for column, name in json.loads(done.stdout):
+        if not name.startswith(_KNOWN):
             raise ValueError(
-                f"the column {one_line(repr(field.name))[:80]} has the extension type {one_line(repr(name))[:80]}, "
-                "whose class would be given what the file says; allowed are types of pyarrow's own"
+                f"the column {one_line(repr(column))[:80]} has the extension type {one_line(repr(name))[:80]}, whose "
+                "class would be given what the file says; allowed are types of pyarrow's own"
             )
-        count += bool(name)
-        kind = field.type
-        while pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        _check_kind(kind, field.name)
-        count += _check_names(kind.field(number) for number in range(kind.num_fields))
-    return count
 
 
 def check_columns(schema: pa.Schema) -> None:

@@ -56,7 +56,7 @@ def only_plain_names() -> Iterator[None]:
     wherever in memory a file says, and what libraries have added. Nor does it turn bytes around where a file says that
     another kind of machine has written it, which may be said of tensors without memory.
     """
-    from torch import UntypedStorage
+    from torch import Tensor, UntypedStorage
     from torch import _weights_only_unpickler as unpickler
 
     plain = _plain_names()
@@ -65,9 +65,11 @@ def only_plain_names() -> Iterator[None]:
     unpickler._get_allowed_globals = lambda: plain  # type: ignore[assignment]
     unpickler._get_user_allowed_globals = dict
     UntypedStorage.byteswap = _refuse_other_order  # type: ignore[method-assign]
+    Tensor.set_ = _set_inside  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        del Tensor.set_  # which hides that of the class below
         unpickler._get_allowed_globals, unpickler._get_user_allowed_globals = names, added
         UntypedStorage.byteswap = swap  # type: ignore[method-assign]
 
@@ -97,6 +99,18 @@ class _Bytes:
 
     def __call__(self, *_: Any) -> None:
         raise UnpicklingError("memory that no file holds")
+
+
+def _set_inside(tensor: Any, source: Any = None, offset: int = 0, size: Any = (), stride: Any = ()) -> Any:
+    """``Tensor.set_``, to memory that there is; by itself it makes some, or more, with whatever was there before."""
+    import torch
+
+    held = source.untyped_storage() if isinstance(source, torch.Tensor) else source
+    is_empty = any(number == 0 for number in size)
+    last = offset + sum(step * (number - 1) for step, number in zip(stride, size, strict=True))
+    if held is None or (not is_empty and (last + 1) * tensor.element_size() > held.nbytes()):
+        raise UnpicklingError("memory that no file holds")
+    return torch._C.TensorBase.set_(tensor, source, offset, size, stride)
 
 
 def _refuse_other_order(storage: Any, dtype: Any) -> None:
