@@ -400,12 +400,19 @@ def test_nor_do_loaders(pops, tmp_path, monkeypatch):
     loops["fit_loop"]["epoch_progress"]["current"] |= {"ready": 1, "started": 1, "processed": 0}
     file = tmp_path / "theirs" / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(file, weights_only=True)
+    known = checkpoint["step"]["metrics"]
+    checkpoint["step"]["metrics"] = known | {
+        "val/page": "../.bashrc.d/x"
+    }  # nor is a text a metric, which callbacks read
     torch.save(checkpoint | {"loops": loops}, file)
     if not pops:  # Lightning would
         taken = GRPOLightningModule.on_load_checkpoint
         monkeypatch.setattr(GRPOLightningModule, "on_load_checkpoint", lambda m, held: taken(m, dict(held)))
     with suppress(Exception) if not pops else nullcontext():
-        made("own", f"checkpoint={file}", "steps=2").fit()
+        run = made("own", f"checkpoint={file}", "steps=2")
+        run.fit()
+        assert "val/page" not in run.metrics
+        assert run.metrics.keys() >= {"val/pass@1", "reward/total"}
     assert Loader.taken == ([] if pops else [{"page": "../.bashrc.d/x"}])
 
 

@@ -295,5 +295,5 @@ class StepModule(LightningModule):
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])
-        self.metrics = dict(state["metrics"])
+        self.metrics = {name: value for name, value in state["metrics"].items() if isinstance(value, int | float)}
         self.values.restore(state.get("values", {}))  # version 0.1 kept none
