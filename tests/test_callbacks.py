@@ -23,7 +23,7 @@ from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
-from grpo_lightning.checkpoint.of_others import check, check_network
+from grpo_lightning.checkpoint.of_others import check, check_network, check_weights
 from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Inline
@@ -414,6 +414,16 @@ def test_nor_do_loaders(pops, tmp_path, monkeypatch):
         assert "val/page" not in run.metrics
         assert run.metrics.keys() >= {"val/pass@1", "reward/total"}
     assert Loader.taken == ([] if pops else [{"page": "../.bashrc.d/x"}])
+
+
+def test_nor_do_layers_take_weights_that_are_no_tensors():
+    module = SimpleNamespace(continues=False)
+    checkpoint = {"state_dict": {"policy.a": torch.zeros(2), "policy.log": "../.bashrc.d/x"}}
+    with pytest.raises(ValueError, match=r"is of another run, and its weight policy\.log is no tensor"):
+        check_weights(module, checkpoint)
+    check_weights(SimpleNamespace(continues=True), checkpoint)
+    del checkpoint["state_dict"]["policy.log"]
+    check_weights(module, checkpoint)
 
 
 class Device(SingleDeviceStrategy):

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_lightning.output.terminal import name_of_file, one_line
 
@@ -44,6 +44,22 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         kinds += [(type(run.trainer.strategy), name) for name in _OF_STRATEGIES]
     kinds += [(type(one), name) for one in takers for name in _TAKING]
     _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or ())
+
+
+def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse another run's weights that are no tensors: a layer of the user's own may take them for anything.
+
+    Args:
+        module: Whose trainer has loaded the checkpoint.
+        checkpoint: Its content.
+
+    Raises:
+        ValueError: There are such; names one.
+    """
+    weights = checkpoint.get("state_dict", {})
+    others = [name for name, weight in weights.items() if not isinstance(weight, Tensor)]
+    if others and not module.continues:
+        raise ValueError(f"the checkpoint is of another run, and its weight {name_of_file(others[0])} is no tensor")
 
 
 def check_network(network: nn.Module, module: Any) -> None:

@@ -15,7 +15,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Prompts
-from grpo_lightning.checkpoint import adapter
+from grpo_lightning.checkpoint import adapter, of_others
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, check_before_reading
 from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
@@ -291,6 +291,7 @@ class StepModule(LightningModule):
             ValueError: It holds an adapter of another base, or of other shape than this policy's.
         """
         adapter.check(self.policy, self.base, checkpoint)
+        of_others.check_weights(self, checkpoint)
         checkpoint.pop("loops", None)  # nor does a stranger's say what a loader of the user's own takes for its state
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
