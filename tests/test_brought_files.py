@@ -65,6 +65,7 @@ def test_recipes_may_be_brought_along(lines):
         "checkpoint: their.ckpt",
         "checkpoint: 1",
         "requeue: true",
+        "reward: {judge: {function: {allow_http: true}}}",
         "note: 1",
         "seed: ${task_name}",
         "task_name: '${tags}'",

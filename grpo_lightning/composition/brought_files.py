@@ -51,9 +51,10 @@ _HYDRAS = {
 }
 """Choices of Hydra's own that a file may make."""
 _ONLY_OF_CONF = re.compile(
-    r"(trainer\.(devices|num_nodes)|trusted.*|checkpoint|requeue|logger\.\w+\.settings\..*|(.*\.)?trust_remote_code)"
+    r"(trainer\.(devices|num_nodes)|trusted.*|checkpoint|requeue|logger\.\w+\.settings\..*"
+    r"|(.*\.)?(trust_remote_code|allow_http))"
 )
-"""Settings of numbers and switches that decide more: who may join a run, whose code runs, and what W&B reads."""
+"""Settings of numbers and switches that decide more: who may join a run, whose code runs, where keys go unencrypted."""
 _CHOSEN_WHOLE = re.compile(r"logger\.\w+\._target_")
 """What is chosen by its name alone, with all that conf/ says there, such as that W&B is not sent what is printed."""
 _REFERENCES = ("${seed}", "${steps}")
@@ -66,8 +67,7 @@ _TOLD = (
     "allowed there are choices, numbers, switches and some texts; anything else on the command line, where "
     f"{TRUSTED}=true says that you know"
 )
-_MOST = 5
-"""Of the keys of a file, how many are named."""
+_MOST = 5  # keys of a file that are named
 
 
 def is_trusted(words: Sequence[str]) -> bool:
