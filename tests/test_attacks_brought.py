@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,8 +25,10 @@ from grpo_lightning.composition.file_rules import hydra_problems
 from grpo_lightning.composition.hydra_settings import problems
 from grpo_lightning.composition.loader import CheckedLoader, installed, note_sources
 from grpo_lightning.composition.recalled import recalled
+from grpo_lightning.data.hub import Hub
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.shell import typed
+from grpo_lightning.report.records import read_run
 from grpo_lightning.settings import ConfigError, _unknown, given, trust
 from grpo_lightning.settings.given import is_said, ungiven
 from tests.support.composed import ROOT
@@ -1018,3 +1021,32 @@ def test_what_glob_finds_are_names(tmp_path):
     assert loader.get_group_options("policy") == ["mine", "mine-2.5"]
     [glob] = OverridesParser.create(loader).parse_overrides(["policy=glob(*)"])
     assert list(glob.sweep_string_iterator()) == ["mine", "mine-2.5"]
+
+
+@provocation(
+    "brought settings, a stranger's run or a README with a tag of YAML that a program has registered, such as `!env` "
+    "or `!eval`",
+    "the tag is unknown; it is not called",
+)
+def test_tags_of_yaml_that_a_program_has_registered(tmp_path, monkeypatch):
+    heard = []
+    for kind in (yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        monkeypatch.setattr(kind, "yaml_constructors", dict(kind.yaml_constructors))
+        kind.add_constructor("!eval", lambda loader, node: heard.append(node.value))
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: !eval MY_KEY\n")
+    with installed(), initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(ConfigCompositionException):
+        compose("train", overrides=[f"hydra.searchpath=[file://{tmp_path}]", "experiment=theirs"])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- !eval MY_KEY\n")
+    with pytest.raises(ValueError, match=r"overrides\.yaml is damaged"):
+        recalled(tmp_path, [], ["loss"])
+    (tmp_path / "summary.json").write_text("{}")
+    assert list(read_run(tmp_path).overrides) == []
+    (tmp_path / "README.md").write_text("---\nconfigs: !eval MY_KEY\n---\n")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="could not determine a constructor for the tag '!eval'"):
+        Hub(str(tmp_path), "train")
+    assert heard == []
+    assert yaml.safe_load("!eval x") is None
+    assert heard == ["x"]  # it still is the program's

@@ -516,7 +516,7 @@ def test_nor_does_a_reward_model_of_the_users(place, trusted, network, is_taken,
     check(tmp_path / place, run, "export")
     assert module.continues == place.startswith(("run/checkpoints", "fast"))
     with nullcontext() if is_taken else pytest.raises(ValueError, match=r"would be given to \w+ of tests\.test_cal"):
-        check_network(network, module)
+        check_network(network, {}, module)
 
 
 def len_of(completions):

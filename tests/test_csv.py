@@ -95,3 +95,13 @@ def test_a_table_with_other_columns_keeps_the_rows_that_there_are(tmp_path):
     assert text(tmp_path, "t.csv") == ['"step","a","b"', '"1","1",""', '"1","2",""', '"2","3","4"']
     with pytest.raises(ValueError, match="argument 2 is longer"):
         one.log_table("t", ["a"], [[1, 2]], step=3)
+
+
+def test_no_name_of_a_metric_is_a_formula(tmp_path):
+    """A recording's names of metrics may be a stranger's."""
+    one = logger(tmp_path)
+    for step in (1, 2):
+        one.log_metrics({"=cmd|' /C calc'!A0": 1.0, "loss/total": 2.0}, step=step)
+        one.save()
+    lines = (tmp_path / "csv" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert lines == ["step,'=cmd|' /C calc'!A0,loss/total", "1,1.0,2.0", "2,1.0,2.0"]

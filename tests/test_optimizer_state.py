@@ -184,6 +184,7 @@ class Disguised:
             "other metadata of a state than versions",
         ),
         (Disguised(OrderedDict, _metadata={"": {"version": "1"}}), "other metadata of a state than versions"),
+        (Disguised(Counter, _metadata={"": {"version": 1}}), "an object of Counter with attributes of its own"),
         (
             Disguised(OrderedDict, _metadata=Disguised(OrderedDict, items=OrderedDict)),
             "an object of OrderedDict with attributes",
@@ -386,6 +387,8 @@ def test_states_of_weights_are_no_texts(kind, options):
             ValueError, match=r"does not fit the weights: it has texts; allowed is a checkpoint of this"
         ):
             optimizer.load_state_dict(own | {"state": {0: first}})
-    theirs = own | {"param_groups": [own["param_groups"][0] | {"trace": "x"}]}
+    groups = [own["param_groups"][0] | {"trace": "x"}]
     with pytest.raises(ValueError, match=r"trace of a group of weights is not the optimizer's"):
-        optimizer.load_state_dict(theirs)
+        optimizer.load_state_dict(own | {"param_groups": groups})
+    with pytest.raises(ValueError, match=r"its groups are no list"):
+        optimizer.load_state_dict(own | {"param_groups": tuple(groups)})

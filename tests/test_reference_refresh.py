@@ -84,4 +84,6 @@ def test_a_reference_of_the_users_own_takes_no_weights_of_a_stranger_s(tmp_path,
     small_run(tmp_path / "theirs", *words, "steps=1")
     assert asked == []
     module = small_run(tmp_path / "own", *words, "steps=2", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
-    assert asked == [(module.reference, module)]
+    [(network, weights, asking)] = asked
+    assert (network, asking) == (module.reference, module)
+    assert weights.keys() == network.state_dict().keys()

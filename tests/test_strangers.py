@@ -480,6 +480,13 @@ class Grown:
         return (*held(), (Emptied(), 0, (64, 64), (64, 1)))
 
 
+class GrownParameter:
+    """The same by a parameter."""
+
+    def __reduce__(self):
+        return torch._utils._rebuild_parameter, (Emptied(), True, OrderedDict()), (Emptied(), 0, (64, 64), (64, 1))
+
+
 @provocation(
     "a file of weights, or a checkpoint, whose tensors lie in memory that it only asks for: they would hold what the "
     "process had there before, such as settings, and an export would hold it, too",
@@ -497,7 +504,7 @@ def test_tensors_lie_in_memory_that_the_file_holds(tmp_path):
         assert all(torch.equal(torch.load(file)[name], value) for name, value in whole.items())
     assert torch.equal(checkpoints.read(file)["a"], whole["a"])
     assert checkpoints.read(file, map_location="meta")["a"].is_meta
-    for one in (Memory(), Emptied(), Grown()):
+    for one in (Memory(), Emptied(), Grown(), GrownParameter()):
         torch.save(whole | {"step": {"completed": 1}, "d": one}, file)
         with weights_only(), pytest.raises(UnpicklingError, match="holds other objects than dense tensors"):
             torch.load(file)

@@ -50,7 +50,7 @@ class ReferenceRefresh(Callback):
             other = sorted(set(in_policy.items()) ^ set(in_reference.items()))[0][0]
             raise ValueError(f"callbacks.reference: the reference is another model than the policy, see {other}")
         if self._loaded is not None:
-            check_network(module.reference, module)
+            check_network(module.reference, self._loaded, module)
             load_whole_weights(module.reference, self._loaded)
             self._loaded = None
 

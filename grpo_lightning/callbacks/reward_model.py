@@ -194,7 +194,7 @@ class RewardModelTraining(Callback):
             log.warning("the texts that %s would train on are left out, since they are of another run", self.reward)
             self.pending, self.buffer = [], []  # which are for no reward model of the user's own
         if trained:
-            check_network(model.network, module)
+            check_network(model.network, trained["weights"], module)
             model.network.load_state_dict(trained["weights"])
             self._optimizer = self._new_optimizer(model)
             check_when_loaded(self._optimizer)

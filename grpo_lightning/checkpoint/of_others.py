@@ -62,13 +62,15 @@ def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint is of another run, and its weight {name_of_file(others[0])} is no tensor")
 
 
-def check_network(network: nn.Module, module: Any) -> None:
-    """The same for weights that a callback keeps, of a network that is no part of the module.
+def check_network(network: nn.Module, weights: Mapping[str, Any], module: Any) -> None:
+    """`check` and `check_weights` for weights that a callback keeps, of a network that is no part of the module.
 
     Args:
         network: That is to take them.
+        weights: By name.
         module: Whose trainer has loaded the checkpoint.
     """
+    check_weights(module, {"state_dict": weights})
     if not module.continues:
         _refuse(Path(module.trainer.ckpt_path), _layers(network), module.settings.get("trusted") or ())
 

@@ -64,8 +64,10 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     """
     if any(isinstance(one, str | bytes) for one in _values(state.get("state"))):
         raise ValueError(f"{_UNFIT}: it has texts; {_ALLOWED}")
-    groups = state.get("param_groups")
-    for saved, own in zip(groups if isinstance(groups, list) else [], optimizer.param_groups, strict=False):
+    groups = state.get("param_groups", [])
+    if not isinstance(groups, list):
+        raise ValueError(f"{_UNFIT}: its groups are no list; {_ALLOWED}")
+    for saved, own in zip(groups, optimizer.param_groups, strict=False):
         for key, value in saved.items() if isinstance(saved, Mapping) else ():
             listed = value if isinstance(value, list | tuple) else [value]
             is_numbers = all(isinstance(one, int | float | Tensor | None) for one in listed)

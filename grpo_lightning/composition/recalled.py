@@ -113,7 +113,8 @@ def _plain(cfg: DictConfig, name: str) -> Any:
 def _overrides(directory: Path) -> list[str]:
     file = directory / ".hydra" / "overrides.yaml"
     try:
-        words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        with known_only():
+            words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set") from None
     except Exception as error:  # a parser of YAML raises many kinds

@@ -11,6 +11,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError
 
 from grpo_lightning import start
+from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
@@ -43,12 +44,12 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def known_only() -> Iterator[None]:
-    """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered.
+    """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered, nor for tags.
 
     One that evaluates its argument is usual, and strangers' settings have many ways to a text that is read twice.
     """
     known = {name: call for name, call in BaseContainer._resolvers.items() if name in _KNOWN}
-    with patch.object(BaseContainer, "_resolvers", known):
+    with patch.object(BaseContainer, "_resolvers", known), standard_tags():
         yield
 
 

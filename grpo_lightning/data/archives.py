@@ -19,6 +19,7 @@ from pyarrow import ipc, parquet
 
 from grpo_lightning.data.columns import DIGITS, check_arrow, check_columns, check_length, parquet_schema
 from grpo_lightning.data.json_tables import read_in_one_block
+from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
@@ -129,7 +130,8 @@ def contained() -> Iterator[None]:
         for name in left_out:
             del kinds[name]
     try:
-        yield
+        with standard_tags():  # of READMEs
+            yield
     finally:
         for kinds, left_out in others:
             kinds.update(left_out)

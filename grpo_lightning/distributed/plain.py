@@ -29,7 +29,7 @@ def not_plain(content: Any) -> str | None:
         seen.add(id(node))
         if isinstance(node, Tensor) and type(node) not in (Tensor, torch.nn.Parameter):
             return f"a tensor that is {type(node).__name__}"
-        if {*getattr(node, "__dict__", ())} - {"_metadata"}:
+        if {*getattr(node, "__dict__", ())} - ({"_metadata"} if type(node) is OrderedDict else set()):
             return f"an object of {type(node).__name__} with attributes of its own"
         if isinstance(node, OrderedDict) and (about := vars(node).get("_metadata")) is not None:
             if not _says_versions(about):  # others would have torch put the file's tensors in place of the weights

@@ -79,7 +79,7 @@ class Writer(ExperimentWriter):
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Note metrics of a step for the next `save`."""
-        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics_dict.items()}
+        values = {no_formula(key): v.item() if isinstance(v, Tensor) else v for key, v in metrics_dict.items()}
         at = self._last + 1 if step is None else step
         if self.metrics and self.metrics[-1]["step"] == at:
             self.metrics[-1].update(values)

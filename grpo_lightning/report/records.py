@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_lightning.checkpoint import lock
+from grpo_lightning.output.plain_yaml import standard_tags
 
 SWEEP_FILE = "sweep.json"
 """In a sweep's directory: which jobs it has, and the command that makes them."""
@@ -128,6 +129,7 @@ def _summary(path: Path) -> tuple[dict[str, Any], str]:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        with standard_tags():
+            return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
