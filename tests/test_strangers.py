@@ -398,10 +398,11 @@ def test_a_tokenizer_names_no_file_elsewhere(name, model, tmp_path):
         with only_data("policy.path", str(model), "a model", trusted=False):
             if inside != {"vocab_file": "/no/such/place"}:
                 assert AutoTokenizer.from_pretrained(str(model)).get_vocab()["a"] == 2
-    elsewhere = str(tmp_path / "id_rsa")
-    file.write_text(json.dumps(tokens | {name: [elsewhere] if name == "init_inputs" else elsewhere}))
-    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {name}.*allowed (is \[\]|are those beside it)"):
-        hf.load(str(model), **PLAIN)
+    (model / "id_rsa").symlink_to(tmp_path / "id_rsa")  # of the same name
+    for elsewhere in (str(tmp_path / "id_rsa"), str(model / "id_rsa")):
+        file.write_text(json.dumps(tokens | {name: [elsewhere] if name == "init_inputs" else elsewhere}))
+        with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {name}.*allowed (is \[\]|are those beside it)"):
+            hf.load(str(model), **PLAIN)
 
 
 @provocation(

@@ -92,7 +92,8 @@ def _check_settings(file: str | None, files: Collection[str]) -> None:
     home = Path(file).absolute().parent
     for name in sorted({*files} & {*content}):
         named = content[name]
-        if isinstance(named, str) and os.path.lexists(named) and Path(named).absolute().parent != home:
+        is_file = isinstance(named, str) and os.path.lexists(named)
+        if is_file and (Path(named).absolute().parent != home or os.path.islink(named)):
             raise ValueError(
                 f"tokenizer_config.json: {one_line(name[:80])}={one_line(repr(named)[:200])} is a file in another "
                 "place; allowed are those beside it"
