@@ -46,7 +46,7 @@ def test_no_text_is_a_formula(tmp_path):
         logger(tmp_path).log_table("completions/train", ["text"], [[one] for one in texts], step=step)
     with (tmp_path / "csv" / "completions_train.csv").open(newline="", encoding="utf-8") as file:
         found = [row["text"] for row in csv.DictReader(file)]
-    told = ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t'=x", "a=b", "'\uff1d1+1", "a;\"'=x", "a; - b; -2\n'+x"]
+    told = ["'=cmd|' /C calc'!A0", "'@x", "'+x", "-2", "'\t'=x", "a=b", "'\uff1d1+1", "a;\"'=x", "a; - b; '-2\n'+x"]
     assert found == told * 2
     lines = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ['"step","text"', '"1","\'=cmd|\' /C calc\'!A0"']

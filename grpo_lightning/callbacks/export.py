@@ -136,7 +136,7 @@ model.load_state_dict(torch.load("path/to/this/directory/model.pt", weights_only
 
 def _plain(text: Any) -> str:
     """A text that may be a stranger's, as one piece of a line of Markdown."""
-    return one_line(str(text)).translate(str.maketrans("`|<>", "'/()"))
+    return one_line(str(text)).translate(str.maketrans("`|<>[]", "'/()()"))
 
 
 def card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:

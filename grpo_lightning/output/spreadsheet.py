@@ -6,7 +6,7 @@ from typing import Any
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _BEGINNINGS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """Of formulas, also as full-width characters."""
-_INSIDE = re.compile(r"""([;\t\r\n]["'\s]*)(?=[=+@\uff1d\uff0b\uff20]|[-\uff0d][^\s\d.-])""")
+_INSIDE = re.compile(r"""([;\t\r\n]["'\s]*)(?=[=+@\uff1d\uff0b\uff20]|[-\uff0d]\S)""")
 """Where a formula would begin if a cell ended in a text: where the comma is in numbers, cells end with a semicolon."""
 
 
