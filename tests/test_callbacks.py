@@ -6,11 +6,13 @@ import math
 import os
 import re
 from contextlib import nullcontext, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -424,6 +426,24 @@ def test_nor_do_layers_take_weights_that_are_no_tensors():
     check_weights(SimpleNamespace(continues=True), checkpoint)
     del checkpoint["state_dict"]["policy.log"]
     check_weights(module, checkpoint)
+
+
+def went_on(trainer, module, checkpoint):
+    raise AssertionError("it was given a checkpoint")
+
+
+@pytest.mark.parametrize("function", [went_on, partial(went_on)])
+def test_nor_do_functions_of_a_lambda_callback(function, tmp_path):
+    trainer = SimpleNamespace(
+        precision_plugin=None, strategy=None, callbacks=[LambdaCallback(on_load_checkpoint=function)]
+    )
+    run = SimpleNamespace(
+        module=SimpleNamespace(modules=list), data=None, directory=tmp_path, config={}, trainer=trainer
+    )
+    with pytest.raises(ValueError, match=r"given to LambdaCallback of tests\.test_callbacks \(on_load_checkpoint\)"):
+        check(tmp_path / "theirs.ckpt", run, "fit")
+    run.config = {"trusted": ["tests"]}
+    check(tmp_path / "theirs.ckpt", run, "fit")
 
 
 class Device(SingleDeviceStrategy):

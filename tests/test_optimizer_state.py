@@ -390,5 +390,7 @@ def test_states_of_weights_are_no_texts(kind, options):
     groups = [own["param_groups"][0] | {"trace": "x"}]
     with pytest.raises(ValueError, match=r"trace of a group of weights is not the optimizer's"):
         optimizer.load_state_dict(own | {"param_groups": groups})
+    with pytest.raises(ValueError, match=r"it has texts"):
+        optimizer.load_state_dict(own | {"page": "../.bashrc.d/x"})
     with pytest.raises(ValueError, match=r"its groups are no list"):
         optimizer.load_state_dict(own | {"param_groups": tuple(groups)})

@@ -43,7 +43,11 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
         takers += [run.trainer.precision_plugin, *run.trainer.callbacks]
         kinds += [(type(run.trainer.strategy), name) for name in _OF_STRATEGIES]
     kinds += [(type(one), name) for one in takers for name in _TAKING]
-    _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or ())
+    # Of a LambdaCallback they are the object's own.
+    own = [
+        (type(one), name, vars(one)[name]) for one in takers for name in _TAKING if name in getattr(one, "__dict__", ())
+    ]
+    _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or (), own)
 
 
 def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -80,8 +84,14 @@ def _layers(network: nn.Module) -> list[tuple[type, str]]:
     return [(type(one), name) for one in network.modules() for name in ("load_state_dict", "set_extra_state")]
 
 
-def _refuse(checkpoint: Path, kinds: Iterable[tuple[type, str]], trusted: Collection[str]) -> None:
+def _refuse(
+    checkpoint: Path,
+    kinds: Iterable[tuple[type, str]],
+    trusted: Collection[str],
+    functions: Iterable[tuple[type, str, Any]] = (),
+) -> None:
     homes = {(kind.__name__, name, _home(kind, name)) for kind, name in kinds}
+    homes |= {(kind.__name__, name, str(getattr(call, "func", call).__module__)) for kind, name, call in functions}
     own = sorted(one for one in homes if one[2].partition(".")[0] not in (*_PACKAGES, *trusted))
     if own:
         told = ", ".join(f"{kind} of {home} ({name})" for kind, name, home in own)

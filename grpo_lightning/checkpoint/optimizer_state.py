@@ -62,7 +62,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     And texts among the states of weights, which an optimizer of the user's own may take for anything; their parts have
     names.
     """
-    if any(isinstance(one, str | bytes) for one in _values(state.get("state"))):
+    if any(isinstance(one, str | bytes) for one in _values({k: v for k, v in state.items() if k != "param_groups"})):
         raise ValueError(f"{_UNFIT}: it has texts; {_ALLOWED}")
     groups = state.get("param_groups", [])
     if not isinstance(groups, list):
