@@ -381,6 +381,9 @@ def test_states_of_weights_are_no_texts(kind, options):
     optimizer = stepped(kind, options, (4, 3))
     own = optimizer.state_dict()
     optimizer.load_state_dict(own)
+    optimizer.load_state_dict(
+        own | {"named": {"policy.model.layers.0.weight": torch.zeros(1)}}
+    )  # as of sharded weights
     for page in ("../.bashrc.d/x", b"x", [1, ["x"]], {"a": {"b": "x"}}, {"open('x', 'w')": 1}, {(1, 2): 1}):
         first = {**own["state"].get(0, {}), "page": page}
         with pytest.raises(

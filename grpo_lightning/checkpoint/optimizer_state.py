@@ -5,6 +5,7 @@ smaller one in a stranger's checkpoint would have them read and write what lies 
 """
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ _UNFIT = "the checkpoint's state of the optimizer does not fit the weights"
 _ALLOWED = "allowed is a checkpoint of this policy"
 _DOUBLE = "AdEMAMix"
 """The class of bitsandbytes whose first state holds two averages, one below the other."""
+
+
+_NAME = re.compile(r"\w[\w.]*")
+"""Of a weight, as sharded states have them, or of a part of its state."""
 
 
 def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +86,7 @@ def _values(node: Any) -> Iterator[Any]:
     """All values in nested mappings and lists, and keys that are neither numbers nor names."""
     parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple | set) else None
     for key in node if isinstance(node, Mapping) else ():
-        if not (type(key) is int or (isinstance(key, str) and key.isidentifier())):
+        if not (type(key) is int or (isinstance(key, str) and _NAME.fullmatch(key))):
             yield str(key)
     if parts is None:
         yield node
