@@ -49,7 +49,7 @@ USED_BY = {
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
-    "yaml": {"data", "report"},
+    "yaml": {"data", "report", "output/plain_yaml.py"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {
