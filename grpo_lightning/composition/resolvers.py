@@ -44,7 +44,9 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def known_only() -> Iterator[None]:
-    """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered, nor for tags.
+    """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered.
+
+    Nor does YAML call what a program has registered for tags.
 
     One that evaluates its argument is usual, and strangers' settings have many ways to a text that is read twice.
     """

@@ -39,7 +39,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
     def call(*args: Any, **kwargs: Any) -> Any:
         if function in _PLAIN:
             return function(*args, **kwargs)
-        from torch._dynamo.exc import TorchDynamoException  # here, as it takes seconds
+        from torch._dynamo.exc import TorchDynamoException  # which nobody else needs
 
         with compiling():
             try:
