@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 
+import bitsandbytes
 import pytest
 import torch
 from lightning import Callback
@@ -478,6 +479,23 @@ class Scaled(nn.Linear):
         self.kept = bytes(state.tolist())
 
 
+class Shifted(nn.Linear):
+    """A layer that reads its weights in a way of its own."""
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+
+
+def given_weights(*args):
+    raise AssertionError("it was given weights")
+
+
+def hooked(when):
+    layer = nn.Linear(2, 2)
+    getattr(layer, f"register_load_state_dict_{when}_hook")(given_weights)
+    return nn.Sequential(layer)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -522,6 +540,12 @@ class Taking(nn.Linear):
         ("theirs.ckpt", ["tests"], Taking(2, 2), True),
         ("theirs.ckpt", [], Scaled(2, 2), False),
         ("theirs.ckpt", ["tests"], Scaled(2, 2), True),
+        ("theirs.ckpt", [], Shifted(2, 2), False),
+        ("theirs.ckpt", ["tests"], Shifted(2, 2), True),
+        ("theirs.ckpt", [], hooked("pre"), False),
+        ("theirs.ckpt", [], hooked("post"), False),
+        ("theirs.ckpt", ["tests"], hooked("pre"), True),
+        ("theirs.ckpt", [], bitsandbytes.nn.Linear8bitLt(2, 2), True),
         ("theirs.ckpt", [], nn.Linear(2, 2), True),
         ("run/checkpoints/last.ckpt", [], Scaled(2, 2), True),
         ("run/last.ckpt", [], Scaled(2, 2), False),

@@ -23,7 +23,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoTokenizer, tokenization_utils_tokenizers
+from transformers.activations import ACT2FN
 from transformers.integrations.bitnet import BitLinear
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 
 from grpo_lightning.checkpoint import io as checkpoints
@@ -342,6 +344,36 @@ def test_a_model_leads_to_no_class_that_a_program_has_registered(kind, tmp_path,
         hf.load(str(model), **PLAIN)
     if kind == "tokenizer":
         assert type(hf.load(str(model), **PLAIN | {"trust_remote_code": True}).tokenizer).__name__ == "Own"
+
+
+def of_the_program(*args, **kwargs):
+    raise AssertionError("it was called")
+
+
+@provocation(
+    "a stranger's model whose `hidden_act` or `rope_type` is that of a function which the user's own file has added to "
+    "those of transformers",
+    "an error of one sentence; with `trust_remote_code=true` it is read",
+)
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [(ACT2FN, {"hidden_act": "own"}), (ROPE_INIT_FUNCTIONS, {"rope_parameters": {"rope_type": "own", "log": "HIT"}})],
+    ids=["hidden_act", "rope_type"],
+)
+def test_a_model_leads_to_no_function_that_a_program_has_registered(functions, said, tmp_path):
+    model = write_checkpoint(tmp_path / "theirs", "llama", chat=True)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    known = [*functions]
+    functions["own"] = of_the_program
+    try:
+        with pytest.raises(ValueError, match=r"policy\.path='\S+': transformers cannot read a model there: .*own"):
+            hf.load(str(model), **PLAIN)
+        assert [*functions] == [*known, "own"]
+        with pytest.raises(AssertionError, match="it was called"):
+            hf.load(str(model), **PLAIN | {"trust_remote_code": True})
+    finally:
+        del functions["own"]
 
 
 @provocation(

@@ -1,5 +1,6 @@
 """A directory of a stranger's data set reads no files but its own."""
 
+import codecs
 import dataclasses
 import json
 import pickle
@@ -49,6 +50,36 @@ def configured(place, settings, file="README.md"):
     text = f"configs:\n- config_name: default\n  {settings}\n"
     (place / file).write_text(f"---\n{text}---\n" if file == "README.md" else text)
     return Hub(str(place), "train")
+
+
+@provocation(
+    "a data set's directory whose README names an encoding, or what is done with its errors, that the user's own file "
+    "has registered with Python's `codecs`",
+    "refused in one sentence; nothing is read",
+)
+@pytest.mark.parametrize("said", ["encoding: own", "encoding: [utf-8]", "encoding_errors: own", "encoding_errors: {}"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt"])
+def test_encodings_that_a_program_has_registered(said, kind, place, monkeypatch):
+    def called(*args):
+        raise AssertionError("it was called")
+
+    (place / f"rows.{kind}").write_bytes(b'{"prompt": "\xff"}\n')
+    codecs.register_error("own", called)
+    codecs.register(search := lambda name: called() if name == "own" else None)
+    try:
+        with pytest.raises(ValueError, match=rf"its README says {said.split(':')[0]} .*; allowed are "):
+            configured(place, f"data_files: rows.{kind}\n  {said}")
+    finally:
+        codecs.unregister(search)
+
+
+def test_encodings_of_pythons_own(place):
+    (place / "rows.csv").write_bytes("prompt\nüber\n".encode("latin-1"))
+    rows = configured(place, "data_files: rows.csv\n  encoding: latin-1")
+    assert rows[0][0] == "über"
+    (place / "rows.csv").write_bytes(b"prompt\nx\xffy\n")
+    rows = configured(place, "data_files: rows.csv\n  encoding_errors: ignore")
+    assert rows[0][0] == "xy"
 
 
 @provocation(

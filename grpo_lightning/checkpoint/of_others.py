@@ -12,6 +12,8 @@ from grpo_lightning.output.terminal import name_of_file, one_line
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("grpo_lightning", "lightning", "torch")
+_OF_LAYERS = ("bitsandbytes", "peft", "torchmetrics", "transformers")
+"""Packages whose layers do something of their own with weights."""
 _TAKING = ("on_load_checkpoint", "load_state_dict")
 _OF_STRATEGIES = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 
@@ -47,7 +49,8 @@ def check(checkpoint: Path, run: Any, mode: str) -> None:
     own = [
         (type(one), name, vars(one)[name]) for one in takers for name in _TAKING if name in getattr(one, "__dict__", ())
     ]
-    _refuse(checkpoint, [*kinds, *_layers(run.module)], run.config.get("trusted") or (), own)
+    _refuse(checkpoint, kinds, trusted := run.config.get("trusted") or (), own)
+    _check_layers(checkpoint, run.module, trusted)
 
 
 def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -76,12 +79,21 @@ def check_network(network: nn.Module, weights: Mapping[str, Any], module: Any) -
     """
     check_weights(module, {"state_dict": weights})
     if not module.continues:
-        _refuse(Path(module.trainer.ckpt_path), _layers(network), module.settings.get("trusted") or ())
+        _check_layers(Path(module.trainer.ckpt_path), network, module.settings.get("trusted") or ())
 
 
-def _layers(network: nn.Module) -> list[tuple[type, str]]:
-    """The classes of all layers, which may take a state that is no weight: some of them unpickle it."""
-    return [(type(one), name) for one in network.modules() for name in ("load_state_dict", "set_extra_state")]
+def _check_layers(checkpoint: Path, network: nn.Module, trusted: Collection[str]) -> None:
+    """Refuse layers with code of the user's own that takes a state: some of them unpickle what is no weight."""
+    layers = list(network.modules())
+    kinds = [(type(one), name) for one in layers for name in ("load_state_dict", "set_extra_state")]
+    _refuse(checkpoint, kinds, trusted)
+    hooks = [
+        (type(one), name.strip("_"), getattr(hook, "hook", hook))
+        for one in layers
+        for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        for hook in getattr(one, name, {}).values()
+    ]
+    _refuse(checkpoint, [(type(one), "_load_from_state_dict") for one in layers], (*trusted, *_OF_LAYERS), hooks)
 
 
 def _refuse(

@@ -1,5 +1,6 @@
 """What the datasets library does for a data set's files: it reads them, and writes where its caches are."""
 
+import encodings
 import re
 import tarfile
 import zipfile
@@ -37,6 +38,8 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
+_ERRORS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape", "surrogatepass")
+"""What Python itself does with bytes that are no letters."""
 _DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(\d+)\)", re.ASCII)
 
 
@@ -78,6 +81,7 @@ def contained() -> Iterator[None]:
             raise ValueError(f"its files are of the kind {kind}; allowed are {', '.join(_KINDS)}")
         if getattr(builder.config, "filters", None) is not None:
             raise ValueError("its README says filters; allowed are rows that are all read, as data.filter chooses some")
+        _check_encoding(builder.config)
         prepare(builder, *args, **options)
 
     def known(name: str) -> Any:
@@ -142,6 +146,16 @@ def contained() -> Iterator[None]:
         Parquet._generate_tables, parquet.read_schema = tables, read_schema
         ipc.open_stream, ipc.open_file = opened
         features._FEATURE_TYPES.update(known_features)
+
+
+def _check_encoding(config: Any) -> None:
+    """Refuse an encoding, or what is done with its errors, by the name of a function that a program has registered."""
+    encoding, errors = getattr(config, "encoding", None), getattr(config, "encoding_errors", None)
+    if encoding is not None and not (isinstance(encoding, str) and encodings.search_function(encoding)):
+        raise ValueError(f"its README says encoding {one_line(repr(encoding)[:80])}; allowed are those of Python's own")
+    if errors is not None and errors not in _ERRORS:
+        told = one_line(repr(errors)[:80])
+        raise ValueError(f"its README says encoding_errors {told}; allowed are {', '.join(_ERRORS)}")
 
 
 def check_inside(text: str, where: str) -> None:

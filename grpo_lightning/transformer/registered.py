@@ -1,13 +1,18 @@
-"""Classes that a program has registered with transformers: no model's files lead to them unasked."""
+"""What a program has registered with transformers: no model's files lead to it unasked."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
 from grpo_lightning.output.terminal import one_line
+
+_FUNCTIONS: tuple[dict[str, Any], ...] = (ACT2FN, ROPE_INIT_FUNCTIONS)
+"""Parts of models by the names that a config.json gives them."""
 
 
 class Registered(ValueError):
@@ -18,7 +23,8 @@ class Registered(ValueError):
 def transformers_only(key: str) -> Iterator[None]:
     """Inside, what a model's files name is a configuration, model or tokenizer of transformers' own.
 
-    Others are the user's, and would be given what stands in files that may be a stranger's.
+    Others are the user's, and would be given what stands in files that may be a stranger's. Functions of the user's are
+    no part of a model then.
 
     Args:
         key: Of the setting that names the files, for messages.
@@ -40,6 +46,7 @@ def transformers_only(key: str) -> Iterator[None]:
 
         return found
 
+    left_out = [(functions, _foreign(functions)) for functions in _FUNCTIONS]
     mappings = (configuration_auto._LazyConfigMapping, auto_factory._LazyAutoMapping)
     with (
         patch.object(mappings[0], "__getitem__", checked(mappings[0].__getitem__)),
@@ -48,4 +55,20 @@ def transformers_only(key: str) -> Iterator[None]:
             tokenization_auto, "tokenizer_class_from_name", checked(tokenization_auto.tokenizer_class_from_name)
         ),
     ):
-        yield
+        for functions, foreign in left_out:
+            for name in foreign:
+                del functions[name]
+        try:
+            yield
+        finally:
+            for functions, foreign in left_out:
+                functions.update(foreign)
+
+
+def _foreign(functions: dict[str, Any]) -> dict[str, Any]:
+    """Those that neither transformers nor torch has."""
+    made = {name: dict.__getitem__(functions, name) for name in functions}  # by itself ACT2FN makes objects of them
+    homes = {
+        name: str(getattr(one[0] if isinstance(one, tuple) else one, "__module__", "")) for name, one in made.items()
+    }
+    return {name: made[name] for name, home in homes.items() if home.partition(".")[0] not in ("torch", "transformers")}

@@ -102,6 +102,9 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             f"{where}: it comes with code of its own; allowed is {key.rpartition('.')[0]}.trust_remote_code=true, if "
             f"you have read that code; without it transformers cannot read {what} there{told}"
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of values that no model has
+        told = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{where}: transformers cannot read {what} there: {told}") from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
 
