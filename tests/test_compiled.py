@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import load
-from grpo_lightning.sampler.own import buffers, linear
+from grpo_lightning.sampler.own import buffers, linear, prompt_attention, shared_prompt_cache
 from grpo_lightning.sampler.own.draw import draw
 from grpo_lightning.sampler.own.prompt_attention import excluding
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
@@ -82,6 +82,49 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
     assert names == {"_before", "_behind", "_from_all", "_logsumexp", "store", "joined"}
     # All layers have a graph in common: one for the first number of rows, one for any other, and those of the trial.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * len(names)
+
+
+def flash(query, key, value, queries, firsts, longest, room, *others, scale, seqused_k):
+    """The kernel for GPUs as it is documented: row i has keys firsts[i] to firsts[i] + seqused_k[i] of every head."""
+    rows = len(query)
+    assert (longest, others, queries.tolist()) == (1, (0.0, False, False), list(range(rows + 1)))
+    assert {number.dtype for number in (queries, firsts, seqused_k)} == {torch.int32}
+    assert key.stride(-1) == value.stride(-1) == 1
+    assert int(seqused_k.max()) <= room
+    heads = key.shape[1]
+    output, sums = torch.empty_like(query), torch.empty(query.shape[1], rows)
+    for row, (first, count) in enumerate(zip(firsts.tolist(), seqused_k.tolist(), strict=False)):
+        part = slice(first, first + count)
+        # [n, Hkv, D] -> [Hkv, n, D], and [Hq, D] -> [Hkv, R, D]
+        keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
+        scores = query[row].unflatten(0, (heads, -1)) @ keys.transpose(1, 2) * scale
+        output[row] = (scores.softmax(-1) @ values).flatten(0, 1)
+        sums[:, row] = scores.logsumexp(-1).flatten()
+    return output, sums, None, None, None
+
+
+@pytest.mark.parametrize("copied", [0, 4 << 20], ids=["once per group", "copied"])
+@pytest.mark.parametrize("at_once", [None, 4])
+def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied, at_once):
+    path = write_checkpoint(tmp_path / "llama", "llama", chat=False)
+
+    def sampled():
+        policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+        policy.end_ids = list(range(24))
+        policy.at_once = lambda *args, **options: at_once
+        sampling = Sampling(temperature=0.8, **PLAIN | {"max_new_tokens": 80})
+        return policy.sample(["12 + 34 =", "Corgis are", "a"], group_size=5, sampling=sampling, seed=3)
+
+    expected = sampled()
+    like_gpu(monkeypatch, copied=copied)
+    calls = []
+    for module in (prompt_attention, shared_prompt_cache):
+        monkeypatch.setattr(module, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(a) or flash(*a, **k))
+    found = sampled()
+    assert len({call[6] for call in calls}) > 1  # in rooms of several sizes
+    assert torch.equal(found.ids, expected.ids)
+    assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
 def test_a_traced_head_has_the_same_gradients(request):

@@ -34,15 +34,16 @@ class Buffers:
     @property
     def room(self) -> int:
         """The tokens that there is room for."""
-        return self._any.shape[2]
+        return self.any.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of all keys and values."""
-        return self._any.dtype
+        return self.any.dtype
 
     @property
-    def _any(self) -> Tensor:
+    def any(self) -> Tensor:
+        """The keys of any layer."""
         return next(iter(self._layers.values()))[0]
 
     def grow(self, tokens: int, capacity: int) -> bool:

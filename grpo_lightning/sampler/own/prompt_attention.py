@@ -5,6 +5,7 @@ heads, R = Hq / Hkv query heads that read one key head, D the size of a head; S 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,19 +79,34 @@ class Grouping:
         return output, sums
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+class Held(NamedTuple):
+    """How many of its keys every row looks at, as the kernel for GPUs takes it; all are int32."""
+
+    tokens: Tensor
+    """[b]"""
+    queries: Tensor
+    """[b + 1] where the query of each row begins."""
+    firsts: Tensor
+    """[b + 1] where the keys of each row begin, in rows of D numbers."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Held | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention of some queries to all keys.
 
     Args:
         query: [n, Hkv, L, D] for n rows or groups, and L queries for each head of each.
         key: [n, Hkv, S, D]
         value: [n, Hkv, S, D]
-        bias: [n, 1, 1, S] what is added to the attention scores, if anything.
+        bias: [n, 1, 1, S] what is added to the attention scores, if anything; or which keys there are.
         scale: What the attention scores are multiplied by before.
 
     Returns:
         The output [n, Hkv, L, D] and the log-sum-exp of the attention scores [n, Hkv, L].
     """
+    if isinstance(bias, Held):
+        return _to_held(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if key.shape != value.shape or query.shape[1] != key.shape[1]:  # which the kernel does not compare
             raise ValueError(
@@ -101,13 +117,38 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         results: tuple[Tensor, Tensor] = flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         return results
-    if query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] % _ALIGNED == 0:
+    if counts_keys(query):
         if bias is not None:
             bias = bias.expand(-1, query.shape[1], query.shape[2], -1)  # [n, 1, 1, S] -> [n, Hkv, L, S]
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         output, sums, *_ = efficient(query, key, value, bias, True, scale=scale)
         return output, sums[..., : query.shape[2]]  # which has room for a multiple of 32 queries
     return written_out(query, key, value, bias, scale)
+
+
+def _to_held(query: Tensor, key: Tensor, value: Tensor, held: Held, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend` by a kernel that reads no more keys than there are, and those of a row in several places at once."""
+    rows, heads, queries, width = query.shape
+    # The kernel takes a list of tokens [n, Hkv, D], of which it is told where those of a row begin: for it the next
+    # token is the next D numbers, and the next head all the room of a head further.
+    size = (rows - 1) * heads * (key.stride(1) // width) + key.shape[2]
+    listed = [one.as_strided((size, heads, width), (width, one.stride(1), 1)) for one in (key, value)]
+    flash = torch.ops.aten._flash_attention_forward
+    output, sums, *_ = flash(
+        query.reshape(rows, -1, width),  # [b, Hkv, R, D] -> [b, Hq, D]
+        *listed,
+        held.queries,
+        held.firsts,
+        1,
+        key.shape[2],
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=held.tokens,
+    )
+    # [b, Hq, D] -> [b, Hkv, R, D], and [Hq, b] -> [Hkv, R, b] -> [b, Hkv, R]
+    return output.view(query.shape), sums.view(heads, queries, rows).permute(2, 0, 1)
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -136,6 +177,26 @@ def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
 
 _ALIGNED = 8
 """Numbers of 16 bits in 16 bytes."""
+
+
+def counts_keys(keys: Tensor) -> bool:
+    """Whether the kernel for these keys is told how many of them a row looks at, and reads no others."""
+    return keys.device.type == "cuda" and keys.element_size() == 2 and keys.shape[-1] % _ALIGNED == 0
+
+
+def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None) -> Tensor | Held:
+    """Which of its keys every completion looks at, as `attend` takes it.
+
+    Args:
+        lengths: [b] the tokens of each before the one that looks.
+        keys: [b, Hkv, room, D] of any layer.
+        width: How many of them are handed to `attend`, C.
+        window: How many tokens back it may look, itself included; None: all the way.
+    """
+    if window is not None or not counts_keys(keys):
+        return unseen(lengths, width, window, keys.dtype)
+    numbers = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    return Held(lengths.int() + 1, numbers, numbers * (keys.stride(0) // keys.shape[-1]))
 
 
 def unseen(lengths: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:

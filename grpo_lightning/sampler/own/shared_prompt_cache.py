@@ -21,7 +21,7 @@ from grpo_lightning.memory import COPIED
 from grpo_lightning.sampler.own.buffers import Buffers, Pair, store
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, attend, excluding, joined, unseen
+from grpo_lightning.sampler.own.prompt_attention import Grouping, Held, attend, counts_keys, excluding, joined, seen
 from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import forward
 
@@ -104,8 +104,8 @@ class SharedPromptCache:
         """C"""
         self._even: int | None = None
         """How many tokens every slot holds, where on a CPU that is the same for all: no mask is needed."""
-        self._masks: dict[int | None, Tensor] = {}
-        """Window -> what is added to the attention scores, [b, 1, 1, C], in the step that is being made."""
+        self._masks: dict[int | None, Tensor | Held] = {}
+        """Window -> which keys are looked at, as `attend` takes it, in the step that is being made."""
 
     def open(self, rows: Sequence[int]) -> Tensor:
         if self._read is None:
@@ -164,8 +164,9 @@ class SharedPromptCache:
         is_even = self._on_cpu and tokens == 1 and not self._windows and len(set(self._held)) == 1
         self._even = self._held[0] if is_even else None
         room = self._own.room
-        # A GPU repeats what was recorded for one width, so it gets fewer of them.
+        # A GPU repeats what was recorded for one width, so it gets fewer of them; one that counts keys needs none.
         unit = _WIDTH if self._on_cpu else max(_WIDTH_GPU, room // 4)
+        unit = room if counts_keys(self._own.any) and not self._windows else unit
         width = wanted if is_even else min(-(-wanted // unit) * unit, room)
         if width != self._width:
             self._width = width
@@ -174,8 +175,7 @@ class SharedPromptCache:
 
     def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         prompts = [self._prompts[row // self._group_size] for row in rows]
-        begun = dict(enumerate(tokens))
-        read = self._reads(prompts, begun=begun, group_size=1)
+        read = self._reads(prompts, begun=dict(enumerate(tokens)), group_size=1)
         for slot, own in zip(slots, tokens, strict=True):
             self._held[slot] = self._firsts[slot] + len(own)
         self._grow(max(self._held))
@@ -264,7 +264,7 @@ class SharedPromptCache:
     def step(self, tokens: Tensor) -> Tensor:
         if self._even is None:
             self._masks = {
-                window: unseen(self._lengths, self._width, window, self._own.dtype)
+                window: seen(self._lengths, self._own.any, self._width, window)
                 for window in {None, *self._windows.values()}
             }
         positions = self._before + self._lengths
