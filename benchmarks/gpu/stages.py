@@ -18,9 +18,9 @@ class Stage:
 STAGES = (
     Stage("machine", 20, "-"),
     Stage("equality", 90, "float32 1e-4, bf16 on average .01; prompts stay shared"),
-    Stage("flex", 70, "relative error in bf16 < 1e-2; no recompilation after warming up"),
+    Stage("flex", 50, "relative error in bf16 < 1e-2; no recompilation after warming up"),
     Stage("synchronisation", 40, "none in 16 tokens; ids by graph and without are equal"),
-    Stage("decode", 130, "at least .4 of the memory's limit at 256 rows or fewer"),
+    Stage("decode", 110, "at least .4 of the memory's limit at 256 rows or fewer"),
     Stage("mismatch", 80, "on average less than .01 nats"),
     Stage("head", 50, "at most 1.5 times its three products"),
     Stage("step", 60, "measured memory within 10 % of the prediction"),
