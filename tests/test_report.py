@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 
+import matplotlib
 import pytest
+from matplotlib.texmanager import TexManager
 from scipy import stats
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
@@ -340,6 +342,59 @@ def test_dollars_in_settings_are_no_formulas(tmp_path):
         write_run(tmp_path / str(number), [f"x=$\\frac{number}$"], [0.1, 0.2, 0.3])
     main([str(tmp_path), "--metric", METRIC, "--plot", str(tmp_path / "x.PNG")])
     assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+@provocation(
+    "`report --plot` of a stranger's runs whose settings are TeX, such as `\\input{…}`, where the user's own "
+    "matplotlibrc says `text.usetex: True`",
+    "drawn as they stand: no text goes to TeX",
+)
+def test_nor_are_settings_tex(tmp_path, monkeypatch):
+    def typeset(*args, **options):
+        raise AssertionError("a text went to TeX")
+
+    for name in ("get_text_width_height_descent", "make_png", "make_dvi"):
+        monkeypatch.setattr(TexManager, name, classmethod(typeset))
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    for number in (1, 2):
+        write_run(tmp_path / str(number), [f"x=\\input{{mine.{number}}}"], [0.1, 0.2, 0.3])
+    main([str(tmp_path), "--metric", METRIC, "--plot", str(tmp_path / "x.png")])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@provocation(
+    "`report` of a stranger's runs in which `.hydra/config.yaml`, `summary.json`, `csv` or another file is a link to a "
+    "file of the user's, of which a table would show values",
+    "they count as unreadable; nothing of them is shown",
+)
+@pytest.mark.parametrize(
+    "linked", [".hydra/config.yaml", ".hydra", "summary.json", "health.json", "csv/metrics.csv", "csv"]
+)
+def test_no_run_is_a_link_to_files_of_the_users(linked, tmp_path, capsys):
+    mine = tmp_path / "mine" if "." in linked[1:] else tmp_path / "mine" / "x"
+    mine.parent.mkdir(exist_ok=True)
+    named = {"config.yaml": "key: hf_mine", "summary.json": '{"metrics": {"hf_mine": 7}, "overrides": ["key=hf_mine"]}'}
+    named["health.json"] = '{"findings": [{"rule": "hf_mine", "step": 1, "metric": "m", "value": 1}]}'
+    named["metrics.csv"] = f"{METRIC},step\n7777777.0,0\n"
+    if mine.name == "x":
+        mine.mkdir()
+        (mine / "config.yaml").write_text(named["config.yaml"])
+        (mine / "metrics.csv").write_text(named["metrics.csv"])
+    else:
+        mine.write_text(named[linked.rpartition("/")[2]])
+    write_run(tmp_path / "theirs" / "a", ["key=1"], [0.1, 0.2, 0.3])
+    write_run(tmp_path / "theirs" / "b", ["other=2"], [0.1, 0.2, 0.4])
+    place = tmp_path / "theirs" / "b" / linked
+    place.parent.mkdir(exist_ok=True)
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.symlink_to(mine)
+    (tmp_path / "theirs" / "same").symlink_to("b")
+    for words in ([], ["--format", "md"], ["--by", "key"], ["--format", "csv", "--metric", METRIC]):
+        found = shown(capsys, tmp_path / "theirs", *words)
+        assert "hf_mine" not in found
+        assert "7777777" not in found
 
 
 @provocation(

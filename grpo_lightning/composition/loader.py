@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from grpo_lightning.composition.brought_files import brought_problems, is_truste
 from grpo_lightning.composition.directories import link_of_sweep, no_place, use_new_folder, without_effect
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.file_rules import hydra_problems, shape_problems
+from grpo_lightning.composition.found import SettingsRefused, is_brought, is_hydras_own
 from grpo_lightning.composition.hydra_settings import (
     BASIC_LAUNCHER,
     foreign_parts,
@@ -41,10 +41,6 @@ from grpo_lightning.settings.suggestions import explain, known_keys
 
 _PLACE, _NAME = re.compile(r"(file://)?[^:]*"), re.compile(r"[\w.+-]+")
 _of_others: ContextVar[Sequence[str]] = ContextVar("_of_others", default=())
-
-
-class SettingsRefused(ConfigCompositionException):
-    """Settings that are refused while Hydra composes them; the text is for the user as it stands."""
 
 
 class CheckedLoader(ConfigLoaderImpl):
@@ -156,11 +152,11 @@ class CheckedLoader(ConfigLoaderImpl):
         said: Any = OmegaConf.to_container(loaded.config, resolve=False)
         said = said if isinstance(said, dict) else {}
         file, wrong = ConfigSource._normalize_file_name(default.config_path or ""), list[str]()
-        is_brought = _is_brought(default, loaded, is_noted=not self._trusts) and not self._trusts
+        was_brought = is_brought(default, loaded, is_noted=not self._trusts) and not self._trusts
         wrong += shape_problems(file, said)
-        if "hydra" in said and not _is_hydras_own(default, loaded):
+        if "hydra" in said and not is_hydras_own(default, loaded):
             wrong += hydra_problems(file, said["hydra"])
-        if is_brought:
+        if was_brought:
             self._brought.add(default.config_path or "")
             wrong += brought_problems(file, said, loaded.defaults_list or ())
         else:
@@ -218,41 +214,6 @@ def _is_same(word: str, said: str) -> bool:
     return word == said or (is_switch and word.lower() == said.lower())
 
 
-def _is_brought(default: ResultDefault, loaded: ConfigResult, *, is_noted: bool) -> bool:
-    """Whether a file is none of conf/; takes note of one in no directory of settings (``experiment=../../theirs``).
-
-    Raises:
-        SettingsRefused: It is none of Hydra's, and is found from among them, where Hydra looks first.
-    """
-    root, file = _place(default, loaded)
-    if root is None:
-        return False
-    is_below = file.is_relative_to(root)
-    if not loaded.path.startswith("file://"):
-        if not is_below:
-            raise SettingsRefused(
-                f"{one_line(str(default.config_path))}: leads from Hydra's own settings to {one_line(str(file))}; "
-                "allowed are settings of conf/ and of --config-dir DIR"
-            )
-        return False
-    if not is_below and is_noted:
-        start.note_settings_from([str(file.parent)])
-    return root != CONF.resolve() or not is_below
-
-
-def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, Path]:
-    """The directory in which Hydra has found a file, None for settings that are no file, and what it has read.
-
-    Links are followed as Hydra does it itself, which is not always what the operating system does.
-    """
-    kind, _, place = loaded.path.partition("://")
-    if kind not in ("file", "pkg"):
-        return None, Path()
-    root = Path(place if kind == "file" else str(resources.files(place))).resolve()
-    name = ConfigSource._normalize_file_name(default.config_path or "")
-    return root, (root / name).resolve()
-
-
 def install(*, runs: bool = False) -> None:
     """Let Hydra compose by `CheckedLoader`; ``runs`` is whether it runs what it composes."""
     start.forget_settings_from()
@@ -275,15 +236,6 @@ def installed() -> Iterator[None]:
     finally:
         only_composes.reset(told)
         hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
-
-
-def _is_hydras_own(default: ResultDefault, loaded: ConfigResult) -> bool:
-    """Whether a file is this project's first one, or one of Hydra's and its plug-ins' where it is meant to stand."""
-    path, package = default.config_path or "", default.package or ""
-    if loaded.path.startswith("file://"):
-        return loaded.path == f"file://{CONF}" and path == "train" and not package
-    meant = (loaded.header or {}).get("package") or path.rpartition("/")[0].replace("/", ".")
-    return path == "hydra/config" or (path.startswith("hydra/") and package == meant)
 
 
 def _listed(wrong: Sequence[str]) -> str:

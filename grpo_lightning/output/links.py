@@ -36,6 +36,17 @@ def followed(path: Path, *, within: Path | None = None) -> Path | None:
     return here
 
 
+def leads_elsewhere(path: Path, directory: Path) -> bool:
+    """Whether something below a directory, which may be a stranger's, is by links a file of another place.
+
+    Args:
+        path: What is to be read; it need not exist.
+        directory: It may be a link itself.
+    """
+    home, end = followed(directory), followed(path)
+    return home is None or end is None or not end.is_relative_to(home)
+
+
 def steps(path: Path) -> Iterator[tuple[Path, str, str | None]]:
     """The names on the way along a path, also by its links, as directory with links followed, name, and link's target.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
+from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.report.records import RunRecord
 
 Points = list[tuple[int, float]]
@@ -67,6 +68,8 @@ def course(run: RunRecord, metric: str, *, with_points: bool) -> Course | None:
 @lru_cache(256)
 def _curves(run: Path) -> Mapping[str, Points]:
     file = run / "csv" / "metrics.csv"
+    if leads_elsewhere(file, run):
+        return {}
     return _of_csv(file) if file.is_file() else _of_events(run / "tensorboard")
 
 

@@ -28,7 +28,8 @@ def plot(comparison: Comparison, file: Path) -> None:
     except ModuleNotFoundError:
         raise ReportError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
     matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a setting begins no formula
+    # A dollar in a setting begins no formula, and no text goes to TeX, whatever the user's matplotlibrc says.
+    matplotlib.rcParams.update({"text.parse_math": False, "text.usetex": False})
     from matplotlib import pyplot
 
     panels = len(comparison.lines)

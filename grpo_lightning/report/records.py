@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_lightning.checkpoint import lock
+from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.output.plain_yaml import standard_tags
 
 SWEEP_FILE = "sweep.json"
@@ -119,7 +120,7 @@ def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
 def _summary(path: Path) -> tuple[dict[str, Any], str]:
     """What a JSON file holds, and what is wrong with it; neither where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_text(path, path.parent))
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError, RecursionError) as error:
@@ -127,9 +128,16 @@ def _summary(path: Path) -> tuple[dict[str, Any], str]:
     return (found, "") if isinstance(found, dict) else ({}, f"{path.name} holds no object")
 
 
+def _text(path: Path, run: Path) -> str:
+    """What a file of a run holds, which may be a stranger's: a link could show any file of the user's in a table."""
+    if leads_elsewhere(path, run):
+        raise ValueError("it is a link to a file elsewhere")
+    return path.read_text(encoding="utf-8")
+
+
 def _yaml(path: Path) -> Any:
     try:
         with standard_tags():
-            return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            return yaml.load(_text(path, path.parents[1]), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
