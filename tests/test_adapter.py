@@ -94,6 +94,10 @@ def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
         shutil.copy(f"{base}/{file}", tmp_path / "other" / file)
     with pytest.raises(ValueError, match="the checkpoint's adapter was trained above other weights"):
         adapted(str(tmp_path / "other"), tmp_path / "new", adapter, "steps=3", f"checkpoint={path}")
+    del content["base"]
+    torch.save(content, tmp_path / "theirs.ckpt")
+    with pytest.raises(ValueError, match=r"adapter was trained above other weights \(None\) than policy"):
+        adapted(base, tmp_path / "theirs", adapter, "mode=export", f"checkpoint={tmp_path}/theirs.ckpt")
     wider = adapter.replace("[q_proj]", "[q_proj, v_proj]")
     with pytest.raises(ValueError, match="the checkpoint lacks weights that policy.adapter has, 4 such as"):
         adapted(base, tmp_path / "wider", wider, "steps=3", f"checkpoint={path}")

@@ -24,7 +24,7 @@ USED_BY = {
     "httpx2": {"reward"},
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"composition"},
-    "huggingface_hub": {"data"},  # comes with datasets, like yaml
+    "huggingface_hub": {"data", "transformer/directory.py"},  # comes with datasets, like yaml
     "jsonschema": {"environment/tools/schema.py", "reward"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},

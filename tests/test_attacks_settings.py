@@ -22,6 +22,7 @@ from grpo_lightning.policy import hf
 from grpo_lightning.recording import files
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.places import entry_problem, link_problem
+from grpo_lightning.settings.reach import reach_problems
 from tests.support.composed import ROOT, composed
 from tests.support.provocations import provocation
 from tests.test_attacks import REFUSED, begun
@@ -330,7 +331,7 @@ def test_nothing_is_put_beside_files_that_programs_run(name, tmp_path, monkeypat
     place.mkdir(parents=True)
     assert (entry_problem(place) is None) == (not is_python)
     (place / "mine.sh").write_text("")
-    told = f"hydra.run.dir={place}: a hidden directory with files that are no run's, or one of Python's packages; "
+    told = f"hydra.run.dir={place}: a hidden directory with files that are no run's, or of the home, or one of "
     assert str(entry_problem(place)).startswith(told)
     (tmp_path / "link").symlink_to(place)
     assert str(entry_problem(tmp_path / "link")).startswith(told.replace(str(place), str(tmp_path / "link")))
@@ -340,6 +341,48 @@ def test_nothing_is_put_beside_files_that_programs_run(name, tmp_path, monkeypat
     monkeypatch.setattr(start, "START", place)
     (place / ".hydra").rmdir()
     assert (entry_problem(place) is None) == (not is_python)  # whoever starts there means it
+
+
+@provocation(
+    "`hydra.run.dir=~/.bashrc.d`, `callbacks.export.directory=~/.docker` or "
+    "`reward.judge.function.cache=~/.bashrc.d/x`, which there are not yet: a shell would run what stands in train.log, "
+    "docker what a config.json says",
+    "refused in one sentence; `~/.cache`, and what the start lies in, are the user's to name",
+)
+def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatch):
+    home, run = tmp_path / "me", tmp_path / "runs" / "x"
+    (home / "work").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "work")
+    monkeypatch.setattr(start, "START", home / "work")
+    for place in (home / ".bashrc.d", home / ".config" / "x" / "y", home / "work" / ".hidden"):
+        assert "a hidden directory with files that are no run's, or of the home, or" in str(entry_problem(place))
+    for place in (home / "none" / ".." / ".bashrc.d", home / "none" / ".." / "runs"):
+        assert "or a way that cannot be told; programs may run" in str(entry_problem(place))
+    for place in (
+        home / ".cache" / "runs",
+        home / "work" / "runs",
+        home / "work" / ".." / "runs",
+        tmp_path / ".hidden",
+    ):
+        assert entry_problem(place) is None
+    monkeypatch.setattr(start, "START", home / ".work" / "x")
+    assert entry_problem(home / ".work" / "x" / "runs") is None
+    assert entry_problem(home / ".work" / "runs") is None
+    assert entry_problem(home / ".config" / "runs") is not None
+    export = {"_target_": "grpo_lightning.callbacks.Export", "directory": None}
+    judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": None}
+    for place, is_refused in (
+        ("~/.docker", True),
+        (f"{home}/.bashrc.d/x", True),
+        ("~/none/../.bashrc.d", True),
+        ("~/.cache/x", False),
+        (None, False),
+    ):
+        settings = {"run_dir": str(run), "callbacks": {"export": export | {"directory": place}}}
+        settings["reward"] = {"judge": {"function": judge | {"cache": place}}}
+        told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home" in one]
+        assert len(told) == 2 * is_refused
 
 
 @provocation("`run_dir=.bashrc.d`, a hidden directory with files of the user's", "refused before a file is written")

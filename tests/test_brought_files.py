@@ -319,42 +319,40 @@ def test_code_of_the_users_and_settings_of_others_do_not_go_together(words, key,
 @provocation(
     "settings that are brought along and are a link to a file of the user's, such as ~/.cache/huggingface/token, whose "
     "words would stand in a model card",
-    "refused in one sentence; links inside the directory are followed, and all with `trusted_settings=true`",
+    "refused in one sentence; links inside a folder are followed, and all with `trusted_settings=true`",
 )
-@pytest.mark.parametrize("way", ["file", "folder", "up", "folder above"])
+@pytest.mark.parametrize("way", ["file", "folder", "place"])
 @pytest.mark.parametrize("place", ["hydra.searchpath", "callbacks"])
 def test_settings_that_are_brought_along_are_no_links(way, place, tmp_path, monkeypatch):
     theirs = tmp_path / "dl" / "theirs"
     (theirs / "experiment").mkdir(parents=True)
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "token.yaml").write_text("hf_mine: null\n")
-    if way == "file":
-        (theirs / "callbacks").mkdir()
-        (theirs / "callbacks" / "token.yaml").symlink_to("../../../private/token.yaml")
-    elif way == "folder":
-        (theirs / "callbacks").symlink_to(tmp_path / "private")
-    else:
-        (theirs / "sub").symlink_to(tmp_path / "private")
-        (theirs / "callbacks").symlink_to("sub" if way == "up" else "../theirs/sub")
+    callbacks, private = theirs / "callbacks", tmp_path / "private"
     words = [f"callbacks={os.path.relpath(theirs, CONF / 'callbacks')}/callbacks/token"]
-    if place == "callbacks" and way != "file":
-        (theirs / "callbacks").unlink()
-        (theirs / "callbacks").mkdir()
-        (theirs / "callbacks" / "token.yaml").symlink_to("../sub/token.yaml" if "up" in way else "own/token.yaml")
-        (theirs / "callbacks" / "own").symlink_to(tmp_path / "private")
-    if place != "callbacks":
+    if place == "hydra.searchpath":
         exp = theirs / "experiment" / "theirs.yaml"
         exp.write_text("# @package _global_\ndefaults:\n  - override /callbacks: [default, token]\n")
-        words = [f"hydra.searchpath=[file://{theirs}]", "experiment=theirs"]
-    with pytest.raises(SettingsRefused, match=r"callbacks/token: is a link to \S*token\.yaml, which may be no "):
+        words = [f"hydra.searchpath=[file://{theirs}/own,file://{theirs}]", "experiment=theirs"]
+    if way == "folder" and place == "hydra.searchpath":
+        callbacks.symlink_to(private)
+    elif way == "place" and place == "hydra.searchpath":
+        (tmp_path / "callbacks").symlink_to(private)
+        (theirs / "own").symlink_to("../..")
+    else:
+        callbacks.mkdir()
+        (callbacks / "own").symlink_to(private)
+        (callbacks / "token.yaml").symlink_to("own/token.yaml" if way == "place" else private / "token.yaml")
+    with pytest.raises(SettingsRefused, match=r"callbacks/token: is by a link \S*token\.yaml, which may be no "):
         grpo.compose(*words, "debug=default", run_dir=tmp_path / "run")
     if place != "callbacks":
         run = grpo.compose(*words, "debug=default", "trusted_settings=true", run_dir=tmp_path / "run")
         assert "hf_mine" in run.config["callbacks"]
-        (theirs / "callbacks").unlink() if way != "file" else shutil.rmtree(theirs / "callbacks")
-        (theirs / "callbacks").mkdir()
-        (theirs / "own.yaml").write_text("samples: null\n")
-        (theirs / "callbacks" / "token.yaml").symlink_to("../own.yaml")
+        (theirs / "own").unlink(missing_ok=True)
+        callbacks.unlink(missing_ok=True) if way != "file" else shutil.rmtree(callbacks)
+        callbacks.mkdir()
+        (theirs / "callbacks" / "own.yaml").write_text("samples: null\n")
+        (theirs / "callbacks" / "token.yaml").symlink_to("own.yaml")
         assert grpo.compose(*words, "debug=default", run_dir=tmp_path / "other").config["callbacks"]["samples"] is None
 
 

@@ -429,6 +429,18 @@ def test_nor_do_layers_take_weights_that_are_no_tensors():
     check_weights(module, checkpoint)
 
 
+@pytest.mark.parametrize("mode", ["export", "preflight"])
+def test_nor_before_an_export_or_a_preflight(mode, tmp_path, monkeypatch):
+    small_run(tmp_path / "theirs", "steps=1")
+    file = tmp_path / "theirs" / "checkpoints" / "last.ckpt"
+    held = torch.load(file, weights_only=True)
+    held["state_dict"]["policy.log"] = "../.bashrc.d/x"
+    torch.save(held, file)
+    monkeypatch.setattr(GRPOLightningModule, "load_state_dict", lambda *_, **__: pytest.fail("it was given a text"))
+    with pytest.raises(ValueError, match=r"is of another run, and its weight policy\.log is no tensor"):
+        small_run(tmp_path / "own", f"mode={mode}", f"checkpoint={file}")
+
+
 def went_on(trainer, module, checkpoint):
     raise AssertionError("it was given a checkpoint")
 

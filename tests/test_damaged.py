@@ -144,6 +144,31 @@ def test_a_name_tells_no_command(run):
         (run / LAST).symlink_to("x\n[INFO] the run is continued by:\n  touch x\n")
 
 
+@provocation(
+    "`checkpoint=theirs/last.ckpt`, or a part of a sharded checkpoint, that is a link to a checkpoint of the user's: "
+    "an export would hold its weights",
+    "refused in one sentence; links in the same directory are followed",
+)
+@pytest.mark.parametrize("mode", ["fit", "export"])
+def test_a_checkpoint_is_no_link_to_another_place(mode, run, tmp_path):
+    config, theirs = CONFIG | {"mode": mode}, tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "last.ckpt").symlink_to(run / LAST)
+    (theirs / "parts").mkdir()
+    (theirs / "parts" / ".metadata").write_bytes(b"")
+    (theirs / "parts" / "__0_0.distcp").symlink_to(run / LAST)
+
+    def chosen_of(file):
+        return chosen(config | {"checkpoint": str(file)}, tmp_path / "new", directory_given=True, overrides=[])
+
+    for file, name in ((theirs / "last.ckpt", "last.ckpt"), (theirs / "parts", "__0_0.distcp")):
+        with pytest.raises(ValueError, match=rf"^checkpoint={file}: {name} is a link to \S+{LAST}; allowed is "):
+            chosen_of(file)
+    shutil.copy(run / LAST, theirs / "x.ckpt")
+    (theirs / "y.ckpt").symlink_to("x.ckpt")
+    assert chosen_of(theirs / "y.ckpt") == theirs / "y.ckpt"
+
+
 @provocation("`checkpoint=last` where last.ckpt is empty, then the command that is offered", "refused, then continued")
 def test_the_checkpoint_that_is_offered_continues_the_run(run):
     (run / LAST).write_bytes(b"")

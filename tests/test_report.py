@@ -287,12 +287,13 @@ def test_other_forms_have_the_same_numbers(sweep, capsys):
 
 def test_texts_of_foreign_files_are_shown_harmlessly(tmp_path, capsys):
     for number in range(2):
-        write_run(tmp_path / str(number), [f"x=<b>\x1b[2J{number}|[red]"], [0.1, 0.2, 0.3], token="a")
+        write_run(tmp_path / str(number), [f"x=<b>\x1b[2J{number}|[red]![x](https://a.b)"], [0.1, 0.2, 0.3], token="a")
     for form in ("table", "md", "html", "csv"):
         printed = shown(capsys, tmp_path, "--format", form)
         assert "\x1b" not in printed
-        assert "\\x1b[2J" in printed or form == "table"
+        assert {"md": "\\\\x1b[2J"}.get(form, "\\x1b[2J") in printed or form == "table"
         assert "<b>" not in printed or form in ("table", "csv")
+        assert "![x](" not in printed or form != "md"
 
 
 @provocation(
@@ -368,29 +369,32 @@ def test_nor_are_settings_tex(tmp_path, monkeypatch):
     "they count as unreadable; nothing of them is shown",
 )
 @pytest.mark.parametrize(
-    "linked", [".hydra/config.yaml", ".hydra", "summary.json", "health.json", "csv/metrics.csv", "csv"]
+    "linked",
+    [".hydra/config.yaml", ".hydra", "summary.json", "health.json", "csv/metrics.csv", "csv", "tensorboard", "events"],
 )
 def test_no_run_is_a_link_to_files_of_the_users(linked, tmp_path, capsys):
-    mine = tmp_path / "mine" if "." in linked[1:] else tmp_path / "mine" / "x"
-    mine.parent.mkdir(exist_ok=True)
     named = {"config.yaml": "key: hf_mine", "summary.json": '{"metrics": {"hf_mine": 7}, "overrides": ["key=hf_mine"]}'}
     named["health.json"] = '{"findings": [{"rule": "hf_mine", "step": 1, "metric": "m", "value": 1}]}'
     named["metrics.csv"] = f"{METRIC},step\n7777777.0,0\n"
-    if mine.name == "x":
-        mine.mkdir()
-        (mine / "config.yaml").write_text(named["config.yaml"])
-        (mine / "metrics.csv").write_text(named["metrics.csv"])
-    else:
-        mine.write_text(named[linked.rpartition("/")[2]])
+    mine = tmp_path / "mine" / "x"
+    write_run(mine, [], [7777777.0] * 3, kind="events")
+    for name, text in named.items():
+        (mine / name).write_text(text)
+    kind = "none" if linked in ("tensorboard", "events") else "csv"
     write_run(tmp_path / "theirs" / "a", ["key=1"], [0.1, 0.2, 0.3])
-    write_run(tmp_path / "theirs" / "b", ["other=2"], [0.1, 0.2, 0.4])
-    place = tmp_path / "theirs" / "b" / linked
+    write_run(tmp_path / "theirs" / "b", ["other=2"], [0.1, 0.2, 0.4], kind=kind)
+    place, target = tmp_path / "theirs" / "b" / linked, mine / linked.rpartition("/")[2]
+    if linked == "events":
+        target = next((mine / "tensorboard").iterdir())
+        place = place.parent / "tensorboard" / target.name
     place.parent.mkdir(exist_ok=True)
     if place.is_dir():
         shutil.rmtree(place)
     place.unlink(missing_ok=True)
-    place.symlink_to(mine)
+    place.symlink_to(target if target.exists() else mine)
     (tmp_path / "theirs" / "same").symlink_to("b")
+    if kind == "none":
+        assert curve(tmp_path / "theirs" / "b", METRIC) == []
     for words in ([], ["--format", "md"], ["--by", "key"], ["--format", "csv", "--metric", METRIC]):
         found = shown(capsys, tmp_path / "theirs", *words)
         assert "hf_mine" not in found

@@ -1,5 +1,6 @@
 """A model directory or a data set of a stranger runs no code: what tries to is refused, or does nothing."""
 
+import codecs
 import json
 import logging
 import os
@@ -430,8 +431,9 @@ def test_a_tokenizer_names_no_file_elsewhere(name, model, tmp_path):
         with only_data("policy.path", str(model), "a model", trusted=False):
             if inside != {"vocab_file": "/no/such/place"}:
                 assert AutoTokenizer.from_pretrained(str(model)).get_vocab()["a"] == 2
-    (model / "id_rsa").symlink_to(tmp_path / "id_rsa")  # of the same name
-    for elsewhere in (str(tmp_path / "id_rsa"), str(model / "id_rsa")):
+    (model / "own").mkdir()
+    (model / "own" / "id_rsa").symlink_to(tmp_path / "id_rsa")
+    for elsewhere in (str(tmp_path / "id_rsa"), str(model / "own" / "id_rsa")):
         file.write_text(json.dumps(tokens | {name: [elsewhere] if name == "init_inputs" else elsewhere}))
         with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {name}.*allowed (is \[\]|are those beside it)"):
             hf.load(str(model), **PLAIN)
@@ -440,38 +442,139 @@ def test_a_tokenizer_names_no_file_elsewhere(name, model, tmp_path):
 @provocation(
     "a model's directory with a link to another file of the user's: `chat_template.jinja -> ~/.ssh/id_rsa`, of which "
     "an export would hold a copy",
-    "refused in one sentence; links to files of the same name, and those of the hub's cache, are followed",
+    "refused in one sentence; links inside the directory, and those of the hub's cache, are followed",
 )
-def test_links_in_a_models_directory(model, tmp_path):
-    secret = tmp_path / "id_rsa"
+@pytest.mark.parametrize("way", ["directory", "cache"])
+def test_links_in_a_models_directory(way, model, tmp_path, monkeypatch):
+    secret, told = tmp_path / "id_rsa", r"is a link to \S+id_rsa, of which an export would hold a copy"
     secret.write_text(SECRET)
     elsewhere = tmp_path / "weights" / "model.safetensors"
     elsewhere.parent.mkdir()
     (model / "model.safetensors").rename(elsewhere)
     (model / "model.safetensors").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"model\.safetensors is a link to \S+weights/model\.safetensors, of which"):
+        hf.load(str(model), **PLAIN)
+    (model / "model.safetensors").unlink()
+    elsewhere.rename(model / "weights.safetensors")
+    (model / "model.safetensors").symlink_to("weights.safetensors")
     hf.load(str(model), **PLAIN)
     (model / "chat_template.jinja").unlink(missing_ok=True)
     (model / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(
-        ValueError, match=r"chat_template\.jinja leads to \S+id_rsa, of which an export would hold a copy"
-    ):
+    with pytest.raises(ValueError, match=rf"chat_template\.jinja {told}"):
         hf.load(str(model), **PLAIN)
     (model / "chat_template.jinja").unlink()
     more = model / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").symlink_to("/proc/self/environ")
-    with pytest.raises(ValueError, match=r"tool_use\.jinja leads to /proc/\S+, of which an export would hold a copy"):
+    with pytest.raises(ValueError, match=r"tool_use\.jinja is a link to /proc/\S+, of which an export"):
         hf.load(str(model), **PLAIN)
     (more / "tool_use.jinja").unlink()
-    cached = tmp_path / "models--a--b"
+    (model / "model.safetensors").unlink()
+    (model / "weights.safetensors").rename(model / "model.safetensors")
+    cached, commit = tmp_path / "models--a--b", "0a1b" * 10
     (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
     (cached / "blobs").mkdir()
-    snapshot = model.rename(cached / "snapshots" / "0a1b")
+    snapshot = model.rename(cached / "snapshots" / commit)
     for number, file in enumerate(sorted(snapshot.iterdir())):
-        if file.is_file() and not file.is_symlink():
+        if file.is_file():
             file.rename(cached / "blobs" / str(number))
             file.symlink_to(Path("..", "..", "blobs", str(number)))
-    assert hf.load(str(snapshot), **PLAIN).tokenizer.eos_token is not None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_OFFLINE", True)
+    path = str(snapshot) if way == "directory" else "a/b"
+    if way == "directory":
+        assert hf.load(path, **PLAIN).tokenizer.eos_token is not None
+    (cached / "blobs" / "x").symlink_to(secret)
+    for target in (secret, "../../blobs/x", "../../blobs/../../id_rsa"):
+        (snapshot / "chat_template.jinja").symlink_to(target)
+        with pytest.raises(ValueError, match=rf"^policy\.path='{path}': \S+/chat_template\.jinja {told}"):
+            hf.load(path, **PLAIN)
+        (snapshot / "chat_template.jinja").unlink()
+    (cached / "blobs").rename(tmp_path / "blobs")
+    (cached / "blobs").symlink_to("../blobs")
+    with pytest.raises(ValueError, match=r"__init__\.py is a link to "):
+        hf.load(path, **PLAIN)
+
+
+@provocation(
+    "a list of weights (`model.safetensors.index.json`), or `transformers_weights` in `config.json`, that names "
+    "files of other directories, of which an export would hold a copy",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("name", ["/home/me/model.safetensors", "../model.safetensors", "own/x.safetensors", "..", 7])
+def test_weights_lie_beside_their_list(name, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(ValueError, match=r"config\.json names the weights .*, no file beside it; allowed without"):
+        hf.load(str(model), **PLAIN)
+    (model / "config.json").write_text(json.dumps(config))
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        file = model / f"{kind}.index.json"
+        file.write_text(json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}))
+        with pytest.raises(
+            ValueError, match=rf"{kind}\.index\.json names the weights .*; allowed are names of files be"
+        ):
+            hf.load(str(model), **PLAIN)
+        file.unlink()
+
+
+@provocation(
+    "a model whose `tokenizer.json` has a text for its `model.vocab` or `merges`, which some tokenizers take for a "
+    "file: `~/.ssh/id_rsa`, of which an export would hold the lines",
+    "refused in one sentence",
+)
+@pytest.mark.parametrize("part", ["vocab", "merges"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("WordPiece", "BertTokenizer"), ("BPE", "GPT2Tokenizer"), ("WordLevel", "BertTokenizer"), (None, "")],
+)
+def test_a_vocabulary_is_no_file(part, kind, name, model, tmp_path):
+    (tmp_path / "id_rsa").write_text(SECRET)
+    made = {"type": kind, "unk_token": "abc", "vocab": {"abc": 0}, "merges": []} | {part: str(tmp_path / "id_rsa")}
+    content = json.loads((model / "tokenizer.json").read_text()) | {"model": made, "added_tokens": []}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    tokens = {"tokenizer_class": name, "unk_token": "abc", "pad_token": "abc", "eos_token": "abc"}
+    (model / "tokenizer_config.json").write_text(json.dumps(tokens))
+    with pytest.raises(
+        ValueError, match=rf"tokenizer\.json: model\.{part}='\S+id_rsa' names a file, of which an export"
+    ):
+        hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a tokenizer whose `errors` is that of a handler which the user's own file has registered with Python's `codecs`",
+    "refused in one sentence",
+)
+def test_errors_of_a_tokenizer_are_pythons_own(model):
+    codecs.register_error("own", of_the_program)
+    file = model / "tokenizer_config.json"
+    said = json.loads(file.read_text())
+    for errors, is_refused in (("replace", False), ("own", True), (["own"], True)):
+        file.write_text(json.dumps(said | {"errors": errors}))
+        with pytest.raises(ValueError, match=r"errors=.*own.*: allowed are strict, ") if is_refused else nullcontext():
+            hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a model whose `attn_implementation` is an attention function that the user's own file has registered with "
+    "transformers",
+    "left out: transformers' own is used, which the settings name",
+)
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_functions_of_a_model_are_transformers_own(key, model):
+    file = model / "config.json"
+    said = json.loads(file.read_text())
+    for value in ("own", {"": "own"}, {"text_config": "own"}, "kernels/x", ["own"], 7):
+        file.write_text(json.dumps(said | {key: value}))
+        with only_data("policy.path", str(model), "a model", trusted=False):
+            config = transformers.AutoConfig.from_pretrained(str(model))
+        assert "own" not in str(config.to_dict().get(key)) + str(config._attn_implementation)
+    file.write_text(json.dumps(said | {key: "eager"}))
+    with only_data("policy.path", str(model), "a model", trusted=False) as _:
+        config = transformers.AutoConfig.from_pretrained(str(model))
+    assert key == "experts_implementation" or config._attn_implementation == "eager"
 
 
 @provocation(
@@ -578,7 +681,7 @@ def test_weights_outside_the_directory_are_tensors_too(model, tmp_path, ran):
     of_pickle(model, Payload(ran), "../elsewhere.bin", raw=False)
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "../elsewhere.bin"}}
     (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=A_PICKLE):
+    with pytest.raises(ValueError, match=r"index\.json names the weights '\.\./elsewhere\.bin'; allowed are names of"):
         hf.load(str(model), **PLAIN)
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from datasets import table as arrow_files
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -357,6 +358,50 @@ def test_what_is_checked_of_a_saved_data_set_is_what_is_read(tmp_path):
     told = rf"state.json: _data_files: '{file.name}.gz': allowed are names that end in .arrow"
     with pytest.raises(ValueError, match=told):
         Hub(str(tmp_path), split="train")
+
+
+@provocation(
+    "a data set as `save_to_disk` leaves it whose `_format_type` is that of a formatter which a program has registered "
+    "with datasets",
+    "refused in one sentence; formats of datasets' own are taken off",
+)
+def test_formats_that_a_program_has_registered(tmp_path):
+    datasets.Dataset.from_list([{"prompt": "a"}]).with_format("numpy").save_to_disk(str(tmp_path))
+    assert Hub(str(tmp_path), split="train")[0] == ("a", {})
+    state = tmp_path / "state.json"
+    said = json.loads(state.read_text())
+    for changed in ({"_format_type": "own"}, {"_format_type": "custom"}, {"_format_kwargs": {"log": "HIT"}}):
+        state.write_text(json.dumps(said | changed))
+        with pytest.raises(ValueError, match=r"state\.json: the format \[.*\]; allowed are those of datasets"):
+            Hub(str(tmp_path), split="train")
+
+
+@provocation(
+    "a data set of the hub that is already prepared in the cache of datasets, whose table says more values than it "
+    "holds",
+    "refused: pyarrow would read beyond its memory",
+)
+def test_tables_that_were_prepared_before_are_validated(tmp_path):
+    rows = pa.table({"prompt": ["a", "b"], "x": pa.array([[7] * 8, [7] * 8], pa.list_(pa.uint8()))})
+    file = tmp_path / "x.arrow"
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    written, offsets = file.read_bytes(), struct.pack("<3i", 0, 8, 16)
+    assert written.count(offsets) == 1
+    reads = (arrow_files.MemoryMappedTable.from_file, arrow_files.InMemoryTable.from_file)
+    for read in reads:
+        with contained():
+            assert read(str(file)).num_rows == 2
+    file.write_bytes(written.replace(offsets, struct.pack("<3i", 0, 8, 1 << 20)))
+    for read in reads:
+        with contained(), pytest.raises(pa.ArrowInvalid):
+            read(str(file))
+    schema = pa.schema([pa.field("x", pa.string(), metadata={"ARROW:extension:name": "ray.data.arrow_pickled_object"})])
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_table(pa.table({"x": ["a"]}, schema=schema))
+    for read in reads:
+        with contained(), pytest.raises(ValueError, match=r"extension type 'ray\.data\.arrow_pickled_object'"):
+            read(str(file))
 
 
 @provocation(

@@ -38,7 +38,8 @@ def check(policy: nn.Module, base: str | None, checkpoint: Mapping[str, Any]) ->
         checkpoint: The checkpoint's content.
 
     Raises:
-        ValueError: It holds an adapter of another base, or lacks weights of this policy's.
+        ValueError: It holds an adapter of another base, or of one that it does not name, or lacks weights of this
+            policy's.
     """
     known: Any = checkpoint.get("state_dict", {})
     if base is None:
@@ -48,8 +49,10 @@ def check(policy: nn.Module, base: str | None, checkpoint: Mapping[str, Any]) ->
     missing = sorted(names(policy) - known.keys()) if known else []
     if missing:
         raise ValueError(f"the checkpoint lacks weights that policy.adapter has, {len(missing)} such as {missing[0]}")
-    if checkpoint.get("base", base) != base:
-        theirs = one_line(str(checkpoint["base"]))
+    is_whole = {f"policy.{name}" for name in policy.state_dict()} <= known.keys()
+    theirs = checkpoint.get("base", base if is_whole else None)
+    if theirs != base:
         raise ValueError(
-            f"the checkpoint's adapter was trained above other weights ({theirs}) than policy.path has ({base})"
+            f"the checkpoint's adapter was trained above other weights ({one_line(str(theirs))}) than policy.path has "
+            f"({base})"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.allowed import LIVE
+from grpo_lightning.checkpoint import of_others
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
@@ -173,6 +174,7 @@ def check_weights(path: Path, module: Any) -> None:
     """
     content = read(path, map_location="meta")
     stored: Mapping[str, Any] = content.get("state_dict") or {}
+    of_others.check_weights(module, {"state_dict": stored})
     own = dict(module.state_dict())
     wrong = [
         f"{name} {_shape(stored, name)} instead of {_shape(own, name)}"
@@ -199,9 +201,11 @@ def check_weights(path: Path, module: Any) -> None:
 def load(module: Any, checkpoint: Path | None) -> None:
     """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
     if checkpoint:
-        module.load_state_dict(weights(checkpoint), strict=module.strict_loading)
+        held = weights(checkpoint)
+        of_others.check_weights(module, {"state_dict": held})
+        module.load_state_dict(held, strict=module.strict_loading)
         module.on_load_checkpoint(read(checkpoint))
 
 
 def _shape(weights: Mapping[str, Any], name: str) -> Any:
-    return tuple(weights[name].shape) if name in weights else "absent"
+    return tuple(getattr(weights[name], "shape", ())) if name in weights else "absent"

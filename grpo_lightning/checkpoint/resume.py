@@ -15,6 +15,7 @@ from grpo_lightning.checkpoint.of_others import is_own
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
+from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import name_of_file, one_line, quoted
 
@@ -187,6 +188,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
         if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
+        _check_own(Path(given))
         for place in (Path(given), Path(given) / "checkpoints"):
             if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
                 told = typed("checkpoint", str(file))
@@ -214,6 +216,15 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError(f"checkpoint=last: there is no {last}")
     log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
     return None
+
+
+def _check_own(checkpoint: Path) -> None:
+    """Refuse a link, or one in a sharded checkpoint, to another place: a stranger's could have the user's exported."""
+    for path in (checkpoint, *(sorted(checkpoint.iterdir()) if checkpoint.is_dir() else ())):
+        if path.is_symlink() and leads_elsewhere(path, path.parent):
+            end = name_of_file(str(path.resolve()))
+            allowed = "that file by its own name" if path == checkpoint else "a directory with its own files"
+            raise ValueError(f"checkpoint={checkpoint}: {path.name} is a link to {end}; allowed is {allowed}")
 
 
 def _refuse_start(config: Mapping[str, Any], directory: Path, overrides: Sequence[str]) -> None:

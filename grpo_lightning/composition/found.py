@@ -9,8 +9,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
-from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.output.terminal import name_of_file, one_line
+from grpo_lightning.settings.places import linked_part
 
 
 class SettingsRefused(ConfigCompositionException):
@@ -27,12 +27,13 @@ def is_brought(default: ResultDefault, loaded: ConfigResult, *, is_noted: bool) 
     if root is None:
         return False
     is_below = file.is_relative_to(root)
-    if is_noted and loaded.path.startswith("file://") and _is_link_elsewhere(root, default):
+    is_file = loaded.path.startswith("file://")
+    if is_noted and is_file and _is_linked(loaded.path.removeprefix("file://"), default):
         raise SettingsRefused(
-            f"{one_line(str(default.config_path))}: is a link to {name_of_file(str(file))}, which may be no settings "
-            "of its author's; allowed are files, and links inside the directory"
+            f"{one_line(str(default.config_path))}: is by a link {name_of_file(str(file))}, which may be no settings "
+            "of its author's; allowed are files by their own names"
         )
-    if not loaded.path.startswith("file://"):
+    if not is_file:
         if not is_below:
             raise SettingsRefused(
                 f"{one_line(str(default.config_path))}: leads from Hydra's own settings to {one_line(str(file))}; "
@@ -53,12 +54,12 @@ def is_hydras_own(default: ResultDefault, loaded: ConfigResult) -> bool:
     return path == "hydra/config" or (path.startswith("hydra/") and package == meant)
 
 
-def _is_link_elsewhere(root: Path, default: ResultDefault) -> bool:
+def _is_linked(place: str, default: ResultDefault) -> bool:
     """Whether settings that are brought along are a link to a file of the user's, whose words would become theirs."""
-    place = root / ConfigSource._normalize_file_name(default.config_path or "")
-    if ".." in place.parts:  # only the command says so, and names all directories
-        return leads_elsewhere(place, place.parent)
-    return root != CONF.resolve() and leads_elsewhere(place, root)
+    root, name = Path(place), ConfigSource._normalize_file_name(default.config_path or "")
+    if ".." in Path(name).parts:  # only the command says so
+        return linked_part(root / name) is not None
+    return root.resolve() != CONF.resolve() and linked_part(root / name, root) is not None
 
 
 def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, Path]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.json
 from datasets import DatasetBuilder, DownloadManager
+from datasets import table as arrow_files
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -18,6 +19,7 @@ from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 from pyarrow import ipc, parquet
 
+from grpo_lightning.allowed import ERRORS
 from grpo_lightning.data.columns import DIGITS, check_arrow, check_columns, check_length, parquet_schema
 from grpo_lightning.data.json_tables import read_in_one_block
 from grpo_lightning.output.plain_yaml import standard_tags
@@ -38,8 +40,6 @@ _TYPE = re.compile(
 )
 """Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
 
-_ERRORS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape", "surrogatepass")
-"""What Python itself does with bytes that are no letters."""
 _DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(\d+)\)", re.ASCII)
 
 
@@ -55,13 +55,15 @@ def contained() -> Iterator[None]:
     And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
     the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
     tensors, media or formats of other programs, nor types of columns that a program has registered. Lists have no type
-    that makes them longer than pyarrow can count, lines of JSON are read in one block, and there are no ``filters``, by
-    which parquet's reader would compute with tables before they are validated.
+    that makes them longer than pyarrow can count, lines of JSON are read in one block, and tables of arrow are
+    validated, also those that datasets has prepared before, as pyarrow trusts their offsets. There are no ``filters``,
+    by which parquet's reader would compute with tables before they are validated. Encodings are Python's own.
     """
     extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
     prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
     nested, lines, tables = features.get_nested_type, pyarrow.json.read_json, Parquet._generate_tables
     opened, read_schema = (ipc.open_stream, ipc.open_file), parquet.read_schema
+    held = arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file
     known_features = dict(features._FEATURE_TYPES)
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
@@ -120,7 +122,19 @@ def contained() -> Iterator[None]:
 
         return checked
 
+    def whole(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        def validated(filename: str) -> Any:
+            check_arrow(Path(filename))
+            with pyarrow.memory_map(filename) as mapped, opened[0](mapped) as stream:
+                check_columns(stream.schema)
+                for batch in stream:
+                    batch.validate(full=True)
+            return read(filename)
+
+        return validated
+
     DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
+    arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file = map(whole, held)
     DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
     features.get_nested_type, pyarrow.json.read_json = bounded, read_in_one_block
     Arrow._cast_table = Parquet._cast_table = cast
@@ -145,6 +159,7 @@ def contained() -> Iterator[None]:
         Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
         Parquet._generate_tables, parquet.read_schema = tables, read_schema
         ipc.open_stream, ipc.open_file = opened
+        arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file = held
         features._FEATURE_TYPES.update(known_features)
 
 
@@ -153,9 +168,9 @@ def _check_encoding(config: Any) -> None:
     encoding, errors = getattr(config, "encoding", None), getattr(config, "encoding_errors", None)
     if encoding is not None and not (isinstance(encoding, str) and encodings.search_function(encoding)):
         raise ValueError(f"its README says encoding {one_line(repr(encoding)[:80])}; allowed are those of Python's own")
-    if errors is not None and errors not in _ERRORS:
+    if errors is not None and errors not in ERRORS:
         told = one_line(repr(errors)[:80])
-        raise ValueError(f"its README says encoding_errors {told}; allowed are {', '.join(_ERRORS)}")
+        raise ValueError(f"its README says encoding_errors {told}; allowed are {', '.join(ERRORS)}")
 
 
 def check_inside(text: str, where: str) -> None:

@@ -68,9 +68,10 @@ def course(run: RunRecord, metric: str, *, with_points: bool) -> Course | None:
 @lru_cache(256)
 def _curves(run: Path) -> Mapping[str, Points]:
     file = run / "csv" / "metrics.csv"
-    if leads_elsewhere(file, run):
+    events = run / "tensorboard"
+    if any(leads_elsewhere(path, run) for path in (file, events, *events.glob("*"))):  # it may be a stranger's
         return {}
-    return _of_csv(file) if file.is_file() else _of_events(run / "tensorboard")
+    return _of_csv(file) if file.is_file() else _of_events(events)
 
 
 def _of_csv(file: Path) -> dict[str, Points]:

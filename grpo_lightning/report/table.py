@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +159,7 @@ def _markdown(comparison: Comparison, deviation: bool) -> str:
 
 
 def _piped(cell: str) -> str:
-    return one_line(cell).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+    return re.sub(r"([\\|*]|(?<=\])\()", r"\\\1", one_line(cell)).replace("<", "&lt;")
 
 
 def _html(comparison: Comparison, deviation: bool) -> str:

@@ -87,8 +87,8 @@ def entry_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a directory before the first file of a run or sweep is written to it; see `link_problem`."""
     if _is_of_programs(directory):
         return one_line(
-            f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or one of Python's packages; "
-            "programs may run what is put there; allowed is another, or a new one in it"
+            f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or of the home, or one of "
+            "Python's packages, or a way that cannot be told; programs may run what is put there; allowed is another"
         )
     return link_problem(directory, *more)
 
@@ -155,10 +155,25 @@ def _is_of_programs(directory: Path) -> bool:
     """Whether a directory may be one of which programs run any file, as shells do with those in ``~/.bashrc.d``."""
     place = followed(directory)
     if place is None:
-        return False
+        return True
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
     is_used = names and names.isdisjoint(_OF_RUNS)
-    return bool(is_used and _is_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
+    is_new = not names and is_of_home(directory)
+    return is_new or bool(is_used and _is_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
+
+
+def is_of_home(path: Path) -> bool:
+    """Whether a path leads into a hidden directory of the home, where programs look for what they run or obey.
+
+    Caches (``~/.cache``) are none of these, nor is what the start lies in. A way that cannot be told, as by ``..`` of
+    what is not there yet, may lead there.
+    """
+    home, place, own = followed(Path("~").expanduser()), followed(path), start.place()
+    if home is None or place is None or not place.is_relative_to(home):
+        return place is None
+    parts = place.relative_to(home).parts
+    hidden = [n for n, part in enumerate(parts, 1) if part.startswith(".") and part != ".cache"]
+    return any(not own.is_relative_to(home.joinpath(*parts[:n])) for n in hidden)
 
 
 def _is_hidden(path: Path) -> bool:

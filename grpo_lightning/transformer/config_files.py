@@ -16,6 +16,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from grpo_lightning.output.terminal import one_line
+from grpo_lightning.transformer.directory import is_beside
 
 _PROGRAM = re.compile(r".*\.(?:py[cdw]?|so|dylib|dll)\s*:.*", re.IGNORECASE | re.DOTALL)
 """A text that names something in a file of code, as FILE.py:NAME."""
@@ -24,7 +25,12 @@ ELSEWHERE = "speculators_config"
 _LEFT_OUT = ("auto_map", "custom_generate", "custom_pipelines", ELSEWHERE)
 """Keys of code and of other models: none is used, and an export would hand them on as the user's own."""
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation\w*")
-"""Keys of functions, left out where a slash says that they name a kernel of the hub, whose code would run."""
+"""Keys of functions, left out where they name others than transformers': kernels of the hub or a program's own."""
+_FUNCTIONS = (
+    *("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa"),
+    *("batched_mm", "grouped_mm"),
+)
+_WEIGHTS = "transformers_weights"
 _METHOD = "quant_method"
 _QUANTIZED = (
     *(
@@ -113,13 +119,22 @@ def _values(node: Any, where: str, refused: frozenset[str], left_out: list[str])
     content = {}
     for key, value in node.items():
         name = str(key)  # labels have numbers
-        if name in _LEFT_OUT or (_IMPLEMENTATION.fullmatch(name) and "/" in str(value)):
+        if name in _LEFT_OUT or (_IMPLEMENTATION.fullmatch(name) and not _is_known(value)):
             left_out.append(name)
             continue
+        if name == _WEIGHTS and value is not None and not is_beside(value):
+            raise ValueError(_told(where, f"names the weights {str(value)[:80]}, no file beside it"))
         if name in refused or (name.startswith("__") and name.endswith("__")):
             raise ValueError(_told(where, f"gives {name[:80]} a value, which decides how the rest is read"))
         content[key] = _values(value, where, frozenset() if name == _LABELS else refused, left_out)
     return content
+
+
+def _is_known(function: Any) -> bool:
+    """Whether a function, or all of those for the parts of a model, are transformers' own."""
+    if isinstance(function, dict):
+        return all(map(_is_known, function.values()))
+    return function is None or (isinstance(function, str) and function in _FUNCTIONS)
 
 
 def _told(where: str, what: str) -> str:

@@ -17,9 +17,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
+from grpo_lightning.transformer.directory import check_directory
 from grpo_lightning.transformer.quantized import compare_inputs, layer_problem, state_problem
 from grpo_lightning.transformer.registered import Registered, transformers_only
 from grpo_lightning.transformer.tokenizer_files import tokenizers_only
@@ -51,22 +51,7 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
     """
     where = f"{key}={path!r}"
     show_printable()
-    if part := next(
-        Path(path).expanduser().glob("shard-*.safetensors"), None
-    ):  # memory without a part would count as weights
-        raise ValueError(
-            f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
-            "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
-        )
-    if link := _link_elsewhere(Path(path).expanduser()):
-        raise ValueError(
-            f"{where}: {link} leads to {one_line(os.path.realpath(link))}, of which an export would hold a copy; "
-            "allowed are links to files of the same name, and those of the hub's cache"
-        )
-    if not Path(path, "config.json").exists() and Path(path, "export", "config.json").exists():
-        raise ValueError(
-            f"{where}: the directory of a run; allowed is its export, {typed(key, os.path.join(path, 'export'))}"
-        )
+    check_directory(path, key)
     left_out: list[str] = []
     try:
         with (
@@ -107,19 +92,6 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
         raise ValueError(f"{where}: transformers cannot read {what} there: {told}") from error
     except RecursionError as error:
         raise ValueError(f"{where}: its configuration is nested too deep") from error
-
-
-def _link_elsewhere(directory: Path) -> Path | None:
-    """A link in a model's directory that leads to a file of another name, such as a key of the user's."""
-    if not directory.is_dir():
-        return None
-    for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
-        if entry.is_symlink():
-            end = Path(os.path.realpath(entry))
-            is_of_the_hub = end.parent.name == "blobs" and entry.absolute().parent.parent.name == "snapshots"
-            if end.name != entry.name and not is_of_the_hub:
-                return entry
-    return None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto import tokenization_auto
 from transformers.utils.import_utils import DummyObject
 
+from grpo_lightning.allowed import ERRORS
 from grpo_lightning.output.terminal import one_line
 
 _OF_PROGRAMS = "BertJapaneseTokenizer"
@@ -56,6 +57,7 @@ def tokenizers_only() -> Iterator[None]:
         begin(tokenizer, *args, **{name: value for name, value in settings.items() if name not in _OF_LOADING})
 
     def loaded(kind: type[Any], files: dict[str, Any], *args: Any, **options: Any) -> Any:
+        _check_model(files.get("tokenizer_file"))
         _check_special_tokens(files.get("special_tokens_map_file"))
         _check_settings(files.get("tokenizer_config_file"), {*kind.vocab_files_names, *_TEXTS_OF_OTHERS})
         return from_files.__func__(kind, files, *args, **options)  # type: ignore[attr-defined]
@@ -89,6 +91,9 @@ def _check_settings(file: str | None, files: Collection[str]) -> None:
         return
     if content.get("init_inputs"):
         raise ValueError("tokenizer_config.json: init_inputs: allowed is []")
+    if (errors := content.get("errors")) is not None and errors not in ERRORS:
+        told = one_line(repr(errors)[:80])
+        raise ValueError(f"tokenizer_config.json: errors={told}: allowed are {', '.join(ERRORS)}")
     home = Path(file).absolute().parent
     for name in sorted({*files} & {*content}):
         named = content[name]
@@ -97,6 +102,20 @@ def _check_settings(file: str | None, files: Collection[str]) -> None:
             raise ValueError(
                 f"tokenizer_config.json: {one_line(name[:80])}={one_line(repr(named)[:200])} is a file in another "
                 "place; allowed are those beside it"
+            )
+
+
+def _check_model(file: str | None) -> None:
+    """Refuse a ``tokenizer.json`` with a text for its vocabulary or merges, which some classes take for a file."""
+    if file is None or not Path(file).is_file():
+        return
+    content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    model = content.get("model") if isinstance(content, Mapping) else None
+    for name in ("vocab", "merges"):
+        if isinstance(model, Mapping) and isinstance(text := model.get(name), str):
+            raise ValueError(
+                f"tokenizer.json: model.{name}={one_line(repr(text)[:200])} names a file, of which an export would "
+                "hold a copy; allowed are the tokens themselves"
             )
 
 
