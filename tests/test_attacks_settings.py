@@ -372,17 +372,12 @@ def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatc
     assert entry_problem(home / ".config" / "runs") is not None
     export = {"_target_": "grpo_lightning.callbacks.Export", "directory": None}
     judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": None}
-    for place, is_refused in (
-        ("~/.docker", True),
-        (f"{home}/.bashrc.d/x", True),
-        ("~/none/../.bashrc.d", True),
-        ("~/.cache/x", False),
-        (None, False),
-    ):
+    refused = ("~/.docker", f"{home}/.bashrc.d/x", "~/none/../.bashrc.d")
+    for place in (*refused, "~/.cache/x", None):
         settings = {"run_dir": str(run), "callbacks": {"export": export | {"directory": place}}}
         settings["reward"] = {"judge": {"function": judge | {"cache": place}}}
         told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home" in one]
-        assert len(told) == 2 * is_refused
+        assert len(told) == 2 * (place in refused)
 
 
 @provocation("`run_dir=.bashrc.d`, a hidden directory with files of the user's", "refused before a file is written")
