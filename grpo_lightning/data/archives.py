@@ -1,27 +1,20 @@
 """What the datasets library does for a data set's files: it reads them, and writes where its caches are."""
 
 import encodings
-import re
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import pyarrow.json
 from datasets import DatasetBuilder, DownloadManager
-from datasets import table as arrow_files
-from datasets.features import features
-from datasets.packaged_modules.arrow.arrow import Arrow
-from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
-from pyarrow import ipc, parquet
 
 from grpo_lightning.allowed import ERRORS
-from grpo_lightning.data.columns import DIGITS, check_arrow, check_columns, check_length, parquet_schema
-from grpo_lightning.data.json_tables import read_in_one_block
+from grpo_lightning.data.whole_tables import whole_tables
 from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line
 
@@ -32,15 +25,6 @@ _PREPARED = "cache"
 _OTHERS = ("rar", "7z")
 _SYSTEMS = ("file", "local", "hf", "http", "https", "zip", "tar", "bz2", "gzip", "lz4", "xz", "zstd")
 """Kinds of places that fsspec reads from; of others some load what lies in the working directory (``libhdfs.so``)."""
-_KINDS_OF_PLACES: tuple[dict[str, Any], ...] = (known_implementations, _registry)
-_TYPE = re.compile(
-    r"null|uuid|bool[_8]?|u?int(8|16|32|64)|float(16|32|64)|date(32|64)|month_day_nano_interval|((large_)?(string|utf8|binary)"
-    r"|(string|binary)_view)|\w+[(\[].*",
-    re.ASCII | re.DOTALL,
-)
-"""Of what stands before a bracket datasets knows the few that there are; any other name is a function of pyarrow's."""
-
-_DECIMAL = re.compile(r"decimal(128|256)\(\d+, ?(\d+)\)", re.ASCII)
 
 
 @contextmanager
@@ -52,19 +36,12 @@ def contained() -> Iterator[None]:
     the user's. And "::" in a name is a further place to read from.
 
     The name of a configuration and its ``version``, which a README may give, are part of the path of what it prepares.
-    And of the types of columns, which files name, it calls all that pyarrow has a function for. It reads from files,
-    the hub and servers, and from no other kind of place that a file's name could ask for; and tables and texts, no
-    tensors, media or formats of other programs, nor types of columns that a program has registered. Lists have no type
-    that makes them longer than pyarrow can count, lines of JSON are read in one block, and tables of arrow are
-    validated, also those that datasets has prepared before, as pyarrow trusts their offsets. There are no ``filters``,
-    by which parquet's reader would compute with tables before they are validated. Encodings are Python's own.
+    It reads from files, the hub and servers, and from no other kind of place that a file's name could ask for; and
+    `whole_tables` and texts, no tensors, media or formats of other programs. There are no ``filters``, by which
+    parquet's reader would compute with tables before they are validated, and encodings are Python's own.
     """
-    extract, cache, arrow = DownloadManager.extract, DatasetBuilder._build_cache_dir, features.string_to_arrow
-    prepare, casts = DatasetBuilder.download_and_prepare, {kind: kind._cast_table for kind in (Arrow, Parquet)}
-    nested, lines, tables = features.get_nested_type, pyarrow.json.read_json, Parquet._generate_tables
-    opened, read_schema = (ipc.open_stream, ipc.open_file), parquet.read_schema
-    held = arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file
-    known_features = dict(features._FEATURE_TYPES)
+    extract, cache = DownloadManager.extract, DatasetBuilder._build_cache_dir
+    prepare = DatasetBuilder.download_and_prepare
 
     def checked(manager: DownloadManager, path_or_paths: Any) -> Any:
         for path in texts(path_or_paths):
@@ -86,81 +63,20 @@ def contained() -> Iterator[None]:
         _check_encoding(builder.config)
         prepare(builder, *args, **options)
 
-    def known(name: str) -> Any:
-        if not _TYPE.fullmatch(name):
-            raise ValueError(
-                f"a column of the type {one_line(repr(name))}: allowed are types of pyarrow's, like string"
-            )
-        if name.startswith("decimal"):
-            decimal = _DECIMAL.fullmatch(name)
-            if not decimal or int(decimal[2]) > DIGITS[int(decimal[1])]:
-                allowed = " and ".join(f"decimal{bits}(DIGITS, SCALE), 0 to {DIGITS[bits]}" for bits in (128, 256))
-                raise ValueError(f"a column of the type {one_line(repr(name))}: allowed are {allowed}")
-        return arrow(name)
-
-    def bounded(feature: Any) -> Any:
-        check_length(kind := nested(feature))
-        return kind
-
-    def cast(builder: Any, table: Any) -> Any:
-        check_columns(table.schema)
-        table.validate(full=True)  # parquet's reader takes numbers of words of a dictionary as they are
-        return casts[Arrow if isinstance(builder, Arrow) else Parquet](builder, table)
-
-    def typed(builder: Any, files: Iterable[str], *others: Any, **options: Any) -> Iterator[Any]:
-        """Types are looked at before rows, whose lists are made as long as a file says."""
-        for file in (files := [*files]):
-            with open(file, "rb") as opened, suppress(pyarrow.ArrowException):  # a damaged one is told when it is read
-                check_columns(parquet_schema(opened))
-        yield from tables(builder, files, *others, **options)
-
-    def looked_at(opened: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(source: Any, *args: Any, **options: Any) -> Any:
-            if isinstance(name := getattr(source, "name", None), str) and Path(name).is_file():
-                check_arrow(Path(name))
-            return opened(source, *args, **options)
-
-        return checked
-
-    def whole(read: Callable[[str], Any]) -> Callable[[str], Any]:
-        def validated(filename: str) -> Any:
-            check_arrow(Path(filename))
-            with pyarrow.memory_map(filename) as mapped, opened[0](mapped) as stream:
-                check_columns(stream.schema)
-                for batch in stream:
-                    batch.validate(full=True)
-            return read(filename)
-
-        return validated
-
-    DownloadManager.extract, DatasetBuilder._build_cache_dir = checked, below
-    arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file = map(whole, held)
-    DatasetBuilder.download_and_prepare, features.string_to_arrow = prepared, known
-    features.get_nested_type, pyarrow.json.read_json = bounded, read_in_one_block
-    Arrow._cast_table = Parquet._cast_table = cast
-    Parquet._generate_tables, parquet.read_schema = typed, parquet_schema
-    ipc.open_stream, ipc.open_file = map(looked_at, opened)
-    for name, made in known_features.items():
-        if not made.__module__.startswith("datasets."):  # a program's own, which would be given what files say
-            del features._FEATURE_TYPES[name]
-    others = [(kinds, {name: kinds[name] for name in kinds if name not in _SYSTEMS}) for kinds in _KINDS_OF_PLACES]
-    for kinds, left_out in others:
-        for name in left_out:
-            del kinds[name]
-    try:
-        with standard_tags():  # of READMEs
-            yield
-    finally:
-        for kinds, left_out in others:
-            kinds.update(left_out)
-        DownloadManager.extract, DatasetBuilder._build_cache_dir = extract, cache
-        DatasetBuilder.download_and_prepare, features.string_to_arrow = prepare, arrow
-        features.get_nested_type, pyarrow.json.read_json = nested, lines
-        Arrow._cast_table, Parquet._cast_table = casts[Arrow], casts[Parquet]
-        Parquet._generate_tables, parquet.read_schema = tables, read_schema
-        ipc.open_stream, ipc.open_file = opened
-        arrow_files._memory_mapped_arrow_table_from_file, arrow_files._in_memory_arrow_table_from_file = held
-        features._FEATURE_TYPES.update(known_features)
+    with (
+        patch.object(DownloadManager, "extract", checked),
+        patch.object(DatasetBuilder, "_build_cache_dir", below),
+        patch.object(DatasetBuilder, "download_and_prepare", prepared),
+        patch.dict(known_implementations),
+        patch.dict(_registry),
+        standard_tags(),  # of READMEs
+        whole_tables(),
+    ):
+        kinds: dict[str, Any]
+        for kinds in (known_implementations, _registry):
+            for name in {*kinds} - {*_SYSTEMS}:
+                del kinds[name]
+        yield
 
 
 def _check_encoding(config: Any) -> None:
