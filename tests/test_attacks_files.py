@@ -15,6 +15,7 @@ import pytest
 
 from grpo_lightning import start as place_of_start
 from grpo_lightning.distributed import fresh
+from grpo_lightning.settings.loggers import logger_problems
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
@@ -326,6 +327,28 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
     done = begun(tmp_path, "--config-dir", "conf", *words, *TINY, "reward=[format]")
     assert not (tmp_path / "HIT").exists()
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@provocation(
+    "`hydra.launcher.submitit_folder=theirs/folder`, or a `tracking_uri` of MLflow's, that is a stranger's link to "
+    "a directory or database of the user's",
+    "refused in one sentence",
+)
+def test_launchers_and_stores_write_through_no_link(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "folder").symlink_to(tmp_path / "mine")
+    (tmp_path / "theirs" / "m.db").symlink_to(tmp_path / "mine" / "notes.db")
+    words = ["hydra/launcher=submitit_local", "seed=0,1", "hydra.launcher.submitit_folder=theirs/folder"]
+    done = begun(tmp_path, "-m", "hydra.sweep.dir=sweep", *words, *TINY)
+    assert "submitit_folder=theirs/folder: " in done.stderr
+    assert "theirs/folder is a link; allowed is a place without" in " ".join(done.stderr.split())
+    assert not [*(tmp_path / "mine").iterdir()]
+    for store, is_refused in (("theirs/m.db", True), ("theirs/folder/x.db", True), ("theirs/n.db", False)):
+        logger = {"_target_": "grpo_lightning.logger.MLFlowLogger", "tracking_uri": f"sqlite:///{store}"}
+        told = [one for one in logger_problems({"logger": {"mlflow": logger}}) if "is a link" in one]
+        assert len(told) == is_refused, store
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])

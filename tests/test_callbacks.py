@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -457,6 +458,18 @@ def test_nor_do_functions_of_a_lambda_callback(function, tmp_path):
         check(tmp_path / "theirs.ckpt", run, "fit")
     run.config = {"trusted": ["tests"]}
     check(tmp_path / "theirs.ckpt", run, "fit")
+
+
+class Mended(SpikeDetection):
+    """A callback of Lightning's that overwrites a file which a checkpoint names, as a user may have made it work."""
+
+
+def test_nor_does_one_that_obeys_it(tmp_path):
+    trainer = SimpleNamespace(precision_plugin=None, strategy=None, callbacks=[Mended(warmup=1)])
+    module = SimpleNamespace(modules=list)
+    run = SimpleNamespace(module=module, data=None, directory=tmp_path, config={}, trainer=trainer)
+    with pytest.raises(ValueError, match=r"given to Mended of tests\.test_callbacks \(load_state_dict\); allowed is"):
+        check(tmp_path / "theirs.ckpt", run, "fit")
 
 
 class Device(SingleDeviceStrategy):

@@ -15,6 +15,8 @@ _PACKAGES = ("grpo_lightning", "lightning", "torch")
 _OF_LAYERS = ("bitsandbytes", "peft", "torchmetrics", "transformers")
 """Packages whose layers do something of their own with weights."""
 _TAKING = ("on_load_checkpoint", "load_state_dict")
+_OBEYING = ("SpikeDetection",)
+"""Lightning's that overwrite a file which a checkpoint names; by itself this one cannot be used here."""
 _OF_STRATEGIES = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 
 
@@ -146,4 +148,7 @@ def _is_of(checkpoint: Path, directory: Path, settings: Mapping[str, Any]) -> bo
 
 def _home(kind: type, name: str) -> str:
     """The module that defines a method of a class; this package's own for one that there is not."""
-    return next((base.__module__ for base in kind.__mro__ if name in vars(base)), __name__)
+    base = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if base is None:
+        return __name__
+    return kind.__module__ if base.__name__ in _OBEYING else base.__module__

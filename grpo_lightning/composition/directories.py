@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.output.shell import shell_word
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_whole
-from grpo_lightning.settings.places import entry_problem, unwritable
+from grpo_lightning.settings.places import entry_problem, linked_part, unwritable
 from grpo_lightning.start import settings_from
 
 _PLACES = ("hydra.sweep.dir", "hydra.run.dir")
@@ -46,6 +47,10 @@ def link_of_sweep(composed: DictConfig) -> str | None:
     """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
     if composed.hydra.mode != RunMode.MULTIRUN:
         return None
+    with suppress(OmegaConfBaseException):
+        folder = str(composed.hydra.launcher.get("submitit_folder") or "")
+        if link := linked_part(Path(folder)):
+            return one_line(f"hydra.launcher.submitit_folder={folder}: {link} is a link; allowed is a place without")
     with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
         problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)
