@@ -355,28 +355,28 @@ def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatc
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home / "work")
     monkeypatch.setattr(start, "START", home / "work")
-    for place in (home / ".bashrc.d", home / ".config" / "x" / "y", home / "work" / ".hidden"):
+    for place in (home / ".bashrc.d", home / ".config" / "x" / "y", home / "other" / ".hidden"):
         assert "a hidden directory with files that are no run's, or of the home, or" in str(entry_problem(place))
     for place in (home / "none" / ".." / ".bashrc.d", home / "none" / ".." / "runs"):
-        assert "or a way that cannot be told; programs may run" in str(entry_problem(place))
-    for place in (
-        home / ".cache" / "runs",
-        home / "work" / "runs",
-        home / "work" / ".." / "runs",
-        tmp_path / ".hidden",
-    ):
+        assert "or that cannot be told; programs may run" in str(entry_problem(place))
+    for place in (Path("/etc/none/x"), Path("/usr/none")):
+        assert "or one of the system, " in str(entry_problem(place))
+    named = (home / ".cache" / "runs", home / "work" / "runs", home / "work" / ".." / "runs", home / "work" / ".runs")
+    for place in (*named, tmp_path / ".hidden"):
         assert entry_problem(place) is None
+    monkeypatch.setattr(start, "START", home)
+    assert entry_problem(home / ".runs") is not None
     monkeypatch.setattr(start, "START", home / ".work" / "x")
     assert entry_problem(home / ".work" / "x" / "runs") is None
     assert entry_problem(home / ".work" / "runs") is None
     assert entry_problem(home / ".config" / "runs") is not None
     export = {"_target_": "grpo_lightning.callbacks.Export", "directory": None}
     judge = {"_target_": "grpo_lightning.reward.judge.ChatJudge", "cache": None}
-    refused = ("~/.docker", f"{home}/.bashrc.d/x", "~/none/../.bashrc.d")
+    refused = ("/etc/cron.d/x", "~/.docker", f"{home}/.bashrc.d/x", "~/none/../.bashrc.d")
     for place in (*refused, "~/.cache/x", None):
         settings = {"run_dir": str(run), "callbacks": {"export": export | {"directory": place}}}
         settings["reward"] = {"judge": {"function": judge | {"cache": place}}}
-        told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home" in one]
+        told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home, or" in one]
         assert len(told) == 2 * (place in refused)
 
 

@@ -13,7 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -464,11 +464,16 @@ class Mended(SpikeDetection):
     """A callback of Lightning's that overwrites a file which a checkpoint names, as a user may have made it work."""
 
 
-def test_nor_does_one_that_obeys_it(tmp_path):
-    trainer = SimpleNamespace(precision_plugin=None, strategy=None, callbacks=[Mended(warmup=1)])
+class Tuning(BackboneFinetuning):
+    """One that makes groups of the optimizer of what a checkpoint says."""
+
+
+@pytest.mark.parametrize("callback", [Mended(warmup=1), Tuning()])
+def test_nor_do_those_that_obey_it(callback, tmp_path):
+    trainer = SimpleNamespace(precision_plugin=None, strategy=None, callbacks=[callback])
     module = SimpleNamespace(modules=list)
     run = SimpleNamespace(module=module, data=None, directory=tmp_path, config={}, trainer=trainer)
-    with pytest.raises(ValueError, match=r"given to Mended of tests\.test_callbacks \(load_state_dict\); allowed is"):
+    with pytest.raises(ValueError, match=r"given to \w+ of tests\.test_callbacks \(load_state_dict\); allowed is"):
         check(tmp_path / "theirs.ckpt", run, "fit")
 
 

@@ -700,3 +700,11 @@ def test_importing_the_package_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=_environment()).returncode == 0
     code = "import grpo_lightning.composition as c, grpo_lightning as g; assert c.compose is g.compose"
     assert subprocess.run([sys.executable, "-c", code], env=_environment()).returncode == 0
+
+
+def test_a_callback_is_switched_off_by_null(tmp_path):
+    words = ("callbacks.samples=null", "+callbacks.own=null")
+    run = grpo.compose(*SMALL, *words, data=ROWS, reward=letters, run_dir=tmp_path)
+    run.fit()
+    assert run.module.completed_steps == 2
+    assert None not in run.trainer.callbacks

@@ -533,7 +533,7 @@ def test_a_program_writes_into_no_directory_of_programs(tmp_path, monkeypatch):
     (tmp_path / ".config" / "bash").mkdir(parents=True)
     (tmp_path / ".config" / "bash" / "aliases").touch()
     found = list(place_problems({"run_dir": ".config/bash"}))
-    assert found[0].startswith("hydra.run.dir=.config/bash: a hidden directory with files that are no run's, or one of")
+    assert found[0].startswith("hydra.run.dir=.config/bash: a hidden directory with files that are no run's, or of")
     assert list(place_problems({"run_dir": ".config/bash/new"})) == []
     (tmp_path / ".config" / "bash" / "train.log").touch()  # a run has begun
     assert list(place_problems({"run_dir": ".config/bash"})) == []

@@ -510,3 +510,13 @@ def test_files_that_unfold_without_end_are_harmless(tmp_path, capsys):
     lines = ["- &a0 [x, x]", *(f"- &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
     (tmp_path / "wide" / ".hydra" / "overrides.yaml").write_text("\n".join(lines))
     assert "2 of 3 runs without a result" in " ".join(shown(capsys, tmp_path).split())
+
+
+def test_secrets_are_hidden_before_a_table_is_folded(tmp_path, capsys):
+    token = "hf_" + "AbCdEfGh" * 8
+    for number in range(2):
+        write_run(tmp_path / str(number), [f"x={token}{number}", "y=" + "z" * 60], [0.1, 0.2, 0.3])
+    for form in ("table", "md", "html", "csv", "json"):
+        printed = "".join(shown(capsys, tmp_path, "--by", "x", "y", "--format", form).split())
+        assert "AbCdEf" not in printed
+        assert "REDACTED" in printed

@@ -15,8 +15,8 @@ _PACKAGES = ("grpo_lightning", "lightning", "torch")
 _OF_LAYERS = ("bitsandbytes", "peft", "torchmetrics", "transformers")
 """Packages whose layers do something of their own with weights."""
 _TAKING = ("on_load_checkpoint", "load_state_dict")
-_OBEYING = ("SpikeDetection",)
-"""Lightning's that overwrite a file which a checkpoint names; by itself this one cannot be used here."""
+_OBEYING = ("BaseFinetuning", "SpikeDetection")
+"""Lightning's whose state names a file that is overwritten, or takes the place of an optimizer's groups."""
 _OF_STRATEGIES = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 
 
@@ -151,4 +151,5 @@ def _home(kind: type, name: str) -> str:
     base = next((base for base in kind.__mro__ if name in vars(base)), None)
     if base is None:
         return __name__
-    return kind.__module__ if base.__name__ in _OBEYING else base.__module__
+    obeys = any(one.__name__ in _OBEYING for one in base.__mro__)
+    return kind.__module__ if obeys else base.__module__

@@ -20,6 +20,6 @@ def with_callbacks(trainer: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
     if "callbacks" not in trainer:
         return trainer, {}
     rest = trainer.copy()
-    made = instantiate(rest.pop("callbacks"), _convert_="all") or []
-    one_of = made if isinstance(made, list) else [made]
-    return rest, {"callbacks": made, "enable_checkpointing": any(isinstance(one, Checkpoint) for one in one_of)}
+    made = instantiate(rest.pop("callbacks"), _convert_="all")
+    every = [one for one in (made if isinstance(made, list) else [made]) if one is not None]  # callbacks.NAME=null
+    return rest, {"callbacks": every, "enable_checkpointing": any(isinstance(one, Checkpoint) for one in every)}

@@ -79,8 +79,13 @@ def _grids(comparison: Comparison, deviation: bool) -> Iterator[_Grid]:
 
 
 def _grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> _Grid:
-    safe = [[one_line(cell) for cell in row] for row in rows]
-    return _Grid(one_line(title), [one_line(cell) for cell in header], safe, keys)
+    safe = [[_shown(cell) for cell in row] for row in (header, *rows)]
+    return _Grid(_shown(title), safe[0], safe[1:], keys)
+
+
+def _shown(text: str) -> str:
+    """A text in one line without secrets, which could no longer be told once it is folded."""
+    return hide(one_line(text), HIDDEN)
 
 
 def _values(line: Line, deviation: bool) -> list[str]:
@@ -112,7 +117,7 @@ def _closing(comparison: Comparison) -> list[str]:
     if ailing := [run for run in comparison.runs if run.findings]:
         said.append(f"the doctor has findings in {len(ailing)} of {len(comparison.runs)} runs, see health.json there:")
         said += [f"  {_name(run, comparison.runs)}: {', '.join(run.findings)}" for run in ailing]
-    return [one_line(line) for line in said]
+    return [_shown(line) for line in said]
 
 
 def _ended(run: RunRecord) -> str:
@@ -128,15 +133,14 @@ def _name(run: RunRecord, runs: Sequence[RunRecord]) -> str:
 def _text(comparison: Comparison, deviation: bool) -> str:
     console = Console(file=io.StringIO(), width=_width(), markup=False, highlight=False, emoji=False)
     for grid in _grids(comparison, deviation):
-        console.print(Text(one_line(grid.title)), overflow="fold")
+        console.print(Text(grid.title), overflow="fold")
         table = Table(box=_LINES, padding=(0, 1, 0, 0), pad_edge=False)
         for place, name in enumerate(grid.header):
-            name = one_line(name)
             is_key = place < grid.keys
             folded = Text(name.replace(".", ".\n") if is_key and len(name) > 16 else name)
             table.add_column(folded, overflow="fold", justify="left" if is_key else "right")
         for row in grid.rows:
-            table.add_row(*(Text(one_line(cell)) for cell in row))
+            table.add_row(*map(Text, row))
         console.print(table)
     for line in _closing(comparison):
         console.print(Text(line), overflow="ignore", crop=False)  # paths stay whole, to be copied

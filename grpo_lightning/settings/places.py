@@ -69,6 +69,7 @@ _DEEP = ("wandb", ".wandb", "lightning_logs")
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", *_DEEP)
 _OF_RUNS = (".hydra", "checkpoints", "multirun.yaml", "summary.json", "sweep.json", "tensorboard", "train.log")
 """Of which a directory of a run or sweep has some."""
+_OF_SYSTEM = ("/bin", "/boot", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/var/spool")
 _OF_PYTHON = {"site-packages", "dist-packages"}
 _LINKING = ("wandb", ".wandb")
 """Folders in which a run makes links of its own."""
@@ -88,7 +89,8 @@ def entry_problem(directory: Path, *more: str) -> str | None:
     if _is_of_programs(directory):
         return one_line(
             f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or of the home, or one of "
-            "Python's packages, or a way that cannot be told; programs may run what is put there; allowed is another"
+            "the system, of Python's packages, or that cannot be told; programs may run what is put there; allowed is "
+            "another"
         )
     return link_problem(directory, *more)
 
@@ -158,19 +160,21 @@ def _is_of_programs(directory: Path) -> bool:
         return True
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
     is_used = names and names.isdisjoint(_OF_RUNS)
-    is_new = not names and is_of_home(directory)
+    is_new = not names and is_obeyed(directory)
     return is_new or bool(is_used and _is_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
 
 
-def is_of_home(path: Path) -> bool:
-    """Whether a path leads into a hidden directory of the home, where programs look for what they run or obey.
+def is_obeyed(path: Path) -> bool:
+    """Whether a path leads to where programs look for what they run or obey: the system's, or hidden in the home.
 
-    Caches (``~/.cache``) are none of these, nor is what the start lies in. A way that cannot be told, as by ``..`` of
-    what is not there yet, may lead there.
+    Caches (``~/.cache``) are none of these, nor is what the start is in, or in the start below the home. A way that
+    cannot be told, as by ``..`` of what is not there yet, may lead there.
     """
     home, place, own = followed(Path("~").expanduser()), followed(path), start.place()
-    if home is None or place is None or not place.is_relative_to(home):
-        return place is None
+    if place is None or any(place.is_relative_to(one) and not own.is_relative_to(one) for one in _OF_SYSTEM):
+        return True
+    if home is None or not place.is_relative_to(home) or (own != home and place.is_relative_to(own)):
+        return False
     parts = place.relative_to(home).parts
     hidden = [n for n, part in enumerate(parts, 1) if part.startswith(".") and part != ".cache"]
     return any(not own.is_relative_to(home.joinpath(*parts[:n])) for n in hidden)
