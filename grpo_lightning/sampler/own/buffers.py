@@ -34,15 +34,15 @@ class Buffers:
     @property
     def room(self) -> int:
         """The tokens that there is room for."""
-        return self.any.shape[2]
+        return self.keys.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of all keys and values."""
-        return self.any.dtype
+        return self.keys.dtype
 
     @property
-    def any(self) -> Tensor:
+    def keys(self) -> Tensor:
         """The keys of any layer."""
         return next(iter(self._layers.values()))[0]
 

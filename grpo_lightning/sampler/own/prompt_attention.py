@@ -117,7 +117,7 @@ def attend(
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         results: tuple[Tensor, Tensor] = flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         return results
-    if counts_keys(query):
+    if _is_aligned(query):
         if bias is not None:
             bias = bias.expand(-1, query.shape[1], query.shape[2], -1)  # [n, 1, 1, S] -> [n, Hkv, L, S]
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -177,11 +177,24 @@ def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
 
 _ALIGNED = 8
 """Numbers of 16 bits in 16 bytes."""
+_WIDEST = 256
+"""The size of a head that FlashAttention takes at most."""
 
 
 def counts_keys(keys: Tensor) -> bool:
-    """Whether the kernel for these keys is told how many of them a row looks at, and reads no others."""
-    return keys.device.type == "cuda" and keys.element_size() == 2 and keys.shape[-1] % _ALIGNED == 0
+    """Whether the kernel for these keys is told how many of them a row looks at, and reads no others.
+
+    That is FlashAttention, which NVIDIA's GPUs from Ampere on have.
+    """
+    if not _is_aligned(keys) or keys.shape[-1] > _WIDEST or torch.version.hip is not None:
+        return False
+    is_there = torch.backends.cuda.is_flash_attention_available()
+    return is_there and torch.cuda.get_device_capability(keys.device) >= (8, 0)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether torch's attention kernels for GPUs take it."""
+    return tensor.device.type == "cuda" and tensor.element_size() == 2 and tensor.shape[-1] % _ALIGNED == 0
 
 
 def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None) -> Tensor | Held:

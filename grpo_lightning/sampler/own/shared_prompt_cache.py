@@ -166,7 +166,7 @@ class SharedPromptCache:
         room = self._own.room
         # A GPU repeats what was recorded for one width, so it gets fewer of them; one that counts keys needs none.
         unit = _WIDTH if self._on_cpu else max(_WIDTH_GPU, room // 4)
-        unit = room if counts_keys(self._own.any) and not self._windows else unit
+        unit = room if counts_keys(self._own.keys) and not self._windows else unit
         width = wanted if is_even else min(-(-wanted // unit) * unit, room)
         if width != self._width:
             self._width = width
@@ -264,7 +264,7 @@ class SharedPromptCache:
     def step(self, tokens: Tensor) -> Tensor:
         if self._even is None:
             self._masks = {
-                window: seen(self._lengths, self._own.any, self._width, window)
+                window: seen(self._lengths, self._own.keys, self._width, window)
                 for window in {None, *self._windows.values()}
             }
         positions = self._before + self._lengths
