@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.batch import Sampling
+from grpo_lightning.checkpoint import adapter
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import adapter_off
 from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
@@ -65,6 +67,19 @@ def test_the_export_is_a_whole_model(base, tmp_path):
     with torch.no_grad():
         assert_close(exported(ids).logits, module.policy.model(ids).logits, rtol=1e-4, atol=1e-4)
     assert "lora_" not in "".join(name for name, _ in exported.named_parameters())
+
+
+def test_a_checkpoint_of_all_weights_needs_no_base():
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    policy[0].requires_grad_(False)
+    held = {f"policy.{name}": weight for name, weight in policy.state_dict().items()}
+    base = adapter.fingerprint(policy)
+    adapter.check(policy, base, {"state_dict": held})
+    trained = {"policy.1.weight": held["policy.1.weight"]}
+    adapter.check(policy, base, {"state_dict": trained, "base": base})
+    for theirs in ({}, {"base": None}, {"base": "0123"}):
+        with pytest.raises(ValueError, match=r"the checkpoint's adapter was trained above other weights \("):
+            adapter.check(policy, base, {"state_dict": trained} | theirs)
 
 
 def test_without_an_adapter_there_is_nothing_to_switch_off(base):

@@ -127,6 +127,19 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
+def test_keys_that_are_counted_may_be_part_of_a_room(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(prompt_attention, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    query, rooms, lengths = torch.randn(3, 2, 4, 8), torch.randn(2, 5, 2, 20, 8), torch.tensor([0, 5, 15])
+    key, value = rooms[:, 1:4, :, :16].unbind(0)
+    held = prompt_attention.seen(lengths, key, 16, None)
+    mask = prompt_attention.unseen(lengths, 16, None, torch.float32)
+    found = prompt_attention.attend(query, key, value, held, 0.3)
+    for one, expected in zip(found, prompt_attention.written_out(query, key, value, mask, 0.3), strict=True):
+        assert_close(one, expected, rtol=0, atol=1e-5)
+
+
 def test_a_traced_head_has_the_same_gradients(request):
     torch.manual_seed(0)
     weight, hidden = torch.randn(500, 32, requires_grad=True), torch.randn(40, 32, requires_grad=True)
