@@ -364,8 +364,9 @@ def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatc
     named = (home / ".cache" / "runs", home / "work" / "runs", home / "work" / ".." / "runs", home / "work" / ".runs")
     for place in (*named, tmp_path / ".hidden"):
         assert entry_problem(place) is None
-    monkeypatch.setattr(start, "START", home)
-    assert entry_problem(home / ".runs") is not None
+    for above in (home, tmp_path, Path("/")):
+        monkeypatch.setattr(start, "START", above)
+        assert entry_problem(home / ".runs") is not None
     monkeypatch.setattr(start, "START", home / ".work" / "x")
     assert entry_problem(home / ".work" / "x" / "runs") is None
     assert entry_problem(home / ".work" / "runs") is None

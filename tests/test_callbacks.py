@@ -13,7 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +27,7 @@ from grpo_lightning.callbacks.completions import completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
-from grpo_lightning.checkpoint.of_others import check, check_network, check_weights
+from grpo_lightning.checkpoint.of_others import check, check_network, check_weights, leave_out
 from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Inline
@@ -475,6 +475,27 @@ def test_nor_do_those_that_obey_it(callback, tmp_path):
     run = SimpleNamespace(module=module, data=None, directory=tmp_path, config={}, trainer=trainer)
     with pytest.raises(ValueError, match=r"given to \w+ of tests\.test_callbacks \(load_state_dict\); allowed is"):
         check(tmp_path / "theirs.ckpt", run, "fit")
+
+
+@provocation(
+    "a stranger's checkpoint whose state of Lightning's ModelCheckpoint names a directory of the user's "
+    "(`local:///home/me/thesis`), which that removes with the first newer checkpoint",
+    "that state is left out, with a warning; it stays where it names files beside the checkpoint",
+)
+@pytest.mark.parametrize("key", ["best_model_path", "last_model_path", "best_k_models"])
+@pytest.mark.parametrize("where", ["local://{}/mine", "{}/mine/x", "file::local://{}/mine", "{}/theirs/a.ckpt", ""])
+def test_nothing_is_removed_on_the_word_of_a_checkpoint(key, where, tmp_path, caplog):
+    keeper = ModelCheckpoint()
+    state = keeper.state_dict() | {
+        key: {where.format(tmp_path): 1.0} if key == "best_k_models" else where.format(tmp_path)
+    }
+    trainer = SimpleNamespace(callbacks=[keeper], ckpt_path=f"{tmp_path}/theirs/last.ckpt")
+    for continues in (False, True):
+        held = {"loops": {}, "callbacks": {keeper.state_key: dict(state), "Other": {"a": 1}}}
+        leave_out(SimpleNamespace(continues=continues, _trainer=trainer), held)
+        is_kept = continues or where in ("", "{}/theirs/a.ckpt")
+        assert held == {"callbacks": {"Other": {"a": 1}} | ({keeper.state_key: state} if is_kept else {})}
+    assert ("of files elsewhere is left out" in caplog.text) == (where not in ("", "{}/theirs/a.ckpt"))
 
 
 class Device(SingleDeviceStrategy):

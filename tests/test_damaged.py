@@ -162,11 +162,19 @@ def test_a_checkpoint_is_no_link_to_another_place(mode, run, tmp_path):
         return chosen(config | {"checkpoint": str(file)}, tmp_path / "new", directory_given=True, overrides=[])
 
     for file, name in ((theirs / "last.ckpt", "last.ckpt"), (theirs / "parts", "__0_0.distcp")):
-        with pytest.raises(ValueError, match=rf"^checkpoint={file}: {name} is a link to \S+{LAST}; allowed is "):
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint={file}: \S+/{name} is a link, by which it is \S+{LAST}; allowed"
+        ):
             chosen_of(file)
     shutil.copy(run / LAST, theirs / "x.ckpt")
     (theirs / "y.ckpt").symlink_to("x.ckpt")
     assert chosen_of(theirs / "y.ckpt") == theirs / "y.ckpt"
+    (theirs / "checkpoints").symlink_to(run / "checkpoints")
+    told = r"last\.ckpt: \S+/theirs/checkpoints is a link, by which it is \S+/last\.ckpt; allowed"
+    with pytest.raises(ValueError, match=told):
+        chosen_of(theirs / LAST)
+    with pytest.raises(ValueError, match=told):
+        chosen(config | {"checkpoint": "last"}, theirs, directory_given=True, overrides=[])
 
 
 @provocation("`checkpoint=last` where last.ckpt is empty, then the command that is offered", "refused, then continued")
@@ -267,7 +275,7 @@ def test_a_directory_of_parts_runs_no_code(tmp_path):
                 reader(directory)
         last = tmp_path / name / LAST
         last.parent.mkdir(parents=True)
-        last.symlink_to(directory)
+        directory.rename(last)
         for config in (composed("checkpoint=last", "mode=export"), composed("checkpoint=last", "trainer=fsdp")):
             with pytest.raises(ValueError, match="could run code"):
                 chosen(config, tmp_path / name, directory_given=True)

@@ -18,9 +18,9 @@ from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.links import followed
+from grpo_lightning.output.links import followed, leads_out, linked_part
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.places import leads_out, link_problem, linked_part, place_problems
+from grpo_lightning.settings.places import link_problem, place_problems
 from grpo_lightning.settings.reach import is_in, reach_problems
 from tests.support.composed import NOWHERE, composed
 from tests.support.provocations import provocation

@@ -289,7 +289,9 @@ def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it
     "`logger.mlflow.tracking_uri=sqlite:///$HOME/.vimrc`, or a file of another program's by any name",
     "refused by its key",
 )
-@pytest.mark.parametrize("name", ["/h/.vimrc", "file:/h/.zshenv?uri=true&x=.db", "/h/x.db/.profile", "x.dbx"])
+@pytest.mark.parametrize(
+    "name", ["/h/.vimrc", "file:x.db?uri=true", "file:/h/.zshenv?uri=true&x=.db", "/h/x.db/.profile", "x.dbx"]
+)
 def test_a_database_is_called_one(name):
     def told(value):
         config = composed("logger=mlflow")
@@ -297,6 +299,15 @@ def test_a_database_is_called_one(name):
         return list(loggers_of_settings.logger_problems(config))
 
     assert told("sqlite:///mlflow.db") == told("sqlite:////h/my runs.sqlite3?timeout=9") == told("http://h/x") == []
+    for plain in ("postgresql://h/x", "mysql+pymysql://h/x", "databricks", "https://h/x?", "mlruns/x", "file:mlruns"):
+        assert told(plain) == []
+    for loading in (
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx.so",
+        "postgresql://h/x?sslkey=engine:x",
+        "mysql+mysqldb://h",
+    ):
+        (problem,) = told(loading)
+        assert f"tracking_uri={loading}: allowed are sqlite:///PATH of a database" in problem
     (problem,) = told(f"sqlite:///{name}")
     assert problem.startswith(f"logger.mlflow.tracking_uri=sqlite:///{name}: allowed is sqlite:///PATH of a database")
 

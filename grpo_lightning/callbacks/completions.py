@@ -103,8 +103,8 @@ def fence(text: str) -> str:
 
 def _clean(text: str, max_characters: int) -> str:
     """``text`` without secrets, cut, control characters as escapes."""
-    cut = text[:max_characters] + (" […]" if len(text) > max_characters else "")
-    return printable(hide(cut, HIDDEN))
+    text = hide(text, HIDDEN)  # of a secret that is cut nobody could tell that it is one
+    return printable(text[:max_characters] + (" […]" if len(text) > max_characters else ""))
 
 
 def as_text(prompt: Prompt) -> str:

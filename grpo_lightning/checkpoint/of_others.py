@@ -1,10 +1,12 @@
 """Checkpoints of other runs, which may be a stranger's: code of the user's own takes nothing from them unasked."""
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from grpo_lightning.output.terminal import name_of_file, one_line
@@ -69,6 +71,35 @@ def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
     others = [name for name, weight in weights.items() if not isinstance(weight, Tensor)]
     if others and not module.continues:
         raise ValueError(f"the checkpoint is of another run, and its weight {name_of_file(others[0])} is no tensor")
+
+
+def leave_out(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Take out of a checkpoint what no run needs, and of another run's what may do harm.
+
+    Its loops would say what a loader of the user's own takes for its state. States of Lightning's ``ModelCheckpoint``
+    name files that are removed once there are newer ones, some from wherever they are: those beside it stay.
+
+    Args:
+        module: Whose trainer has loaded the checkpoint.
+        checkpoint: Its content.
+    """
+    checkpoint.pop("loops", None)
+    trainer, states = module._trainer, checkpoint.get("callbacks")
+    if module.continues or trainer is None or not isinstance(states, dict):
+        return
+    home = os.path.realpath(os.path.dirname(os.path.abspath(str(trainer.ckpt_path))))
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint) and (state := states.get(callback.state_key)) is not None:
+            named = [*state.get("best_k_models", ())]
+            named += [value for key, value in state.items() if key.endswith("_path")]
+            if not all(_is_in(home, path) for path in named if path):
+                del states[callback.state_key]
+                log.warning("what the checkpoint says of files elsewhere is left out, since it is of another run")
+
+
+def _is_in(directory: str, path: Any) -> bool:
+    is_plain = isinstance(path, str) and ":" not in path  # else it may be a URL, and removed wherever it leads
+    return is_plain and os.path.realpath(os.path.dirname(os.path.abspath(path))) == directory
 
 
 def check_network(network: nn.Module, weights: Mapping[str, Any], module: Any) -> None:

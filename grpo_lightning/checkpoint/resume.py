@@ -15,7 +15,7 @@ from grpo_lightning.checkpoint.of_others import is_own
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
-from grpo_lightning.output.links import leads_elsewhere
+from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import name_of_file, one_line, quoted
 
@@ -188,7 +188,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
         if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
-        _check_own(Path(given))
+        _unlinked(Path(given))
         for place in (Path(given), Path(given) / "checkpoints"):
             if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
                 told = typed("checkpoint", str(file))
@@ -209,7 +209,7 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError(f"checkpoint=last: {last} leads to {name_of_file(str(last.readlink()))}, which is gone{offer}")
     _refuse_another(config, directory, None)
     if last.exists():
-        return last
+        return _unlinked(last)
     if _others(own):
         raise ValueError(f"checkpoint=last: there is no {last}; {_offer(own, directory, overrides)}")
     if config["mode"] != "fit":
@@ -218,13 +218,13 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
     return None
 
 
-def _check_own(checkpoint: Path) -> None:
-    """Refuse a link, or one in a sharded checkpoint, to another place: a stranger's could have the user's exported."""
+def _unlinked(checkpoint: Path) -> Path:
+    """A checkpoint of which no part is by a stranger's link one of the user's, which an export would hold."""
     for path in (checkpoint, *(sorted(checkpoint.iterdir()) if checkpoint.is_dir() else ())):
-        if path.is_symlink() and leads_elsewhere(path, path.parent):
-            end = name_of_file(str(path.resolve()))
-            allowed = "that file by its own name" if path == checkpoint else "a directory with its own files"
-            raise ValueError(f"checkpoint={checkpoint}: {path.name} is a link to {end}; allowed is {allowed}")
+        if link := linked_part(path):
+            told = f"{link} is a link, by which it is {name_of_file(str(path.resolve()))}"
+            raise ValueError(f"checkpoint={checkpoint}: {told}; allowed is its own name")
+    return checkpoint
 
 
 def _refuse_start(config: Mapping[str, Any], directory: Path, overrides: Sequence[str]) -> None:

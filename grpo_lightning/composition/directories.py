@@ -11,11 +11,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_whole
-from grpo_lightning.settings.places import entry_problem, linked_part, unwritable
+from grpo_lightning.settings.places import entry_problem, unwritable
 from grpo_lightning.start import settings_from
 
 _PLACES = ("hydra.sweep.dir", "hydra.run.dir")

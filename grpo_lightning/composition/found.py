@@ -9,8 +9,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
+from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.terminal import name_of_file, one_line
-from grpo_lightning.settings.places import linked_part
 
 
 class SettingsRefused(ConfigCompositionException):

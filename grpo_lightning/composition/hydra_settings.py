@@ -67,7 +67,8 @@ _TEXTS = r"runtime\.(output_dir|cwd)|job\.(name|num|id)|run\.dir|sweep\.(dir|sub
 _TIME = r"now:(?:%[A-Za-mo-su-z]|[\w.:-])*"
 _TEXTS_OF_LOGS = r"runtime\.(output_dir|cwd)|job\.(name|num)"
 _PLAIN, _PLAIN_OF_LOGS = (
-    re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}|oc\.env:\w+)\}}") for texts in (_TEXTS, _TEXTS_OF_LOGS)
+    re.compile(rf"(?<!\\)\$\{{\s*(?:hydra\.(?:{texts})|{_TIME}{variables})\}}")
+    for texts, variables in ((_TEXTS, r"|oc\.env:\w+"), (_TEXTS_OF_LOGS, ""))
 )
 _LOG_FILE = re.compile(r"\$\{hydra\.runtime\.output_dir\}/(\$\{hydra\.job\.name\}|[\w-]+)\.log")
 _JOB_NAME = re.compile(r"[\w.-]+")
@@ -108,7 +109,8 @@ def problems(hydra: Any) -> list[str]:
             found.append(f"{key}={value}: allowed are {', '.join(_LOG_OBJECTS)}")
         plain = _PLAIN_OF_LOGS if part in _LOGS else _PLAIN
         if part in _MADE and len(plain.findall(str(value))) < str(value).count("${"):
-            found.append(f"{key}={value}: allowed are now:, oc.env:NAME and plain texts of hydra. in ${{…}}")
+            variables = "" if part in _LOGS else ", oc.env:NAME"  # which every line of a log would show
+            found.append(f"{key}={value}: allowed are now:{variables} and plain texts of hydra. in ${{…}}")
         elif (part in ("run", "sweep") or key in _OF_JOB) and settings_from() and not is_whole(str(value)):
             found.append(
                 f"{key}={value}: allowed in ${{…}} are now:, oc.env:NAME, hydra.job.override_dirname and the like, as "

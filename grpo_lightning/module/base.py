@@ -292,7 +292,7 @@ class StepModule(LightningModule):
         """
         adapter.check(self.policy, self.base, checkpoint)
         of_others.check_weights(self, checkpoint)
-        checkpoint.pop("loops", None)  # nor does a stranger's say what a loader of the user's own takes for its state
+        of_others.leave_out(self, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])

@@ -186,7 +186,7 @@ def show_printable(libraries: Sequence[str] = _LIBRARIES) -> None:
     """
     for library in libraries:
         for handler in logging.getLogger(library).handlers:
-            if not isinstance(handler.formatter, ForeignFormatter):
+            if not isinstance(handler.formatter, FileFormatter | ForeignFormatter):
                 handler.setFormatter(ForeignFormatter(handler.formatter))
     if not isinstance(warnings.showwarning, _Shown):
         warnings.showwarning = _Shown(warnings.showwarning)

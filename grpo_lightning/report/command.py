@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.distributed import alone
+from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
 from grpo_lightning.report.table import FORMS, write
-from grpo_lightning.settings.places import linked_part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.places import linked_part
 from grpo_lightning.settings.walk import each_target
 
 _FIXED = {"x_disable_meta": True, "console": "off", "disable_git": True}
 _WANDB = ("silent", "quiet", "init_timeout", *_FIXED)
 _TAKES = ("entity", "group", "job_type", "name", "notes", "offline", "prefix", "project", "save_dir", "tags")
 """Arguments of W&B's logger; others are handed on to what begins a run of W&B's."""
-_DATABASE = re.compile(r"sqlite(?:\+\w+)?:///([^?]*\.(?:db|sqlite3?))(?:\?.*)?", re.DOTALL)
+_DATABASE = re.compile(r"sqlite(?:\+\w+)?:///((?!file:)[^?]*\.(?:db|sqlite3?))(?:\?.*)?", re.DOTALL)
 """A database whose file no other program reads as its own, as it would one called ``.vimrc``."""
+_SERVER = re.compile(
+    r"https?://.*|databricks(-uc)?(://.*)?|file:.*|(postgresql(\+psycopg2?)?|mysql\+pymysql)://[^?]*", re.DOTALL
+)
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -40,13 +43,19 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if str(node["_target_"]).endswith(".WandbLogger"):
             yield from _wandb_problems(key, node)
         store = node.get("tracking_uri")
-        if not isinstance(store, str) or not store.startswith("sqlite"):
+        if not isinstance(store, str):
             continue
         told = "sqlite:///PATH of a database whose name ends in .db, .sqlite or .sqlite3"
-        if not (database := _DATABASE.fullmatch(store)):
-            yield one_line(f"{key}.tracking_uri={store}: allowed is {told}")
-        elif link := linked_part(Path(unquote(database[1]))):
-            yield one_line(f"{key}.tracking_uri={store}: {link} is a link; allowed is {told}, by its own name")
+        if store.startswith("sqlite"):
+            if not (database := _DATABASE.fullmatch(store)):
+                yield one_line(f"{key}.tracking_uri={store}: allowed is {told}")
+            elif link := linked_part(Path(unquote(database[1]))):
+                yield one_line(f"{key}.tracking_uri={store}: {link} is a link; allowed is {told}, by its own name")
+        elif ":" in store.partition("/")[0] and not _SERVER.fullmatch(store):
+            yield one_line(
+                f"{key}.tracking_uri={store}: allowed are {told}, a directory, and servers: http://, https://, "
+                "databricks, postgresql:// and mysql+pymysql:// without ?, as others load libraries that it names"
+            )
 
 
 def _wandb_problems(key: str, logger: Mapping[str, Any]) -> Iterator[str]:

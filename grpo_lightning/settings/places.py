@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning import start
-from grpo_lightning.output.links import followed, steps
+from grpo_lightning.output.links import followed, is_in_hidden, leads_out, linked_part
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import name_of_file, one_line
 
@@ -161,7 +161,7 @@ def _is_of_programs(directory: Path) -> bool:
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
     is_used = names and names.isdisjoint(_OF_RUNS)
     is_new = not names and is_obeyed(directory)
-    return is_new or bool(is_used and _is_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
+    return is_new or bool(is_used and is_in_hidden(directory)) or not _OF_PYTHON.isdisjoint(place.parts)
 
 
 def is_obeyed(path: Path) -> bool:
@@ -173,51 +173,11 @@ def is_obeyed(path: Path) -> bool:
     home, place, own = followed(Path("~").expanduser()), followed(path), start.place()
     if place is None or any(place.is_relative_to(one) and not own.is_relative_to(one) for one in _OF_SYSTEM):
         return True
-    if home is None or not place.is_relative_to(home) or (own != home and place.is_relative_to(own)):
+    if home is None or not place.is_relative_to(home) or (own in place.parents and home in own.parents):
         return False
     parts = place.relative_to(home).parts
     hidden = [n for n, part in enumerate(parts, 1) if part.startswith(".") and part != ".cache"]
     return any(not own.is_relative_to(home.joinpath(*parts[:n])) for n in hidden)
-
-
-def _is_hidden(path: Path) -> bool:
-    """Whether a path leads to a hidden directory, or into one, other than those that the start itself is in."""
-    place, own = followed(path), start.place()
-    parts = () if place is None else place.relative_to(own).parts if place.is_relative_to(own) else place.parts
-    return any(part.startswith(".") for part in parts)
-
-
-def linked_part(path: Path, *homes: Path) -> Path | None:
-    """The link on the way along a path that leads out of the folder that it lies in, where a stranger may have made it.
-
-    Links of the user's own lie in the directory of the start, in the home directory, and in what these lie in; those of
-    the administrator belong to him. Anything else may have been unpacked, also what a link of the user's leads through;
-    and so may the directory of the start, so that no link in it leads to a hidden directory, where programs run files.
-
-    Args:
-        path: The path.
-        homes: Directories in which no link is followed at any rate.
-
-    Returns:
-        The link, by where it lies with links followed; None if there is none.
-    """
-    own = [start.place(), *filter(None, [followed(Path(os.path.expanduser("~")))])]
-    inside = [followed(home) for home in homes]
-    last = hiding = None
-    try:
-        for place, name, target in steps(path):
-            if target is None:
-                continue
-            last = place / name
-            is_own = any(known.is_relative_to(place) for known in own) or 0 == last.lstat().st_uid != os.geteuid()
-            is_inside = any(home is None or place.is_relative_to(home) for home in inside)
-            if (is_inside or not is_own) and leads_out(last, place):
-                return last
-            if place.is_relative_to(own[0]) and _is_hidden(last):
-                hiding = hiding or last
-    except OSError:
-        return last  # beyond which nobody can look
-    return hiding
 
 
 def _is_of_the_user(link: Path) -> bool:
@@ -229,23 +189,6 @@ def _is_of_the_user(link: Path) -> bool:
         return False
     names = {path.name for path in link.iterdir()} if link.is_dir() else set()
     return not names or not names.isdisjoint(_OF_RUNS)
-
-
-def leads_out(path: Path, directory: Path) -> bool:
-    """Whether a path is a link to something outside of a directory, or a file that has names in others than its own.
-
-    A link counts that leads into the directory by a way out of it, which may lead elsewhere later.
-    """
-    if path.is_symlink():
-        home = followed(directory)
-        target = home and followed(home / path.relative_to(directory), within=home)
-        if home is None or target is None or not target.is_relative_to(home):
-            return True
-        return leads_out(target, directory)
-    if not path.is_file() or path.lstat().st_nlink == 1:
-        return False
-    names = [one for one in path.parent.iterdir() if not one.is_symlink() and one.samefile(path)]
-    return len(names) < path.lstat().st_nlink
 
 
 def is_hidden(place: Path) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
-from grpo_lightning.output.links import followed
+from grpo_lightning.output.links import followed, leads_out, linked_part
 from grpo_lightning.output.terminal import name_of_file, one_line
-from grpo_lightning.settings.places import is_hidden, is_looked_through, is_obeyed, leads_out, linked_part
+from grpo_lightning.settings.places import is_hidden, is_looked_through, is_obeyed
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
