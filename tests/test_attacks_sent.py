@@ -116,6 +116,30 @@ def test_what_the_environment_chooses_comes_from_it_as_a_whole(monkeypatch):
     assert config["reward"]["judge"]["function"]["rubric"] == "x"
 
 
+@provocation(
+    "`policy.system_prompt=${oc.env:HF_TOKEN}`, `data.train.prompts=[…]` or a checkpoint's `filename` of it: rollouts "
+    "hold the tokens of prompts, and names of files cannot be redacted",
+    "refused by its key",
+)
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("policy.system_prompt=${oc.env:HF_TOKEN}",), "policy.system_prompt"),
+        (("+policy.template_kwargs={a: '${oc.env:HF_TOKEN}'}",), "policy.template_kwargs.a"),
+        (
+            ("data=inline", "data.prompts_per_step=1", "data.train.prompts=['x ${oc.env:HF_TOKEN}']"),
+            "data.train.prompts.0",
+        ),
+        (("+callbacks.own={filename: '${oc.env:HF_TOKEN}'}",), "callbacks.own.filename"),
+    ],
+)
+def test_no_prompt_and_no_name_of_a_file_holds_a_secret(words, key, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    config, keys = from_environment(*words)
+    told = f"{key}=${{oc.env:…}}: would stand in tokens of prompts, or in names of files; allowed is text"
+    assert told in given.ungiven(config, list(words), drawn=keys)
+
+
 def test_mlflows_own_variable_is_for_its_address_only(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@host:1")
     config, keys = from_environment("logger=mlflow")

@@ -377,8 +377,14 @@ def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatc
     for place in (*refused, "~/.cache/x", None):
         settings = {"run_dir": str(run), "callbacks": {"export": export | {"directory": place}}}
         settings["reward"] = {"judge": {"function": judge | {"cache": place}}}
-        told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home, or" in one]
+        told = [one for one in reach_problems(settings) if "leads into a hidden directory of the home or" in one]
         assert len(told) == 2 * (place in refused)
+    used = tmp_path / ".linked" / "etc"  # with files that shells run
+    used.mkdir(parents=True)
+    (used / "mine.sh").touch()
+    settings["callbacks"]["export"]["directory"] = str(used)
+    settings["reward"]["judge"]["function"]["cache"] = f"{used}/answers.jsonl"
+    assert len([one for one in reach_problems(settings) if "with files that are no run's" in one]) == 2
 
 
 @provocation("`run_dir=.bashrc.d`, a hidden directory with files of the user's", "refused before a file is written")

@@ -334,6 +334,7 @@ def test_settings_that_are_brought_along_are_no_links(way, place, tmp_path, monk
         exp = theirs / "experiment" / "theirs.yaml"
         exp.write_text("# @package _global_\ndefaults:\n  - override /callbacks: [default, token]\n")
         words = [f"hydra.searchpath=[file://{theirs}/own,file://{theirs}]", "experiment=theirs"]
+    monkeypatch.setattr(start, "START", theirs if way == "folder" else tmp_path)  # no link in it is the user's own
     if way == "folder" and place == "hydra.searchpath":
         callbacks.symlink_to(private)
     elif way == "place" and place == "hydra.searchpath":

@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
 from grpo_lightning.batch import Prompts, Scored
-from grpo_lightning.callbacks.completions import completions_table, fence, inert
+from grpo_lightning.callbacks.completions import _clean, completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
@@ -32,6 +32,7 @@ from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Inline
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.output import redaction
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.records import read_run
@@ -147,6 +148,12 @@ def test_a_table_ends_after_the_last_whole_group_and_says_so():
 def test_long_texts_are_cut_visibly():
     table = completions_table("c", scored_rows(), max_rows=3, max_characters=1)
     assert [row[2] for row in table.rows] == ["a", "b", "a […]"]
+
+
+def test_no_part_of_a_secret_is_left_by_a_cut(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", {"a secret of mine"})
+    assert _clean("a secret of mine", 12) == "REDACTED RED […]"
+    assert _clean("say: a secret of mine", 14).startswith("say: REDACTED")
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "a | b |\n|---|\n", "![x](http://e.vil/p.png)", "<img src=x>", "&lt;b&gt;"])
@@ -440,6 +447,13 @@ def test_nor_before_an_export_or_a_preflight(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOLightningModule, "load_state_dict", lambda *_, **__: pytest.fail("it was given a text"))
     with pytest.raises(ValueError, match=r"is of another run, and its weight policy\.log is no tensor"):
         small_run(tmp_path / "own", f"mode={mode}", f"checkpoint={file}")
+
+
+def test_nor_what_the_head_of_a_sharded_checkpoint_says(tmp_path):
+    head = {"step": {"completed": 1}, "state_dict": {"policy.weight": torch.zeros(2)}}
+    torch.save(head, tmp_path / "meta.pt")
+    assert read(tmp_path) == {"step": {"completed": 1}}
+    assert read(tmp_path / "meta.pt").keys() == head.keys()
 
 
 def went_on(trainer, module, checkpoint):

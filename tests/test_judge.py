@@ -507,6 +507,8 @@ def test_a_line_that_was_not_written_to_its_end_counts_for_nothing(torn, tmp_pat
     assert answers.put("ab", "SCORE: 2") == expected
     assert answers.put("cd", "SCORE: 3", score=0.3) == "SCORE: 3"
     assert (Answers(path).get("ab"), Answers(path).get("cd")) == (expected, "SCORE: 3")
+    answers.put("ef", "SCORE: 4", model="hf_" + 20 * "a")
+    assert b"aaaa" not in path.read_bytes()
 
 
 def test_damaged_lines_count_for_nothing(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 from grpo_lightning.composition import environment  # noqa: F401 (its resolver)
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, MASK, hide, redacted, redacted_words, remember, remember_words
+from grpo_lightning.output.terminal import one_line
 from tests.support.composed import ROOT
 
 
@@ -93,6 +95,23 @@ def test_what_is_a_secret_in_the_settings_is_hidden_in_every_text():
     remember({"a": {"auth": ["p1", "q12345"]}, "b": {"plain": "visible"}, "c": {"env": "from-outside"}}, keys=["c.env"])
     assert hide("p1 q12345 visible from-outside") == f"p1 {MASK} visible {MASK}"
     assert redacted({"c": {"env": 7}, "d": "x from-outside"}) == {"c": {"env": HIDDEN}, "d": f"x {HIDDEN}"}
+
+
+def test_a_secret_is_hidden_however_it_is_written():
+    remember({"token": 'pa"ss\\w0rd-55'}, texts=["user: me\npw: s3cr3tpw-XYZ\n", "line-of-its-own\n"])
+    for text in ('pa"ss\\w0rd-55', repr('pa"ss\\w0rd-55'), json.dumps(['pa"ss\\w0rd-55'])):
+        assert "w0rd" not in hide(text)
+    secret = "user: me\npw: s3cr3tpw-XYZ\n"
+    for text in (
+        secret,
+        repr(secret),
+        json.dumps(secret),
+        secret.replace("\n", "\\n"),
+        "pw: s3cr3tpw-XYZ",
+        one_line(secret),
+    ):
+        assert "s3cr3t" not in hide(text)
+    assert "of-its" not in hide("a line-of-its-own here")
 
 
 def test_a_reference_to_the_environment_is_no_secret():

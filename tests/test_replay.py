@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -158,6 +159,8 @@ REFUSED = {
     ),
     "a file that is damaged": (["--steps", "2"], "damaged", "000002.jsonl.gz is damaged"),
     "a name that settings give a meaning": ([], "${x}", "${x}: allowed is a directory without ${ in its name"),
+    "settings that are a link": ([], "linked", "overrides.yaml is by a link a file elsewhere; allowed is a run's own"),
+    "rollouts that are a link": ([], "led", "000001.jsonl.gz is by a link a file elsewhere; allowed are a run's own"),
     "settings that are not there": ([], "bare", "bare has no .hydra/overrides.yaml, which says how its run was set"),
 }
 
@@ -175,6 +178,11 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, mo
             (tmp_path / copy / "rollouts" / path.name).write_bytes(whole[:-30] if copy == "damaged" else whole)
     (tmp_path / "damaged" / ".hydra").mkdir()
     (tmp_path / "damaged" / ".hydra" / "overrides.yaml").write_bytes((first / ".hydra" / "overrides.yaml").read_bytes())
+    for copy, part, mine in (("linked", ".hydra/overrides.yaml", "rollouts"), ("led", "rollouts", ".hydra")):
+        (tmp_path / copy).mkdir()
+        shutil.copytree(first / mine, tmp_path / copy / mine)
+        (tmp_path / copy / part).parent.mkdir(exist_ok=True)
+        (tmp_path / copy / part).symlink_to(first / part)
     with pytest.raises(SystemExit) as ended:
         main([place or str(first), *words])
     assert ended.value.code == 1
@@ -187,7 +195,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, mo
 def test_a_kl_term_needs_a_recorded_reference(first, tmp_path):
     place = tmp_path / "rollouts"
     place.mkdir()
-    (tmp_path / ".hydra").symlink_to(first / ".hydra")
+    shutil.copytree(first / ".hydra", tmp_path / ".hydra")
     header, rows = files.read(first / "rollouts" / files.file_name(1))
     files.write(place / files.file_name(1), [header | {"reference": False}, *rows])
     with pytest.raises(ValueError, match="loss.kl_coef=0.04: allowed is 0: no log-probabilities of a reference were"):

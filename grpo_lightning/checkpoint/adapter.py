@@ -53,6 +53,5 @@ def check(policy: nn.Module, base: str | None, checkpoint: Mapping[str, Any]) ->
     theirs = checkpoint.get("base", base if is_whole else None)
     if theirs != base:
         raise ValueError(
-            f"the checkpoint's adapter was trained above other weights ({one_line(str(theirs))}) than policy.path has "
-            f"({base})"
+            f"the checkpoint's adapter was trained above other weights ({one_line(str(theirs))}) than policy.path has"
         )

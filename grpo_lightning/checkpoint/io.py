@@ -85,6 +85,8 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
         raise ValueError(f"checkpoint={str(path)!r} was not written by this program: it has no step counter")
+    if path.is_dir():
+        checkpoint.pop("state_dict", None)  # the weights are those in the parts, whatever this file says
     return checkpoint  # type: ignore[no-any-return]
 
 

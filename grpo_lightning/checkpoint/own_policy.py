@@ -202,9 +202,8 @@ def load(module: Any, checkpoint: Path | None) -> None:
     """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
     if checkpoint:
         held = weights(checkpoint)
-        of_others.check_weights(module, {"state_dict": held})
+        module.on_load_checkpoint(read(checkpoint) | {"state_dict": held})
         module.load_state_dict(held, strict=module.strict_loading)
-        module.on_load_checkpoint(read(checkpoint))
 
 
 def _shape(weights: Mapping[str, Any], name: str) -> Any:

@@ -20,6 +20,7 @@ from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.composition.resolvers import known_only
 from grpo_lightning.output import redaction
+from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
 from grpo_lightning.settings.suggestions import explain, known_keys
@@ -112,6 +113,8 @@ def _plain(cfg: DictConfig, name: str) -> Any:
 
 def _overrides(directory: Path) -> list[str]:
     file = directory / ".hydra" / "overrides.yaml"
+    if leads_elsewhere(file, directory):
+        raise ValueError(f"{file} is by a link a file elsewhere; allowed is a run's own")
     try:
         with known_only():
             words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)

@@ -5,6 +5,7 @@ of well-known services, and whatever settings take from the environment. What wa
 texts, too: overrides, messages, tracebacks.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from secrets import token_hex
@@ -23,6 +24,7 @@ FORMERLY = "<redacted>"
 SHORTEST = 4
 """Characters of the shortest secret that is looked for inside other texts; shorter ones would be found by chance."""
 
+_LONG_LINE = 8  # characters of a line of a secret that is looked for by itself
 _LONG_NUMBER = 8  # digits of a number of the environment that is looked for in texts; shorter ones are sizes, steps
 
 _KEY = re.compile(
@@ -60,10 +62,22 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
     """
     _keys.update(keys)
     _known.update(
-        text
+        form
         for text in (*_secrets(config, "", False), *texts)
         if len(text) >= SHORTEST and text not in (HIDDEN, FORMERLY)
+        for form in _forms(text)
     )
+
+
+def _forms(text: str) -> Iterator[str]:
+    """A secret as it may stand in other texts: with what is no plain letter escaped, and of several lines each."""
+    yield text
+    for written in (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)):
+        yield written[1:-1]
+    yield text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    yield from (line for line in text.splitlines() if len(line) >= _LONG_LINE)
+    if len(stripped := text.strip()) >= _LONG_LINE:
+        yield stripped
 
 
 def hide(text: str, mask: str = MASK) -> str:

@@ -6,7 +6,7 @@ outside of its own directory.
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +32,10 @@ _PLAIN = re.compile(
 )
 _OPENED = re.compile(r"\$\\*\{")
 """How a ``${…}`` begins, also in an override: Hydra takes away backslashes there."""
-_PROMPTS = re.compile(r"policy\.(system_prompt|template_kwargs)\b|data\.(.*\.)?prompts\b")
+_SHOWN = re.compile(
+    r"policy\.(system_prompt|template_kwargs)\b|data\.(.*\.)?prompts\b|(callbacks|trainer)\..*\bfilename$"
+)
+"""Keys of what no text shows that could be redacted: rollouts hold the tokens of prompts."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""
@@ -99,13 +102,12 @@ def ungiven(
         f"{key} stands in a file; allowed is to give it on the command line, or to compose"
         for key in dict.fromkeys(found)
     ]
-    told += [f"{typed_key(key)}=${{oc.env:…}}: would be tokens of prompts; allowed is text" for key in _prompted(drawn)]
+    told += [
+        f"{typed_key(key)}=${{oc.env:…}}: would stand in tokens of prompts, or in names of files; allowed is text"
+        for key in sorted(drawn)
+        if _SHOWN.match(key)
+    ]
     return [*key_problems(config), *told, *(beside_brought(key, name) for key, name in trusted)]
-
-
-def _prompted(drawn: Iterable[str]) -> list[str]:
-    """The keys that have the environment tell the model something: no rollout shows the text, all hold its tokens."""
-    return sorted(key for key in drawn if _PROMPTS.match(key))
 
 
 def _keys(words: Sequence[str]) -> dict[str, str]:

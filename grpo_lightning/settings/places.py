@@ -86,7 +86,7 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.0*(\d{1,10})\.")
 
 def entry_problem(directory: Path, *more: str) -> str | None:
     """What is wrong with a directory before the first file of a run or sweep is written to it; see `link_problem`."""
-    if _is_of_programs(directory):
+    if is_of_programs(directory):
         return one_line(
             f"hydra.run.dir={directory}: a hidden directory with files that are no run's, or of the home, or one of "
             "the system, of Python's packages, or that cannot be told; programs may run what is put there; allowed is "
@@ -153,7 +153,14 @@ def _problem_of(path: Path, directory: Path) -> str | None:
     return None
 
 
-def _is_of_programs(directory: Path) -> bool:
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def is_of_programs(directory: Path) -> bool:
     """Whether a directory may be one of which programs run any file, as shells do with those in ``~/.bashrc.d``."""
     place = followed(directory)
     if place is None:
@@ -173,6 +180,7 @@ def is_obeyed(path: Path) -> bool:
     home, place, own = followed(Path("~").expanduser()), followed(path), start.place()
     if place is None or any(place.is_relative_to(one) and not own.is_relative_to(one) for one in _OF_SYSTEM):
         return True
+    home = home and next((one for one in place.parents if _is_same(one, home)), home)  # by whatever name, as of a mount
     if home is None or not place.is_relative_to(home) or (own in place.parents and home in own.parents):
         return False
     parts = place.relative_to(home).parts

@@ -10,7 +10,7 @@ from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
 from grpo_lightning.output.links import followed, leads_out, linked_part
 from grpo_lightning.output.terminal import name_of_file, one_line
-from grpo_lightning.settings.places import is_hidden, is_looked_through, is_obeyed
+from grpo_lightning.settings.places import is_hidden, is_looked_through, is_obeyed, is_of_programs
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -74,10 +74,11 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     kept = [(f"{key}.{CACHE}", node.get(CACHE)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
-        if any(is_obeyed(Path(place)) for place in places):
+        outside = [Path(place) for place in places if not any(is_in(Path(place), run) for run in runs)]
+        if any(is_obeyed(one) or is_of_programs(one.parent if key.endswith(CACHE) else one) for one in outside):
             yield one_line(
-                f"{key}={value}: leads into a hidden directory of the home, or one of the system, where programs may "
-                "run what is put there; allowed is another"
+                f"{key}={value}: leads into a hidden directory of the home or with files that are no run's, or into "
+                "one of the system, where programs may run what is put there; allowed is another"
             )
         part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
         if part is not None and part not in known:

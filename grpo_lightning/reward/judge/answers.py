@@ -54,7 +54,8 @@ class Answers:
         Raises:
             RewardError: The file cannot be written.
         """
-        line = json.dumps({"request": request, **more, "answer": hide(answer, HIDDEN)}).encode() + b"\n"
+        told = {name: hide(value, HIDDEN) if isinstance(value, str) else value for name, value in more.items()}
+        line = json.dumps({"request": request, **told, "answer": hide(answer, HIDDEN)}).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._open(os.O_RDWR | os.O_APPEND | os.O_CREAT)
