@@ -43,6 +43,15 @@ def nothing(key):
     return None
 
 
+def test_it_is_said_which_policy_a_checkpoint_names(tmp_path, caplog):
+    caplog.set_level("INFO")
+    file = tmp_path / "theirs.ckpt"
+    torch.save({"step": {"completed": 1}, "run": {"config": recorded()}}, file)
+    updates = recalled({"checkpoint": str(file), "mode": "export", "run_dir": str(tmp_path)}, [], nothing)
+    assert updates["policy"]["path"] == "/models/a"
+    assert "policy.path=/models/a, as the checkpoint says" in caplog.text
+
+
 @provocation("`mode=export checkpoint=FILE` of a run with `policy.hidden_size=16`", "exports that policy")
 def test_an_export_needs_nothing_but_the_checkpoint(trained, tmp_path):
     run = grpo.compose("mode=export", f"checkpoint={trained}/checkpoints/best.ckpt", run_dir=tmp_path)

@@ -1,6 +1,7 @@
 """The policy that a checkpoint is of: its settings, and whether its weights fit into a policy that is there."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import FORMERLY, HIDDEN
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line, quoted
+
+log = logging.getLogger(__name__)
 
 _TAKEN = {
     "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
@@ -52,9 +55,13 @@ def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Calla
         return {}
     recorded = read(path, map_location="meta").get("run", {}).get("config", {})
     try:
-        return own_settings(recorded, overrides, current)
+        updates = own_settings(recorded, overrides, current)
     except ValueError as error:
         raise ValueError(f"checkpoint={one_line(str(named))}: {error}") from error
+    for part, node in updates.items():
+        if isinstance(node, Mapping) and isinstance(place := node.get("path"), str):
+            log.info("%s.path=%s, as the checkpoint says", part, one_line(place))
+    return updates
 
 
 def own_settings(
