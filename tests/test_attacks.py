@@ -61,6 +61,7 @@ class Touch:
             ("+hydra.callbacks={x: {_target_: os.system, command: touch HIT}}",),
             ("+evil={_target_: os.system, command: touch HIT}", "+hydra.callbacks.x=${evil}"),
             ("+hydra.hydra_logging.handlers.x={class: os.system, command: touch HIT}",),
+            ("+hydra.job_logging.formatters.x.format='${oc.env:HF_TOKEN} %(message)s'",),
             ("hydra.launcher._target_=os.system",),
             ("+hydra.job.env_set.LD_PRELOAD=./x.so",),
             ("+hydra.job.env_copy=[PYTHONPATH]",),

@@ -349,6 +349,9 @@ def test_launchers_and_stores_write_through_no_link(tmp_path, monkeypatch):
         logger = {"_target_": "grpo_lightning.logger.MLFlowLogger", "tracking_uri": f"sqlite:///{store}"}
         told = [one for one in logger_problems({"logger": {"mlflow": logger}}) if "is a link" in one]
         assert len(told) == is_refused, store
+        place = {"_target_": "grpo_lightning.logger.MLFlowLogger", "artifact_location": f"file:{store}"}
+        told = [one for one in logger_problems({"logger": {"mlflow": place}}) if "is a link" in one]
+        assert len(told) == is_refused, store
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])

@@ -509,6 +509,13 @@ def test_nothing_is_removed_on_the_word_of_a_checkpoint(key, where, tmp_path, ca
         leave_out(SimpleNamespace(continues=continues, _trainer=trainer), held)
         is_kept = continues or where in ("", "{}/theirs/a.ckpt")
         assert held == {"callbacks": {"Other": {"a": 1}} | ({keeper.state_key: state} if is_kept else {})}
+    odd = f"{tmp_path}/local:/{tmp_path}/theirs"  # a directory called as an address
+    os.makedirs(odd)
+    trainer.ckpt_path = f"{odd}/last.ckpt"
+    held = {"callbacks": {keeper.state_key: keeper.state_dict() | {"best_model_path": f"{odd}/mine"}}}
+    leave_out(SimpleNamespace(continues=False, _trainer=trainer), held)
+    assert not held["callbacks"]
+    caplog.clear() if where in ("", "{}/theirs/a.ckpt") else None
     assert ("of files elsewhere is left out" in caplog.text) == (where not in ("", "{}/theirs/a.ckpt"))
 
 

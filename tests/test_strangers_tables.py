@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import datasets
 import pyarrow as pa
@@ -284,6 +285,50 @@ def test_types_of_pyarrows_own_are_read(place):
     assert JsonLines(str(place / "train.parquet"))[0][1]["x"] == '{"a": 1}'
     (place / "empty.arrow").touch()
     check_arrow(place / "empty.arrow")
+
+
+class Place(pa.ExtensionType):
+    """A type of places as geoarrow registers one with pyarrow, which parquet files name in a way of their own."""
+
+    heard: ClassVar[list[bytes]] = []
+
+    def __init__(self, said=b"{}"):
+        self.said = said
+        super().__init__(pa.binary(), "geoarrow.wkb")
+
+    def __arrow_ext_serialize__(self):
+        return self.said
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage, said):
+        cls.heard.append(said)
+        return cls(said)
+
+
+@provocation(
+    "a parquet file with a column of parquet's own type GEOMETRY or GEOGRAPHY, which pyarrow hands to a class that a "
+    "library such as geoarrow has registered",
+    "refused; no class hears of what the file says",
+)
+@pytest.mark.parametrize("edges", ["planar", "spherical"])
+def test_places_that_a_library_has_registered(edges, place):
+    point = bytes.fromhex("0101000000000000000000F03F0000000000000040")
+    pa.register_extension_type(Place())
+    try:
+        kind = Place(json.dumps({"crs": "HIT", "edges": edges}).encode())
+        column = pa.ExtensionArray.from_storage(kind, pa.array([point, point], pa.binary()))
+        pa.parquet.write_table(
+            pa.table({"prompt": ["a", "b"], "place": column}), place / "train.parquet", store_schema=False
+        )
+        Place.heard.clear()
+        for read in (lambda: JsonLines(str(place / "train.parquet")), lambda: Hub(str(place), "train")):
+            with pytest.raises(ValueError, match=r"the column 'place' is of the type GEO\w+; allowed are types of pya"):
+                read()
+        assert {*Place.heard} <= {b"{}"}  # of this package's own
+        kept = pa.ipc.read_schema(pa.schema([pa.field("x", kind)]).serialize())
+        assert isinstance(kept.field(0).type, Place)
+    finally:
+        pa.unregister_extension_type("geoarrow.wkb")
 
 
 class Doc:

@@ -118,3 +118,16 @@ def test_all_settings_are_shown_when_asked_for(tmp_path, capsys):
     assert "kl_coef" not in capsys.readouterr().err
     small_run(tmp_path / "b", "print_settings=true")
     assert "kl_coef: 0.04" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_formatters_of_ones_own_hide_secrets(tmp_path):
+    token = "hf_" + 24 * "a"
+    words = ["+hydra.job_logging.formatters.x.format='own %(message)s'", "hydra.job_logging.handlers.file.formatter=x"]
+    words += [f"hydra.run.dir={tmp_path}", f"task_name={token}", "steps=1"]
+    done = subprocess.run(command(*words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "train.log").read_text()
+    assert "own " in log
+    assert "REDACTED" in log
+    assert token not in log + done.stdout + done.stderr

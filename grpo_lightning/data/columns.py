@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet
 
 from grpo_lightning.data import extension_types
@@ -32,6 +34,8 @@ _MOST_VALUES = 2**24
 _EXTENSION = b"ARROW:extension:name"
 _ENCODED = tuple(base64.b64encode(bytes(before) + _EXTENSION)[4:-4] for before in range(3))
 """The middle of it in base 64, as parquet has it, wherever in a text it begins."""
+_PLACES, _OF_PLACES = ("GEOMETRY", "GEOGRAPHY"), "geoarrow.wkb"
+"""Parquet's own types of places, and the type of a program's that pyarrow looks for where a file has one."""
 _KNOWN = ("arrow.", "datasets.features.features.Array")
 """What the names of extension types begin with that pyarrow and datasets have themselves."""
 _read_schema = pa.parquet.read_schema
@@ -51,7 +55,32 @@ def parquet_schema(file: Any) -> pa.Schema:
     if any(core in footer for core in _ENCODED):
         _check_extensions(Path(file.name), "parquet")
     file.seek(0)
+    with _without_places():
+        columns = pa.parquet.read_metadata(file).schema
+    for column in map(columns.column, range(len(columns))):
+        if column.logical_type.type in _PLACES:
+            raise ValueError(
+                f"the column {one_line(repr(column.path))[:80]} is of the type {column.logical_type.type}; allowed are "
+                "types of pyarrow's own"
+            )
+    file.seek(0)
     return _read_schema(file)
+
+
+@contextmanager
+def _without_places() -> Iterator[None]:
+    """Inside, no program's type of places is registered: it would be given what a file says."""
+    named = {"ARROW:extension:name": _OF_PLACES, "ARROW:extension:metadata": "{}"}
+    written = pa.schema([pa.field("place", pa.binary(), metadata=named)]).serialize()
+    kind = pa.ipc.read_schema(written).field(0).type
+    if not isinstance(kind, pa.ExtensionType):
+        yield
+        return
+    pa.unregister_extension_type(_OF_PLACES)
+    try:
+        yield
+    finally:
+        pa.register_extension_type(kind)
 
 
 def check_arrow(path: Path) -> None:

@@ -42,6 +42,9 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, node in each_target(config):  # also of one that a callback holds
         if str(node["_target_"]).endswith(".WandbLogger"):
             yield from _wandb_problems(key, node)
+        place = node.get("artifact_location")
+        if isinstance(place, str) and (link := linked_part(Path(unquote(place.removeprefix("file:"))))):
+            yield one_line(f"{key}.artifact_location={place}: {link} is a link; allowed is a place by its own name")
         store = node.get("tracking_uri")
         if not isinstance(store, str):
             continue
