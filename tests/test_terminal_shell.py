@@ -123,11 +123,16 @@ def test_all_settings_are_shown_when_asked_for(tmp_path, capsys):
 @pytest.mark.slow
 def test_formatters_of_ones_own_hide_secrets(tmp_path):
     token = "hf_" + 24 * "a"
+    (tmp_path / "mine.py").write_text(f"def fails(completions):\n    raise ValueError({token!r})\n")
     words = ["+hydra.job_logging.formatters.x.format='own %(message)s'", "hydra.job_logging.handlers.file.formatter=x"]
-    words += [f"hydra.run.dir={tmp_path}", f"task_name={token}", "steps=1"]
-    done = subprocess.run(command(*words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    log = (tmp_path / "train.log").read_text()
+    words += ["reward=[custom]", "reward.custom.function._target_=mine.fails", "hydra.run.dir=run", "steps=1"]
+    words = [word for word in (*SMALL, *words) if not word.startswith("reward.") or "custom" in word]
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    log = (tmp_path / "run" / "train.log").read_text()
     assert "own " in log
-    assert "REDACTED" in log
+    assert "Traceback" in log
+    assert "raise ValueError" in log
     assert token not in log + done.stdout + done.stderr
