@@ -160,7 +160,8 @@ REFUSED = {
     "a file that is damaged": (["--steps", "2"], "damaged", "000002.jsonl.gz is damaged"),
     "a name that settings give a meaning": ([], "${x}", "${x}: allowed is a directory without ${ in its name"),
     "settings that are a link": ([], "linked", "overrides.yaml is by a link a file elsewhere; allowed is a run's own"),
-    "rollouts that are a link": ([], "led", "000001.jsonl.gz is by a link a file elsewhere; allowed are a run's own"),
+    "rollouts that are a link": ([], "led", "led/rollouts is by a link a place elsewhere; allowed are a run's own"),
+    "a rollout that is a link": ([], "part", "000002.jsonl.gz is by a link a place elsewhere; allowed are a run's own"),
     "settings that are not there": ([], "bare", "bare has no .hydra/overrides.yaml, which says how its run was set"),
 }
 
@@ -183,6 +184,9 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, mo
         shutil.copytree(first / mine, tmp_path / copy / mine)
         (tmp_path / copy / part).parent.mkdir(exist_ok=True)
         (tmp_path / copy / part).symlink_to(first / part)
+    shutil.copytree(first, tmp_path / "part")
+    (tmp_path / "part" / "rollouts" / "000002.jsonl.gz").unlink()
+    (tmp_path / "part" / "rollouts" / "000002.jsonl.gz").symlink_to(first / "rollouts" / "000002.jsonl.gz")
     with pytest.raises(SystemExit) as ended:
         main([place or str(first), *words])
     assert ended.value.code == 1

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import tarfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -541,6 +542,26 @@ def test_a_vocabulary_is_no_file(part, kind, name, model, tmp_path):
         ValueError, match=rf"tokenizer\.json: model\.{part}='\S+id_rsa' names a file, of which an export"
     ):
         hf.load(str(model), **PLAIN)
+
+
+@provocation(
+    "a tokenizer whose `fast_tokenizer_files` names a file of a folder, where a link to one of the user's would "
+    "not be seen",
+    "refused in one sentence; names beside it are read",
+)
+def test_a_tokenizer_chooses_files_beside_it(model, tmp_path):
+    (model / "sub").mkdir()
+    (model / "tokenizer.json").rename(tmp_path / "mine.json")
+    shutil.copy(tmp_path / "mine.json", model / "tokenizer.json")
+    (model / "sub" / "tokenizer.5.0.json").symlink_to(tmp_path / "mine.json")
+    file = model / "tokenizer_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"fast_tokenizer_files": ["tokenizer.json"]}))
+    hf.load(str(model), **PLAIN)
+    for chosen in (["sub/tokenizer.5.0.json"], ["tokenizer.json", "../tokenizer.5.0.json"], "sub/x", {"a": 1}):
+        file.write_text(json.dumps(said | {"fast_tokenizer_files": chosen}))
+        with pytest.raises(ValueError, match=r"fast_tokenizer_files=.*: allowed are names of files beside it"):
+            hf.load(str(model), **PLAIN)
 
 
 @provocation(

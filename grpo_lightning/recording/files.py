@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.recording.fields import header_problem, row_problem
 
@@ -44,19 +45,31 @@ def folder(path: str | Path) -> Path:
     """The directory of the files, which is given itself or by its run's directory.
 
     Raises:
-        Unusable: There is no such directory.
+        Unusable: There is no such directory, or it is by a link, which may be a stranger's, one of the user's.
     """
     given = Path(path)
     found = given / FOLDER if (given / FOLDER).is_dir() else given
+    _check_own(found, given)
     if not found.is_dir():
         raise Unusable(f"{given} is {'no directory' if given.exists() else 'not there'}")
     return found
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """The file of every recorded step, in order; links count, other files do not."""
+    """The file of every recorded step, in order; links inside the directory count, other files do not.
+
+    Raises:
+        Unusable: One is by a link a file elsewhere.
+    """
     named = {int(found[1]): path for path in directory.iterdir() if (found := _NAME.fullmatch(path.name))}
+    for path in named.values():
+        _check_own(path, directory)
     return {step: named[step] for step in sorted(named)}
+
+
+def _check_own(path: Path, directory: Path) -> None:
+    if leads_elsewhere(path, directory):
+        raise Unusable(f"{path} is by a link a place elsewhere; allowed are a run's own files")
 
 
 def listed(numbers: Collection[int]) -> str:

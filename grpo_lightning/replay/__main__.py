@@ -10,7 +10,6 @@ from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
-from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.recording import files
 
@@ -49,8 +48,6 @@ def replay(directory: Path, overrides: Sequence[str], *, steps: str = ":", form:
     """
     place = files.folder(directory)
     known = files.steps(place)
-    if linked := next((path for path in known.values() if leads_elsewhere(path, directory)), None):
-        raise ValueError(f"{linked} is by a link a file elsewhere; allowed are a run's own")
     if not known:
         raise ValueError(f"{place} has no recorded rollouts; a run with callbacks=rollouts records them")
     chosen = _chosen(steps, known)

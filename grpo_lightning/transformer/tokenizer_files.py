@@ -14,6 +14,7 @@ from transformers.utils.import_utils import DummyObject
 
 from grpo_lightning.allowed import ERRORS
 from grpo_lightning.output.terminal import one_line
+from grpo_lightning.transformer.directory import is_beside
 
 _OF_PROGRAMS = "BertJapaneseTokenizer"
 """The one class of transformers that hands what stands in tokenizer_config.json to MeCab, Sudachi or Juman++."""
@@ -94,6 +95,10 @@ def _check_settings(file: str | None, files: Collection[str]) -> None:
     if (errors := content.get("errors")) is not None and errors not in ERRORS:
         told = one_line(repr(errors)[:80])
         raise ValueError(f"tokenizer_config.json: errors={told}: allowed are {', '.join(ERRORS)}")
+    chosen = content.get("fast_tokenizer_files") or []
+    if not isinstance(chosen, list) or not all(map(is_beside, chosen)):
+        told = one_line(repr(chosen)[:200])
+        raise ValueError(f"tokenizer_config.json: fast_tokenizer_files={told}: allowed are names of files beside it")
     home = Path(file).absolute().parent
     for name in sorted({*files} & {*content}):
         named = content[name]
