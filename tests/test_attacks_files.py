@@ -330,6 +330,52 @@ def test_what_lies_in_place_of_a_launcher_s_results_is_not_read(given, tmp_path)
 
 
 @provocation(
+    "a sweep whose jobs' directory holds a link `x.log` to ~/.bashrc, and a handler of Hydra's own logger with that "
+    "name: the first job is refused, and the line of the second would be written through the link",
+    "each is refused; nothing is written",
+)
+@pytest.mark.slow
+def test_no_line_is_written_where_a_job_was_refused(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "x.log").symlink_to(mine)
+    handler = (
+        '{class: logging.FileHandler, filename: "${hydra.runtime.output_dir}/x.log", delay: true, formatter: simple}'
+    )
+    words = [
+        f"+hydra.job_logging.handlers.f2={handler}",
+        "hydra.sweep.dir=sweep",
+        f"hydra.sweep.subdir={tmp_path}/theirs",
+    ]
+    words += ["+hydra.job_logging.loggers.hydra={level: INFO, handlers: [f2]}", "seed=0,1"]
+    done = begun(tmp_path, "-m", *words, *TINY)
+    assert done.returncode == 1
+    assert "x.log in it is a link to" in " ".join(done.stderr.split())
+    assert mine.read_text() == "mine"
+
+
+@provocation(
+    "`hydra.sweep.subdir` of a hidden directory of the home, or `hydra.run.dir=~/.bashrc.d/checkpoints/..`, "
+    "which Hydra makes",
+    "refused before it is made",
+)
+@pytest.mark.slow
+def test_hydra_makes_no_directory_that_is_refused(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    for words in (
+        ("-m", "hydra.sweep.dir=sweep", f"hydra.sweep.subdir={home}/.bashrc.d", "seed=0,1"),
+        (f"hydra.run.dir={home}/.bashrc.d/checkpoints/..",),
+        (f"hydra.run.dir={home}/.bashrc.d",),
+    ):
+        done = begun(tmp_path, *words, *TINY, HOME=str(home))
+        assert done.returncode == 1
+        assert "programs may run what is put there" in " ".join(done.stderr.split())
+        assert not [*home.iterdir()]
+
+
+@provocation(
     "`hydra.launcher.submitit_folder=theirs/folder`, or a `tracking_uri` of MLflow's, that is a stranger's link to "
     "a directory or database of the user's",
     "refused in one sentence",

@@ -359,6 +359,8 @@ def test_nothing_is_put_into_hidden_directories_of_the_home(tmp_path, monkeypatc
         assert "a hidden directory with files that are no run's, or of the home, or" in str(entry_problem(place))
     for place in (home / "none" / ".." / ".bashrc.d", home / "none" / ".." / "runs"):
         assert "or that cannot be told; programs may run" in str(entry_problem(place))
+    (home / ".used" / "checkpoints").mkdir(parents=True)  # as Hydra may have made it by checkpoints/..
+    assert "or of the home, or" in str(entry_problem(home / ".used"))
     for place in (Path("/etc/none/x"), Path("/usr/none"), Path("/etc")):
         assert "or one of the system, " in str(entry_problem(place))
     named = (home / ".cache" / "runs", home / "work" / "runs", home / "work" / ".." / "runs", home / "work" / ".runs")

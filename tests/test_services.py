@@ -308,6 +308,19 @@ def test_a_database_is_called_one(name):
     ):
         (problem,) = told(loading)
         assert f"tracking_uri={loading}: allowed are sqlite:///PATH of a database" in problem
+    config = composed("logger=mlflow")
+    for place in (
+        "hdfs://localhost/x",
+        "viewfs://h/x",
+        "ftp://h/x",
+        "s3://b/x",
+        "file:x",
+        "mlflow-artifacts:/x",
+        "x/y",
+    ):
+        config["logger"]["mlflow"]["artifact_location"] = place
+        is_refused = place.startswith(("hdfs", "viewfs", "ftp"))
+        assert len(list(loggers_of_settings.logger_problems(config))) == is_refused, place
     (problem,) = told(f"sqlite:///{name}")
     assert problem.startswith(f"logger.mlflow.tracking_uri=sqlite:///{name}: allowed is sqlite:///PATH of a database")
 

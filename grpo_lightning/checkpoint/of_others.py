@@ -74,10 +74,11 @@ def check_weights(module: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def leave_out(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Take out of a checkpoint what no run needs, and of another run's what may do harm.
+    """Take out of a checkpoint what no run needs, and what may do harm.
 
     Its loops would say what a loader of the user's own takes for its state. States of Lightning's ``ModelCheckpoint``
-    name files that are removed once there are newer ones, some from wherever they are: those beside it stay.
+    name files that are removed once there are newer ones: of URLs from wherever they are, and of another run's only
+    those beside the checkpoint are taken.
 
     Args:
         module: Whose trainer has loaded the checkpoint.
@@ -85,21 +86,24 @@ def leave_out(module: Any, checkpoint: dict[str, Any]) -> None:
     """
     checkpoint.pop("loops", None)
     trainer, states = module._trainer, checkpoint.get("callbacks")
-    if module.continues or trainer is None or not isinstance(states, dict):
+    if trainer is None or not isinstance(states, dict):
         return
     home = os.path.realpath(os.path.dirname(os.path.abspath(str(trainer.ckpt_path))))
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and (state := states.get(callback.state_key)) is not None:
             named = [*state.get("best_k_models", ())]
             named += [value for key, value in state.items() if key.endswith("_path")]
-            if not all(_is_in(home, path) for path in named if path):
+            if not all(_is_plain(path) and (module.continues or _is_in(home, path)) for path in named if path):
                 del states[callback.state_key]
-                log.warning("what the checkpoint says of files elsewhere is left out, since it is of another run")
+                log.warning("what the checkpoint says of files elsewhere is left out, as they would be removed")
 
 
-def _is_in(directory: str, path: Any) -> bool:
-    is_plain = isinstance(path, str) and ":" not in path  # else it may be a URL, and removed wherever it leads
-    return is_plain and os.path.realpath(os.path.dirname(os.path.abspath(path))) == directory
+def _is_plain(path: Any) -> bool:
+    return isinstance(path, str) and ":" not in path  # else it may be a URL, and what is there is always removed
+
+
+def _is_in(directory: str, path: str) -> bool:
+    return os.path.realpath(os.path.dirname(os.path.abspath(path))) == directory
 
 
 def check_network(network: nn.Module, weights: Mapping[str, Any], module: Any) -> None:

@@ -16,7 +16,7 @@ from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_whole
-from grpo_lightning.settings.places import entry_problem, unwritable
+from grpo_lightning.settings.places import entry_problem, is_of_programs, unwritable
 from grpo_lightning.start import settings_from
 
 _PLACES = ("hydra.sweep.dir", "hydra.run.dir")
@@ -37,10 +37,20 @@ def without_effect(composed: DictConfig, overrides: Sequence[str]) -> str | None
 
 
 def no_place(composed: DictConfig) -> str | None:
-    """Why the directory that Hydra makes for a run or sweep cannot be made, or not be written to."""
+    """Why the directory that Hydra makes for a run or sweep cannot be made, or must not be written to."""
     key = _PLACES[composed.hydra.mode != RunMode.MULTIRUN]
     with suppress(OmegaConfBaseException):
-        return unwritable(key, str(OmegaConf.select(composed, key)))
+        place = str(OmegaConf.select(composed, key))
+        return unwritable(key, place) or (entry_problem(Path(place)) if key == "hydra.run.dir" else None)
+    return None
+
+
+def no_place_of_job(composed: DictConfig) -> str | None:
+    """Why the directory that Hydra makes for a job of a sweep must not be written to."""
+    with suppress(OmegaConfBaseException):
+        place = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir))
+        if is_of_programs(place):
+            return one_line(f"hydra.sweep.subdir={place}: programs may run what is put there; allowed is another")
     return None
 
 

@@ -204,10 +204,11 @@ def _begin_log(directory: Path, name: str) -> str | None:
 
 
 def _leave_log() -> None:
-    """Have no later line of this process, such as a launcher's, open the log file that Hydra would write it to."""
-    of_all = logging.getLogger()
-    for handler in [each for each in of_all.handlers if isinstance(each, logging.FileHandler)]:
-        of_all.removeHandler(handler)
+    """Have no later line of this process, such as a launcher's, open a log file that Hydra would write it to."""
+    for one in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+        if isinstance(one, logging.Logger):
+            for handler in [each for each in one.handlers if isinstance(each, logging.FileHandler)]:
+                one.removeHandler(handler)
 
 
 def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:

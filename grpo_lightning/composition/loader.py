@@ -19,7 +19,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.brought_files import brought_problems, is_trusted, misplaced
-from grpo_lightning.composition.directories import link_of_sweep, no_place, use_new_folder, without_effect
+from grpo_lightning.composition.directories import (
+    link_of_sweep,
+    no_place,
+    no_place_of_job,
+    use_new_folder,
+    without_effect,
+)
 from grpo_lightning.composition.environment import remember_secrets
 from grpo_lightning.composition.file_rules import hydra_problems, shape_problems
 from grpo_lightning.composition.found import SettingsRefused, is_brought, is_hydras_own
@@ -144,6 +150,8 @@ class CheckedLoader(ConfigLoaderImpl):
                 named.exclude_keys = [*named.exclude_keys, *common]
             name = job_name(words, hidden=named.exclude_keys, shown=redaction.redacted_words(words))
             job.override_dirname = name.replace("${", "{") if start.settings_from() else name
+        if obstacle := no_place_of_job(composed):
+            raise ConfigCompositionException(redaction.hide(obstacle))
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:

@@ -21,6 +21,7 @@ _DATABASE = re.compile(r"sqlite(?:\+\w+)?:///((?!file:)[^?]*\.(?:db|sqlite3?))(?
 _SERVER = re.compile(
     r"https?://.*|databricks(-uc)?(://.*)?|file:.*|(postgresql(\+psycopg2?)?|mysql\+pymysql)://[^?]*", re.DOTALL
 )
+_ARTIFACTS = re.compile(r"(file|mlflow-artifacts|dbfs):.*|(https?|s3|gs|wasbs|abfss)://.*", re.DOTALL)
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 
@@ -43,7 +44,10 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if str(node["_target_"]).endswith(".WandbLogger"):
             yield from _wandb_problems(key, node)
         place = node.get("artifact_location")
-        if isinstance(place, str) and (link := linked_part(Path(unquote(place.removeprefix("file:"))))):
+        if isinstance(place, str) and ":" in place.partition("/")[0] and not _ARTIFACTS.fullmatch(place):
+            allowed = "allowed are a directory, file:, mlflow-artifacts:, dbfs:, http, https, s3, gs, wasbs and abfss"
+            yield one_line(f"{key}.artifact_location={place}: {allowed}, as others load libraries that lie here")
+        elif isinstance(place, str) and (link := linked_part(Path(unquote(place.removeprefix("file:"))))):
             yield one_line(f"{key}.artifact_location={place}: {link} is a link; allowed is a place by its own name")
         store = node.get("tracking_uri")
         if not isinstance(store, str):

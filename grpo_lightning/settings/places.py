@@ -166,8 +166,8 @@ def is_of_programs(directory: Path) -> bool:
     if place is None:
         return True
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
-    is_foreign = names.isdisjoint(_OF_RUNS) and (is_obeyed(directory) or bool(names and is_in_hidden(directory)))
-    return is_foreign or not _OF_PYTHON.isdisjoint(place.parts)
+    is_foreign = bool(names) and names.isdisjoint(_OF_RUNS) and is_in_hidden(directory)
+    return is_obeyed(directory) or is_foreign or not _OF_PYTHON.isdisjoint(place.parts)
 
 
 def is_obeyed(path: Path) -> bool:
