@@ -69,7 +69,10 @@ _DEEP = ("wandb", ".wandb", "lightning_logs")
 _FOLDERS = (".hydra", "checkpoints", "tensorboard", "csv", "export", "rollouts", *_DEEP)
 _OF_RUNS = (".hydra", "checkpoints", "multirun.yaml", "summary.json", "sweep.json", "tensorboard", "train.log")
 """Of which a directory of a run or sweep has some."""
-_OF_SYSTEM = ("/bin", "/boot", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/var/spool")
+_OF_SYSTEM = (
+    *("/bin", "/boot", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/var/spool"),
+    *("/opt/homebrew/etc", "/private/etc"),
+)
 _OF_PYTHON = {"site-packages", "dist-packages"}
 _LINKING = ("wandb", ".wandb")
 """Folders in which a run makes links of its own."""
