@@ -35,7 +35,7 @@ _OPENED = re.compile(r"\$\\*\{")
 _SHOWN = re.compile(
     r"policy\.(system_prompt|template_kwargs)\b|data\.(.*\.)?prompts\b|(callbacks|trainer)\..*\bfilename$"
 )
-"""Keys of what no text shows that could be redacted: rollouts hold the tokens of prompts."""
+"""Keys of what cannot be redacted: rollouts hold the tokens of prompts, and files have names."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"
 _LOCAL = "http://127.0.0.1:8000"
 """The address of conf/sampler/vllm_server.yaml."""

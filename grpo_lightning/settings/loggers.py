@@ -21,7 +21,9 @@ _DATABASE = re.compile(r"sqlite(?:\+\w+)?:///((?!file:)[^?]*\.(?:db|sqlite3?))(?
 _SERVER = re.compile(
     r"https?://.*|databricks(-uc)?(://.*)?|file:.*|(postgresql(\+psycopg2?)?|mysql\+pymysql)://[^?]*", re.DOTALL
 )
+"""Other stores of MLflow's, which load nothing that an address names."""
 _ARTIFACTS = re.compile(r"(file|mlflow-artifacts|dbfs):.*|(https?|s3|gs|wasbs|abfss)://.*", re.DOTALL)
+"""Places of MLflow's files, likewise."""
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 

@@ -73,6 +73,7 @@ _OF_SYSTEM = (
     *("/bin", "/boot", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/var/spool"),
     *("/opt/homebrew/etc", "/private/etc"),
 )
+"""Directories of systems, in some of which programs run or obey any file."""
 _OF_PYTHON = {"site-packages", "dist-packages"}
 _LINKING = ("wandb", ".wandb")
 """Folders in which a run makes links of its own."""
