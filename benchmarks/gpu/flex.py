@@ -24,7 +24,7 @@ SIZES = (100, 333, 1000, 4096, 16_384)
 """Tokens of the streams that are compared, N."""
 OTHERS = (150, 271, 555, 801, 1234, 2222, 3001, 5000, 7777, 9999, 12_345, 16_000)
 """Tokens of the streams that must not be compiled anew after those."""
-_ENOUGH = 25.0
+_ENOUGH = 15.0
 """Seconds that must be left for what comes after another stream."""
 HEADS, KEY_HEADS, WIDTH = 12, 2, 128
 """Qwen2.5-1.5B's."""
