@@ -222,6 +222,40 @@ def test_a_checkpoint_says_not_what_parts_are_made_of():
 
 
 @provocation(
+    "a stranger's checkpoint that hides `${…}` or `_target_` in a mapping `a: {b: …}` behind a key `a.b` with another "
+    "value, behind a number beside a text, or behind a key that the command names",
+    "refused by its key",
+)
+def test_no_key_hides_what_stands_at_another(trained, tmp_path, monkeypatch):
+    (tmp_path / "tools.py").write_text("def backup(target):\n    open('HIT', 'w').write(target)\n")
+    monkeypatch.chdir(tmp_path)
+    call = "${oc.create:{_target_: tools.backup, target: x}}"
+    content = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    for name, node, told in (
+        ("rank_pattern", {"a": {"b": call}, "a.b": 4}, r"its policy\.rank_pattern\.a\.b is “\$"),
+        ("rank_pattern", {"a.b": {"c": call}, "a": {"b.c": 4}}, r"its policy\.rank_pattern\.a\.b\.c is “\$"),
+        ("rank_pattern", {"a": [call], "a.0": 4}, r"its policy\.rank_pattern\.a\.0 is “\$"),
+        (
+            "rank_pattern",
+            {1: {"b": call}, "1.b": 4},
+            r"its settings have “policy\.rank_pattern\.1\.b”; allowed are keys",
+        ),
+        ("rank_pattern", {"${x}": 4}, r"its settings have “policy\.rank_pattern\.\$\{x\}”; allowed are keys of text"),
+        ("a", {"_target_": "tools.backup"}, "its policy was built by “.*tools.backup"),
+        ("seed.deep", call, r"its policy\.seed\.deep is “\$"),
+    ):
+        policy = dict(content["run"]["config"]["policy"]) | {name: node}
+        if name == "a":
+            policy["a._target_"] = policy["_target_"]
+        run = content["run"] | {"config": content["run"]["config"] | {"policy": policy}}
+        torch.save(content | {"run": run}, "theirs.ckpt")
+        words = ["++policy.seed.deep=1"] if name == "seed.deep" else []
+        with pytest.raises(ValueError, match=r"^checkpoint=theirs.ckpt: " + told):
+            grpo.compose("mode=export", "checkpoint=theirs.ckpt", *words, run_dir="out")
+        assert not (tmp_path / "HIT").exists()
+
+
+@provocation(
     "`checkpoint=theirs.ckpt policy.trust_remote_code=true`, which says itself where that code lies",
     "asks for `policy.path`, too",
 )

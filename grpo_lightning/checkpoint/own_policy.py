@@ -102,7 +102,14 @@ def _check_taken(
     part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str], current: Callable[[str], Any]
 ) -> None:
     """Refuse settings that say nothing, or that only a user may decide."""
-    leaves = dict(_leaves(own, part))
+    # By their paths: keys may have dots in them, so that two values can have one dotted key.
+    said = {tuple(key.split(".")) for key in given}
+    leaves = [(path, value) for path, value in _leaves(own, (part,)) if path not in said]
+    odd = [one_line(".".join(map(str, path))) for path, _ in leaves if any(map(_is_odd, path))]
+    if odd:
+        raise ValueError(
+            f"its settings have {quoted(odd[0])}; allowed are keys of text without '$', ':', '{{' and '}}'"
+        )
     trust = f"{part}.trust_remote_code"
     if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
         path = quoted(str(own.get("path")))
@@ -114,27 +121,27 @@ def _check_taken(
     if "/" in str(own.get("attn_implementation")) and kernel not in given:
         told = quoted(str(own["attn_implementation"]))
         raise ValueError(f"its {kernel} is {told}, a kernel of the hub; allowed is {kernel}=… on the command line")
-    builders = {key: value for key, value in leaves.items() if key.endswith("._target_") and key not in given}
-    if LIVE in builders.values():
+    builders = [(path, value) for path, value in leaves if path[-1] == "_target_"]
+    if any(value == LIVE for _, value in builders):
         raise ValueError(
             f"its {part} was an object of a Python program; allowed is {part}=NAME with its settings, or "
             f"compose({part}=…) with such an object"
         )
     top = f"{part}._target_"
-    if {key for key in builders if key != top} or (top not in given and builders.get(top) not in targets):
-        listed = quoted(", ".join(map(str, builders.values())) or "nothing")
+    outer = [value for path, value in builders if path == (part, "_target_")]
+    if len(builders) > len(outer) or (top not in given and (not outer or outer[0] not in targets)):
+        listed = quoted(", ".join(str(value) for _, value in builders) or "nothing")
         raise ValueError(
             f"its {part} was built by {listed}; allowed without "
             f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
         )
     is_foreign = own.get("_target_") not in targets
     asked = dict[str, str]()
-    for key, value in leaves.items():
-        if key in given:
-            continue
+    for path, value in leaves:
+        key = ".".join(path)
         is_theirs = is_foreign and value != current(key)  # code of the user's may do anything on the word of a setting
         # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
-        is_unresolved = "_convert_" in key.split(".") and value != "all"
+        is_unresolved = "_convert_" in path and value != "all"
         is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))
         if is_theirs or is_unresolved or is_hidden:
             asked[typed_key(key)] = quoted(str(value))
@@ -144,15 +151,21 @@ def _check_taken(
         raise ValueError(f"its {told}; allowed is {wanted} with the value{'s' * (len(asked) > 1)}")
 
 
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value that holds no others, with the keys that lead to it; places in lists are texts."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}")
+            yield from _leaves(value, (*path, key))
     elif isinstance(node, list | tuple) and node:
         for number, value in enumerate(node):
-            yield from _leaves(value, f"{prefix}.{number}")
+            yield from _leaves(value, (*path, str(number)))
     else:  # also what is empty, and may have a meaning
-        yield prefix, node
+        yield path, node
+
+
+def _is_odd(key: Any) -> bool:
+    """Whether a key is none that settings may have, see `composition.resolvers`."""
+    return not isinstance(key, str) or not set(key).isdisjoint("${}:")
 
 
 def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
