@@ -242,6 +242,22 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
 
 
 @provocation(
+    "`--cfg job --resolve` with `+note.password=${oc.env:NAME}`, of a few letters, which stand elsewhere, too",
+    "they are not shown",
+)
+def test_settings_that_are_shown_with_their_values_hide_secrets(tmp_path):
+    words = ("--cfg", "job", "--resolve", "+note.password=${oc.env:MINE}", "task_name='${oc.env:MINE}'", "+gone=${no}")
+    for asked in (words, (*words[:2], *words[3:])):
+        done = start(tmp_path, *asked[:-1], MINE="kqzx7")
+        assert done.returncode == 0
+        assert "  password: " in done.stdout
+        assert "kqzx7" not in done.stdout + done.stderr
+    done = start(tmp_path, *words, MINE="kqzx7")
+    assert done.returncode == 1
+    assert "kqzx7" not in done.stdout + done.stderr
+
+
+@provocation(
     "an exception's text with escape sequences", "they are escaped on the terminal, in train.log and summary.json"
 )
 def test_escape_sequences_do_not_reach_the_terminal(tmp_path):

@@ -131,6 +131,15 @@ def test_what_the_environment_chooses_comes_from_it_as_a_whole(monkeypatch):
             "data.train.prompts.0",
         ),
         (("+callbacks.own={filename: '${oc.env:HF_TOKEN}'}",), "callbacks.own.filename"),
+        (("environment=retry", "environment.function.reply='no ${oc.env:HF_TOKEN}'"), "environment.function.reply"),
+        (
+            (
+                "environment=gymnasium",
+                "environment.function.id=x",
+                "environment.function.actions={a: '${oc.env:HF_TOKEN}'}",
+            ),
+            "environment.function.actions.a",
+        ),
     ],
 )
 def test_no_prompt_and_no_name_of_a_file_holds_a_secret(words, key, monkeypatch):

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import load
-from grpo_lightning.sampler.own import buffers, linear, prompt_attention, shared_prompt_cache
+from grpo_lightning.sampler.own import buffers, linear, prompt_attention
 from grpo_lightning.sampler.own.draw import draw
 from grpo_lightning.sampler.own.prompt_attention import excluding
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
@@ -118,8 +118,7 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     expected = sampled()
     like_gpu(monkeypatch, copied=copied)
     calls = []
-    for module in (prompt_attention, shared_prompt_cache):
-        monkeypatch.setattr(module, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(buffers, "counts_keys", lambda keys: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(a) or flash(*a, **k))
     found = sampled()
     assert len({call[6] for call in calls}) > 1  # in rooms of several sizes
@@ -129,15 +128,34 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
 
 def test_keys_that_are_counted_may_be_part_of_a_room(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(prompt_attention, "counts_keys", lambda keys: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     query, rooms, lengths = torch.randn(3, 2, 4, 8), torch.randn(2, 5, 2, 20, 8), torch.tensor([0, 5, 15])
     key, value = rooms[:, 1:4, :, :16].unbind(0)
-    held = prompt_attention.seen(lengths, key, 16, None)
+    held = prompt_attention.seen(lengths, key, 16, None, counts=True)
     mask = prompt_attention.unseen(lengths, 16, None, torch.float32)
     found = prompt_attention.attend(query, key, value, held, 0.3)
     for one, expected in zip(found, prompt_attention.written_out(query, key, value, mask, 0.3), strict=True):
         assert_close(one, expected, rtol=0, atol=1e-5)
+
+
+def test_keys_are_counted_where_all_layers_have_as_many(monkeypatch):
+    monkeypatch.setattr(buffers, "counts_keys", lambda keys: True)
+    wide, narrow, short = torch.ones(2, 4, 5, 8), torch.ones(2, 1, 5, 8), torch.ones(2, 4, 5, 4)
+    for layers, counts in (
+        ([(wide, wide), (wide, wide)], True),
+        ([(wide, wide), (narrow, narrow)], False),  # of whose numbers the first layer's places are no places
+        ([(narrow, narrow), (wide, wide)], False),
+        ([(wide, short), (wide, short)], False),
+    ):
+        held = buffers.Buffers(dict(enumerate(layers)), 3)
+        held.grow(7, 100)
+        assert held.counts_keys() is counts
+        lengths = torch.tensor([0, 5, 15])
+        assert (
+            isinstance(prompt_attention.seen(lengths, held.keys, 7, None, held.counts_keys()), torch.Tensor) != counts
+        )
+    monkeypatch.setattr(buffers, "counts_keys", lambda keys: False)
+    assert not buffers.Buffers({0: (wide, wide)}, 3).counts_keys()
 
 
 def test_a_traced_head_has_the_same_gradients(request):

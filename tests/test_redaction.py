@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from grpo_lightning.composition import environment  # noqa: F401 (its resolver)
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, MASK, hide, redacted, redacted_words, remember, remember_words
 from grpo_lightning.output.terminal import one_line
+from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward.engine.foreign import described, told
 from tests.support.composed import ROOT
 
 
@@ -165,6 +168,43 @@ def test_no_other_process_has_the_same_mask():
 def test_a_secret_is_hidden_in_the_words_that_say_it(word):
     remember({"token": "s3cr3tXY99"})
     assert "s3cr3tXY99" not in hide(word)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_hidden"),
+    [
+        ("MINE", "hunter2!x", True),
+        ("MINE", "Hunter22", True),
+        ("HF_TOKEN", "abcd", True),
+        ("MY_PASSWORD", "abc", False),  # would be found by chance
+        ("MINE", "hunter2", False),
+        ("MINE", "qwen2.5_1-5b", True),
+        ("MINE", "qwen2.5_1-b", False),
+        ("MINE", "12345678", False),
+        ("MINE", "1234-5678!", False),
+        ("WANDB_NAME", "Mine no.1", False),
+        ("WANDB_NAME", "Mine number 1", True),
+    ],
+)
+def test_a_value_of_the_environment_is_hidden_in_a_longer_one(name, value, is_hidden, monkeypatch):
+    monkeypatch.setenv(name, value)
+    address = OmegaConf.create({"url": f"https://u:${{oc.env:{name}}}@host/x"}).url
+    assert address == f"https://u:{value}@host/x"
+    assert (value not in redaction.hide(f"login with {value} refused")) is is_hidden
+
+
+def test_no_secret_is_cut_before_it_is_hidden(monkeypatch):
+    secret = "k-" + 40 * "y"
+    remember({"token": secret})
+    for length in (250, 262, 280, 285, 297):
+        text = described(ValueError("x" * length + secret + "z" * 400))
+        assert len(text) == 300
+        assert "yy" not in text
+        pending = pool.submit(functools.partial(float, "x" * length + secret), [{}], seconds=60)
+        [failure] = pending.result()
+        assert failure.message.startswith("ValueError: could not convert")
+        assert "yy" not in failure.message
+    assert len(told(ValueError("x" * 100_000))) == 30_000
 
 
 def test_keys_of_the_environment_with_a_slash_are_hidden(monkeypatch, tmp_path):

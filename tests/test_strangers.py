@@ -123,6 +123,9 @@ def test_parts_of_several_processes_are_not_read(model, monkeypatch):
     monkeypatch.setenv("HOME", str(model.parent))
     with pytest.raises(ValueError, match=rf"^policy.path='~/model': {name} is a part of weights"):
         hf.load("~/model", **PLAIN)
+    (model / name).rename(model / f"{name}\n")  # which transformers takes for a part, too
+    with pytest.raises(ValueError, match=rf"{name} is a part of weights that several processes"):
+        hf.load(str(model), **PLAIN)
 
 
 @provocation(

@@ -168,6 +168,7 @@ def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
     sys.stderr.write("zz\n\x1b[0;1m \x1b(Bcontinue with:\n50 %\r\x9b0mstopped: step 3\n\u3164look at x\n")
     sys.stderr.write("continue with: python train.py; touch x\n")
     sys.stderr.write("\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \x9d0;t\x9c\r\x1bPq\n")
+    sys.stderr.write("a\u202eb\u2066c\n")
     say("continue with: python train.py")
     tell("this table again: python")
     assert shown.getvalue().splitlines() == [
@@ -175,5 +176,6 @@ def test_nobody_else_begins_a_line_as_this_program_does(monkeypatch):
         *("zz", "| \x1b[0;1m \x1b(Bcontinue with:", "50 %", "| \x9b0mstopped: step 3", "| \u3164look at x"),
         "| continue with: python train.py; touch x",
         *("\\x1b]52;c;eA==\x07\x1b[31mred\x1b[0m \\x9d0;t\x9c", "\\x1bPq"),  # a line that is written over stays one
+        "a\\u202eb\\u2066c",
         *("continue with: python train.py", "this table again: python"),
     ]

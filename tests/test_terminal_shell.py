@@ -125,14 +125,18 @@ def test_formatters_of_ones_own_hide_secrets(tmp_path):
     token = "hf_" + 24 * "a"
     (tmp_path / "mine.py").write_text(f"def fails(completions):\n    raise ValueError({token!r})\n")
     words = ["+hydra.job_logging.formatters.x.format='own %(message)s'", "hydra.job_logging.handlers.file.formatter=x"]
+    named = "{class: logging.FileHandler, delay: true, formatter: x, filename: '${hydra.runtime.output_dir}/named.log'}"
+    words += [f"+hydra.job_logging.handlers.named={named}"]
+    words += ["+hydra.job_logging.loggers.grpo_lightning={handlers: [named]}"]
     words += ["reward=[custom]", "reward.custom.function._target_=mine.fails", "hydra.run.dir=run", "steps=1"]
     words = [word for word in (*SMALL, *words) if not word.startswith("reward.") or "custom" in word]
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    log = (tmp_path / "run" / "train.log").read_text()
-    assert "own " in log
-    assert "Traceback" in log
-    assert "raise ValueError" in log
-    assert token not in log + done.stdout + done.stderr
+    logs = [(tmp_path / "run" / name).read_text() for name in ("train.log", "named.log")]
+    for log in logs:
+        assert "own " in log
+        assert "Traceback" in log
+        assert "raise ValueError" in log
+    assert token not in "".join((*logs, done.stdout, done.stderr))

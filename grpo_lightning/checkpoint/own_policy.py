@@ -112,9 +112,9 @@ def _check_taken(
         )
     trust = f"{part}.trust_remote_code"
     if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
-        path = quoted(str(own.get("path")))
+        place = quoted(str(own.get("path")))
         raise ValueError(
-            f"it was trained with {trust}=true and {part}.path={path}, whose code would run, which only you can "
+            f"it was trained with {trust}=true and {part}.path={place}, whose code would run, which only you can "
             "decide; allowed is to give both again"
         )
     kernel = f"{part}.attn_implementation"

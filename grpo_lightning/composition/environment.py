@@ -22,6 +22,8 @@ _PLAIN = re.compile(
 _OTHER = "anothertext"  # letters alone, which every resolver can read
 _is_other: ContextVar[bool] = ContextVar("is_other", default=False)
 _SURELY_PRIVATE = 12  # characters of a value of the environment that is hidden in any text
+_LIKE_PASSWORD = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w.-]|(?=.*\d)(?=.*[a-z]).*[A-Z]).{8,}", re.DOTALL)
+"""A shorter one that is hidden, too: letters with signs that names do not have, or of both sizes and with digits."""
 
 
 def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
@@ -81,12 +83,20 @@ def _is_place(value: str) -> bool:
     return value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
 
 
+def _is_private(name: str, value: str) -> bool:
+    """Whether the value of a variable is hidden wherever it stands, also in a longer one, such as an address."""
+    if _is_place(value):
+        return False
+    is_named = redaction.names_secret(name) or bool(_LIKE_PASSWORD.fullmatch(value) and not _PLAIN.fullmatch(name))
+    return len(value) >= (redaction.SHORTEST if is_named else _SURELY_PRIVATE)
+
+
 def _of_environment(*words: Any) -> Any:
     """OmegaConf's resolver ``oc.env``; what it reads is kept out of all texts."""
     if _is_other.get() and words and os.environ.get(str(words[0])) and not _PLAIN.fullmatch(str(words[0])):
         return _OTHER
     value = oc.env(*words)
-    if isinstance(value, str) and len(value) >= _SURELY_PRIVATE and not _is_place(value):
+    if isinstance(value, str) and _is_private(str(words[0]), value):
         redaction.remember({}, texts=[value])
     return value
 

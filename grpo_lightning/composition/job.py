@@ -55,7 +55,7 @@ def _hydra_job(cfg: DictConfig) -> float:
             raise JobFailed(told)
         print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
         sys.exit(1)
-    show_printable(["root"])  # formatters of the user's own hide no secrets
+    show_printable(["root", *logging.Logger.manager.loggerDict])  # formatters of the user's own hide no secrets
     start.pass_by_settings()
     fresh.forget()
     fresh.protect_processes()
@@ -151,7 +151,7 @@ def job() -> None:
     """
     asked = get_args()
     keep_from_strangers()
-    loader.install(runs=not (asked.help or asked.hydra_help or asked.cfg or asked.info))
+    loader.install(runs=not (asked.help or asked.hydra_help or asked.cfg or asked.info), shows=bool(asked.resolve))
     status: Any = 1
     try:
         _hydra_job()

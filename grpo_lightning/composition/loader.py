@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
@@ -54,7 +55,7 @@ class CheckedLoader(ConfigLoaderImpl):
 
     _said: Sequence[str] | None = None
     """While a job of a sweep is composed, what the command itself says: parameters may stand in a file."""
-    runs = False
+    runs = shows = False
     """Whether what is composed is run then, so that a directory is made for it, and not only shown."""
 
     def load_configuration(
@@ -114,7 +115,7 @@ class CheckedLoader(ConfigLoaderImpl):
             use_new_folder(composed)
             if "setup" in composed.hydra.launcher:  # of SLURM, which may be set up to hand on no variables
                 composed.hydra.launcher.setup = [fresh.in_a_shell()]
-        remember_secrets(composed)
+        remember_secrets(composed, _values(composed) if self.shows else None)
         is_run = self.runs and validate_sweep_overrides  # else Hydra asks for its mode alone
         if is_run and (obstacle := without_effect(composed, overrides) or no_place(composed)):
             raise ConfigCompositionException(redaction.hide(obstacle))
@@ -222,10 +223,11 @@ def _is_same(word: str, said: str) -> bool:
     return word == said or (is_switch and word.lower() == said.lower())
 
 
-def install(*, runs: bool = False) -> None:
-    """Let Hydra compose by `CheckedLoader`; ``runs`` is whether it runs what it composes."""
+def install(*, runs: bool = False, shows: bool = False) -> None:
+    """Let Hydra compose by `CheckedLoader`, and run what it composes, or show it with all values."""
     start.forget_settings_from()
-    hydra_internal.ConfigLoaderImpl, CheckedLoader.runs = CheckedLoader, runs  # type: ignore[attr-defined]
+    hydra_internal.ConfigLoaderImpl = CheckedLoader  # type: ignore[attr-defined]
+    CheckedLoader.runs, CheckedLoader.shows = runs, shows
 
 
 @contextmanager
@@ -244,6 +246,18 @@ def installed() -> Iterator[None]:
     finally:
         only_composes.reset(told)
         hydra_internal.ConfigLoaderImpl = before  # type: ignore[attr-defined]
+
+
+def _values(composed: DictConfig) -> dict[str, Any]:
+    """All settings but Hydra's own, with what they refer to, as far as it is there."""
+    found = dict[str, Any]()
+    for name in composed:
+        with suppress(OmegaConfBaseException):
+            if name != "hydra":
+                chosen = OmegaConf.select(composed, str(name))
+                is_node = OmegaConf.is_config(chosen)
+                found[str(name)] = OmegaConf.to_container(chosen, resolve=True) if is_node else chosen
+    return found
 
 
 def _listed(wrong: Sequence[str]) -> str:

@@ -123,14 +123,14 @@ def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings without their secrets, the remembered keys among them."""
-    return {key: _redacted(value, str(key), _is_secret(str(key))) for key, value in config.items()}
+    return {key: _redacted(value, str(key), names_secret(str(key))) for key, value in config.items()}
 
 
 def remember_words(words: Sequence[str]) -> None:
     """Take note of the secrets among overrides such as ``logger.api_key=abc``, of lists and mappings of each part."""
     for word in words:
         key, _, value = word.partition("=")
-        if _is_secret(_last(key)):
+        if names_secret(_last(key)):
             _known.update(text for text in (value, *re.split(r"[\s,:{}\[\]'\"]+", value)) if len(text) >= SHORTEST)
 
 
@@ -141,14 +141,15 @@ def redacted_words(words: Sequence[str]) -> list[str]:
 
 def _word(word: str) -> str:
     key, sign, _ = word.partition("=")
-    return f"{key}={HIDDEN}" if sign and _is_secret(_last(key)) else word
+    return f"{key}={HIDDEN}" if sign and names_secret(_last(key)) else word
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2].lstrip("+~")
 
 
-def _is_secret(key: str) -> bool:
+def names_secret(key: str) -> bool:
+    """Whether a key, or the name of a variable, says that its value is secret."""
     return bool(_KEY.search(key)) and not _NOT_KEY.search(key)
 
 
@@ -156,7 +157,7 @@ def _redacted(value: Any, key: str, is_secret: bool) -> Any:
     is_secret = is_secret or key in _keys
     if isinstance(value, Mapping):
         return {
-            name: _redacted(one, f"{key}.{name}", is_secret or _is_secret(str(name))) for name, one in value.items()
+            name: _redacted(one, f"{key}.{name}", is_secret or names_secret(str(name))) for name, one in value.items()
         }
     if isinstance(value, list | tuple):
         return [_redacted(one, f"{key}.{index}", is_secret) for index, one in enumerate(value)]
@@ -169,7 +170,7 @@ def _secrets(value: Any, key: str, is_secret: bool) -> Iterator[str]:
     is_secret = is_secret or key in _keys
     if isinstance(value, Mapping):
         for name, one in value.items():
-            yield from _secrets(one, f"{key}.{name}" if key else str(name), is_secret or _is_secret(str(name)))
+            yield from _secrets(one, f"{key}.{name}" if key else str(name), is_secret or names_secret(str(name)))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from _secrets(one, f"{key}.{index}", is_secret)

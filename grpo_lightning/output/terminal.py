@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from grpo_lightning.output.redaction import hide
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_COMMAND = re.compile(r"\x1b(?=[\]PX^_])|[\x90\x98\x9d-\x9f]")
-"""Begins what tells a terminal more than colours and places, such as the clipboard's content."""
+_COMMAND = re.compile(r"\x1b(?=[\]PX^_])|[\x90\x98\x9d-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Begins what tells a terminal more than colours and places, such as the clipboard's content, or turns text around."""
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")

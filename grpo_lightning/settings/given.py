@@ -33,7 +33,8 @@ _PLAIN = re.compile(
 _OPENED = re.compile(r"\$\\*\{")
 """How a ``${…}`` begins, also in an override: Hydra takes away backslashes there."""
 _SHOWN = re.compile(
-    r"policy\.(system_prompt|template_kwargs)\b|data\.(.*\.)?prompts\b|(callbacks|trainer)\..*\bfilename$"
+    r"policy\.(system_prompt|template_kwargs)\b|data\.(.*\.)?prompts\b|environment\.function\.(reply|actions)\b"
+    r"|(callbacks|trainer)\..*\bfilename$"
 )
 """Keys of what cannot be redacted: rollouts hold the tokens of prompts, and files have names."""
 _TRACKING, _ARTIFACTS = "tracking_uri", "artifact_location"

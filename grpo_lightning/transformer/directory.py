@@ -38,7 +38,8 @@ def check_directory(path: str, key: str) -> None:
         if not isinstance(found, str):
             return
         directory = Path(found).parent
-    if part := next(directory.glob("shard-*.safetensors"), None):  # memory without a part would count as weights
+    # Memory without a part would count as weights. A library may take more names for a part's than end like one.
+    if part := next(directory.glob("shard-*"), None):
         raise ValueError(
             f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
             "weights that were put together, as transformers' consolidate_distributed_checkpoint does"

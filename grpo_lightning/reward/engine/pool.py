@@ -16,14 +16,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine.foreign import described, plain
+from grpo_lightning.reward.engine.foreign import beginning, described, plain, told
 
 _MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
@@ -118,6 +118,7 @@ class Pending:
             return late if ended_by_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
         except Exception as error:
             return Failure("exception", described(error))
+        value = replace(value, message=beginning(value.message))
         if value.kind == "import":
             raise _not_importable(self._function, value.message)
         return value
@@ -247,12 +248,12 @@ def _run(function: bytes, row: bytes, seconds: float) -> bytes | Failure:
         _alarm(_SPARE_SECONDS)
         call = _unpickled(function)
     except BaseException as error:
-        return Failure("import", described(error))
+        return Failure("import", told(error))
     try:
         _alarm(seconds)
         return pickle.dumps(plain(call(**pickle.loads(row))))
     except BaseException as error:  # sys.exit too: whatever it is, the next row is another one's
-        return Failure("exception", described(error))
+        return Failure("exception", told(error))
     finally:
         _alarm(0)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from grpo_lightning.sampler.own.prompt_attention import counts_keys
+
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
 
@@ -45,6 +47,12 @@ class Buffers:
     def keys(self) -> Tensor:
         """The keys of any layer."""
         return next(iter(self._layers.values()))[0]
+
+    def counts_keys(self) -> bool:
+        """Whether the kernel for them is told how many keys a row looks at, which has to hold for all layers alike."""
+        if not counts_keys(self.keys):
+            return False
+        return len({(one.shape, one.stride()) for pair in self._layers.values() for one in pair}) == 1
 
     def grow(self, tokens: int, capacity: int) -> bool:
         """Make room for so many tokens, with some more up to the capacity; returns whether there was too little."""

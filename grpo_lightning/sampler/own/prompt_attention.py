@@ -197,7 +197,7 @@ def _is_aligned(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and tensor.element_size() == 2 and tensor.shape[-1] % _ALIGNED == 0
 
 
-def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None) -> Tensor | Held:
+def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None, counts: bool) -> Tensor | Held:
     """Which of its keys every completion looks at, as `attend` takes it.
 
     Args:
@@ -205,8 +205,9 @@ def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None) -> Tenso
         keys: [b, Hkv, room, D] of any layer.
         width: How many of them are handed to `attend`, C.
         window: How many tokens back it may look, itself included; None: all the way.
+        counts: Whether the kernel for all layers takes how many keys there are, see `counts_keys`.
     """
-    if window is not None or not counts_keys(keys):
+    if window is not None or not counts:
         return unseen(lengths, width, window, keys.dtype)
     numbers = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
     return Held(lengths.int() + 1, numbers, numbers * (keys.stride(0) // keys.shape[-1]))

@@ -21,7 +21,7 @@ from grpo_lightning.memory import COPIED
 from grpo_lightning.sampler.own.buffers import Buffers, Pair, store
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, Held, attend, counts_keys, excluding, joined, seen
+from grpo_lightning.sampler.own.prompt_attention import Grouping, Held, attend, excluding, joined, seen
 from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import forward
 
@@ -166,7 +166,7 @@ class SharedPromptCache:
         room = self._own.room
         # A GPU repeats what was recorded for one width, so it gets fewer of them; one that counts keys needs none.
         unit = _WIDTH if self._on_cpu else max(_WIDTH_GPU, room // 4)
-        unit = room if counts_keys(self._own.keys) and not self._windows else unit
+        unit = room if self._own.counts_keys() and not self._windows else unit
         width = wanted if is_even else min(-(-wanted // unit) * unit, room)
         if width != self._width:
             self._width = width
@@ -264,7 +264,7 @@ class SharedPromptCache:
     def step(self, tokens: Tensor) -> Tensor:
         if self._even is None:
             self._masks = {
-                window: seen(self._lengths, self._own.keys, self._width, window)
+                window: seen(self._lengths, self._own.keys, self._width, window, self._own.counts_keys())
                 for window in {None, *self._windows.values()}
             }
         positions = self._before + self._lengths
