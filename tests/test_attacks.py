@@ -242,6 +242,39 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
 
 
 @provocation(
+    "a reward in a worker, or in a job that joblib starts, that warns and logs with a secret, which stands by its key "
+    "in a mapping of the command or is a variable of the environment",
+    "the secret is not on the terminal, nor in the variables that a job's script takes along",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("reward.custom.timeout=60",), ("-m", "hydra/launcher=joblib", "seed=0,1")], ids=str)
+def test_workers_and_jobs_show_no_secret(words, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import logging, os, sys, warnings\n\n\n"
+        "def warns(completions, api_key, url):\n"
+        "    open('given', 'w').write(os.environ['GRPO_LIGHTNING_GIVEN'])\n"
+        "    print('printed', api_key, file=sys.stderr)\n"
+        "    logging.getLogger('mine').warning('logged %s', url)\n"
+        "    warnings.warn(f'warned {api_key} {url}')\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    named = (
+        "reward.custom.function={_target_: mine.warns, _partial_: true, api_key: k-mapped8, url: 'x/${oc.env:MINE}'}"
+    )
+    options, rest = words[:1] if words[0] == "-m" else (), [word for word in words if word != "-m"]
+    where = "hydra.sweep.dir=runs" if options else "hydra.run.dir=runs"
+    own = ("reward=[custom]", f"++{named}", where)
+    done = begun(tmp_path, *options, *SMALL[:11], "trainer=cpu", "steps=1", *own, *rest, MINE="k-environment4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "printed REDACTED" in done.stderr
+    assert "warned REDACTED" in done.stderr
+    assert "reward.custom.function=" in (tmp_path / "given").read_text()
+    for text in (done.stdout, done.stderr, (tmp_path / "given").read_text()):
+        assert "k-mapped8" not in text
+        assert "k-environment4" not in text
+
+
+@provocation(
     "`--cfg job --resolve` with `+note.password=${oc.env:NAME}`, of a few letters, which stand elsewhere, too",
     "they are not shown",
 )

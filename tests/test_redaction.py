@@ -7,7 +7,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_lightning.composition import environment  # noqa: F401 (its resolver)
+from grpo_lightning.composition import environment
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import HIDDEN, MASK, hide, redacted, redacted_words, remember, remember_words
 from grpo_lightning.output.terminal import one_line
@@ -191,6 +191,26 @@ def test_a_value_of_the_environment_is_hidden_in_a_longer_one(name, value, is_hi
     address = OmegaConf.create({"url": f"https://u:${{oc.env:{name}}}@host/x"}).url
     assert address == f"https://u:{value}@host/x"
     assert (value not in redaction.hide(f"login with {value} refused")) is is_hidden
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "x={api_key: s3cr3tXY99}",
+        "+a.b={c: {auth: {d: s3cr3tXY99}}}",
+        "++x={token: 's3cr3tXY99'}",
+        'x={_target_: a.b, password: "s3cr3tXY99"},{password: other}',
+        "x=choice({n: 1},{password: s3cr3tXY99})",
+        "x=[{n: 1},{api_keys: [abcd, s3cr3tXY99]}]",
+        "x=shuffle([{api_key: s3cr3tXY99}])",
+        "x={api_key: s3cr3tXY99, not closed",
+        "x=sort({'api_key' : \"s3cr3tXY99\"},{api_key: abcd})",  # which Hydra cannot
+        "x.api_key=s3cr3tXY99",
+    ],
+)
+def test_secrets_of_words_are_known_by_keys_within_what_they_set(word):
+    environment.remember_words(["broken={", word, "y=1"])
+    assert "s3cr3tXY99" not in hide(f"login with s3cr3tXY99: {word}")
 
 
 def test_no_secret_is_cut_before_it_is_hidden(monkeypatch):

@@ -2,11 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
@@ -24,6 +27,27 @@ _is_other: ContextVar[bool] = ContextVar("is_other", default=False)
 _SURELY_PRIVATE = 12  # characters of a value of the environment that is hidden in any text
 _LIKE_PASSWORD = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w.-]|(?=.*\d)(?=.*[a-z]).*[A-Z]).{8,}", re.DOTALL)
 """A shorter one that is hidden, too: letters with signs that names do not have, or of both sizes and with digits."""
+
+
+def remember_words(words: Sequence[str]) -> None:
+    """Take note of the secrets among overrides, also by keys in what they set, such as ``logger.x={api_key: abc}``."""
+    redaction.remember_words(words)
+    parser = OverridesParser.create()
+    for word in words:
+        with suppress(HydraException):  # of which the user is told where they are composed
+            parsed = parser.parse_override(word)
+            redaction.remember({parsed.key_or_group: _texts(parsed.value())})
+
+
+def _texts(value: Any) -> Any:
+    """What an override sets, as plain values; the choices of a sweep as a list."""
+    if isinstance(value, Mapping):
+        return {str(key): _texts(one) for key, one in value.items()}
+    if isinstance(value, ChoiceSweep):
+        value = value.list
+    if isinstance(value, list):
+        return [_texts(one) for one in value]
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:

@@ -28,7 +28,7 @@ from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import one_line, say, sentence, show_printable
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, say, sentence, show_printable
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_said
 from grpo_lightning.settings.places import entry_problem
@@ -45,6 +45,7 @@ class JobFailed(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
     start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
+    last_through_closed_pipes()
     given: Any = HydraConfig.get()
     directory = Path(given.runtime.output_dir)
     is_sweep = given.mode == RunMode.MULTIRUN

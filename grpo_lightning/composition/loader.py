@@ -27,7 +27,7 @@ from grpo_lightning.composition.directories import (
     use_new_folder,
     without_effect,
 )
-from grpo_lightning.composition.environment import remember_secrets
+from grpo_lightning.composition.environment import remember_secrets, remember_words
 from grpo_lightning.composition.file_rules import hydra_problems, shape_problems
 from grpo_lightning.composition.found import SettingsRefused, is_brought, is_hydras_own
 from grpo_lightning.composition.hydra_settings import (
@@ -72,7 +72,7 @@ class CheckedLoader(ConfigLoaderImpl):
             ConfigCompositionException: They cannot be composed, or Hydra's own part of them is refused; one text
                 without a traceback.
         """
-        redaction.remember_words(overrides)
+        remember_words(overrides)
         said = [word for word in overrides if word not in _of_others.get()] if self._said is None else self._said
         self._trusts, self._brought = is_trusted(said), set[str]()
         self._listed = list[tuple[ResultDefault, Any]]()

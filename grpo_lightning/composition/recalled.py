@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning import settings, start
 from grpo_lightning.composition import CONF
 from grpo_lightning.composition.brought_files import is_trusted, word_problems
-from grpo_lightning.composition.environment import drawn, remember_secrets
+from grpo_lightning.composition.environment import drawn, remember_secrets, remember_words
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.composition.resolvers import known_only
@@ -50,7 +50,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     """
     if "${" in str(directory):
         raise ValueError(f"{directory}: allowed is a directory without ${{ in its name, which settings give a meaning")
-    redaction.remember_words(overrides)
+    remember_words(overrides)
     is_known = is_trusted(overrides)
     then = [
         word

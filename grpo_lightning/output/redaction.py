@@ -44,6 +44,9 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
+_PAIR = re.compile(r"([\w.-]+)['\"]?\s*:\s*['\"]?([^\s,{}\[\]'\"]+)")
+"""A key and its value in a mapping, also in one that is not well written."""
+
 _HIDDEN_OF_IT = re.compile(r"[^'\"\\$`\s=]+")
 """What is replaced in a secret: without its other characters the words of a command would not be what they were."""
 
@@ -67,6 +70,11 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
         if len(text) >= SHORTEST and text not in (HIDDEN, FORMERLY)
         for form in _forms(text)
     )
+
+
+def known() -> list[str]:
+    """All texts that are hidden, for `remember` in another process."""
+    return sorted(_known)
 
 
 def _forms(text: str) -> Iterator[str]:
@@ -130,8 +138,10 @@ def remember_words(words: Sequence[str]) -> None:
     """Take note of the secrets among overrides such as ``logger.api_key=abc``, of lists and mappings of each part."""
     for word in words:
         key, _, value = word.partition("=")
+        found = [text for name, text in _PAIR.findall(value) if names_secret(name)]
         if names_secret(_last(key)):
-            _known.update(text for text in (value, *re.split(r"[\s,:{}\[\]'\"]+", value)) if len(text) >= SHORTEST)
+            found += [value, *re.split(r"[\s,:{}\[\]'\"]+", value)]
+        _known.update(text for text in found if len(text) >= SHORTEST)
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:

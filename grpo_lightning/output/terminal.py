@@ -203,7 +203,7 @@ class _Shown:
         self._own = own
 
     def __call__(self, message: Warning | str, *place: Any, **more: Any) -> None:
-        self._own(printable(_marked(str(message))), *place, **more)
+        self._own(hide(printable(_marked(str(message)))), *place, **more)
 
 
 def is_unseen(record: logging.LogRecord) -> bool:

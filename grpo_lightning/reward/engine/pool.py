@@ -22,7 +22,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.distributed import fresh, signals
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.output import redaction
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.reward.engine.foreign import beginning, described, plain, told
 
 _MOST_WORKERS = 8
@@ -191,7 +192,12 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
         context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
         if has_server:
             _start_server(_modules(function))
-        _pool = ProcessPool(max_workers=_workers or _default_workers(), context=context, initializer=_prepare)
+        _pool = ProcessPool(
+            max_workers=_workers or _default_workers(),
+            context=context,
+            initializer=_prepare,
+            initargs=[redaction.known()],
+        )
     return _pool
 
 
@@ -225,8 +231,10 @@ def _modules(function: Any) -> list[str]:
     return [name for name in modules if name != "__main__"]
 
 
-def _prepare() -> None:
-    """Prepare a worker before its first row."""
+def _prepare(secrets: Sequence[str]) -> None:
+    """Prepare a worker before its first row; what it shows on the terminal, such as warnings, has no secrets."""
+    redaction.remember({}, texts=secrets)
+    last_through_closed_pipes()
     fresh.protect_processes()  # those that a function starts by multiprocessing
     for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
