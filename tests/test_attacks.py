@@ -198,6 +198,8 @@ SECRETS = (
     "k-bearer5",
     "k-quoted6",
     "k-named7",
+    "k-mapped8",
+    "9081726354",
 )
 
 
@@ -217,6 +219,7 @@ def test_secrets_are_written_nowhere(mode, tmp_path):
         "+wandb.name=NAMED",
         '+wandb.far="${oc.env:${wandb.name}}"',
         "+wandb.arguments=[with/sk-pattern567890]",
+        "+wandb.more={a: {api_key: 9081726354}, b: {password: k-mapped8}}",
     )
     (tmp_path / "mine.py").write_text(
         "def fails(completions, **columns):\n"

@@ -588,6 +588,7 @@ def test_nothing_that_only_the_user_says_is_offered(key, meant, here, monkeypatc
     "brings along with a `task_name` of `../../.bashrc.d`",
     "refused by its key; of overrides `${` is left out there",
 )
+@pytest.mark.slow
 def test_no_stranger_says_what_hydras_words_for_a_job_are(here, monkeypatch):
     (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: elsewhere\n")
     words = [f"hydra.searchpath=[file://{here}/conf]", "experiment=theirs"]
@@ -607,6 +608,7 @@ def test_no_stranger_says_what_hydras_words_for_a_job_are(here, monkeypatch):
     "`../../.bashrc.d`",
     "refused by its key, as on the command line; `${oc.env:NAME}` is allowed",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["hydra.run.dir", "run_dir", "++run_dir"])
 def test_no_stranger_says_a_part_of_the_run_directory(key, here, monkeypatch):
     (here / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\ntask_name: elsewhere\n")

@@ -286,6 +286,7 @@ def load(path="", **_):
     "by `trust_remote_code`), and settings that it brings along, whatever they say: they may say what it is given",
     "refused by its key, nothing is imported; with `trusted_settings=true` it runs",
 )
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -321,6 +322,7 @@ def test_code_of_the_users_and_settings_of_others_do_not_go_together(words, key,
     "words would stand in a model card",
     "refused in one sentence; links inside a folder are followed, and all with `trusted_settings=true`",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "folder", "place"])
 @pytest.mark.parametrize("place", ["hydra.searchpath", "callbacks"])
 def test_settings_that_are_brought_along_are_no_links(way, place, tmp_path, monkeypatch):
@@ -361,6 +363,7 @@ def test_settings_that_are_brought_along_are_no_links(way, place, tmp_path, monk
     "objects that a program gives to `compose`, and settings that are brought along, whatever they say",
     "refused by their keys; rows and paths are not",
 )
+@pytest.mark.slow
 def test_nor_do_objects_of_a_program(tmp_path):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "theirs.yaml").write_text("# @package _global_\nseed: 3\n")
@@ -384,6 +387,7 @@ def test_nor_do_objects_of_a_program(tmp_path):
     "a stranger's run that is replayed with a reward of the user's own that the command names",
     "refused by its key; with `trusted_settings=true` it scores",
 )
+@pytest.mark.slow
 def test_nor_do_runs_of_others_that_are_scored_anew(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

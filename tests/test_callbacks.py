@@ -346,6 +346,7 @@ class Rows(PromptData):
     "file that they write, also by a hook, and without `callbacks.checkpoint`",
     "refused before anything is loaded; `trusted=[…]` takes it, and so does `checkpoint=last`",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Diary, Hooked])
 def test_states_of_the_users_callbacks_come_from_the_run_itself(kind, tmp_path):
     own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps"))] + ["reward=[format]"]
@@ -394,6 +395,7 @@ class Loading(PromptData):
     "a stranger's checkpoint with the state of a loader of the user's own, where Lightning keeps its progress",
     "the loader is given nothing; this project's checkpoints hold none",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("pops", [True, False])
 def test_nor_do_loaders(pops, tmp_path, monkeypatch):
     own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps"))] + ["reward=[format]"]
@@ -437,6 +439,7 @@ def test_nor_do_layers_take_weights_that_are_no_tensors():
     check_weights(module, checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["export", "preflight"])
 def test_nor_before_an_export_or_a_preflight(mode, tmp_path, monkeypatch):
     small_run(tmp_path / "theirs", "steps=1")
@@ -582,6 +585,7 @@ class Model(nn.Module):
     "(`set_extra_state`), as those of transformer_engine, which unpickle it",
     "refused before anything is loaded; `trusted=[…]` takes it",
 )
+@pytest.mark.slow
 def test_nor_does_a_model_of_the_users_take_an_extra_state(tmp_path):
     words = ["data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6", "trainer=cpu"]
 
@@ -639,6 +643,7 @@ def len_of(completions):
     return [float(len(one) % 3) for one in completions]
 
 
+@pytest.mark.slow
 def test_nor_does_data_of_the_users_take_a_state(tmp_path):
     own = [word for word in SMALL if not word.startswith(("reward", "trusted", "steps", "data"))] + ["reward=[format]"]
     given = {"train": lambda: Inline([*"abcdefgh"]), "validation": None, "validation_size": 4, "validate_every": None}

@@ -55,6 +55,7 @@ def test_nothing_is_compiled_on_a_cpu_nor_for_small_tensors():
     assert not compiled.pays(small)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("copied", [0, 4 << 20], ids=["once per group", "copied"])
 @pytest.mark.parametrize("half", [False, True])

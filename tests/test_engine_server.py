@@ -140,6 +140,7 @@ def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
     assert server.log == ["/v1/models"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
 def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
     place, read = tmp_path / "weights" / "weights-0", []

@@ -104,6 +104,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     assert min(lengths) <= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
 def test_the_model_s_own_cache_gives_the_same_episodes(checkpoints, waits):
     """Completions that wait go on in it like the others, here up to where the model has no positions any more."""

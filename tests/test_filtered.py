@@ -227,6 +227,7 @@ def drawn(vllm, policy, sampling, group_size=3):
     return rows, [one for number in range(len(rows)) for one in own[str(number)]]
 
 
+@pytest.mark.slow
 def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engine):
     policy = policy_of_engine
     sampling = Sampling(**FREE | {"top_p": 0.7, "temperature": 1.2, "max_new_tokens": 20})

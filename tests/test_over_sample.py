@@ -495,6 +495,7 @@ RUN = ("rollout.over_sample=1.5", "data.prompts_per_step=4", "logger=none", "opt
     "the groups are left out, with a warning; also where the run directory has a secret in its name, which is shown as "
     "`REDACTED`, and the stranger's is called so",
 )
+@pytest.mark.slow
 def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, caplog):
     redaction.remember_words(["logger.wandb.api_key=spelling-of-words"])
     carried = []
@@ -594,6 +595,7 @@ def test_two_processes_stop_each_at_its_share_and_go_on_exactly(tmp_path, traine
     "groups that are carried over",
     "the groups are left out, with a warning",
 )
+@pytest.mark.slow
 def test_groups_are_left_out_by_a_trainer_that_is_asked_itself(tmp_path, caplog):
     words = [*(word for word in SMALL if not word.startswith(("steps", "trusted", "reward"))), *RUN, "reward=[format]"]
     grpo.compose(*words, "steps=1", run_dir=tmp_path / "theirs").fit()

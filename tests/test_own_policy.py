@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import grpo_lightning as grpo
+from grpo_lightning.checkpoint import own_policy
 from grpo_lightning.checkpoint.own_policy import own_settings, recalled
 from tests.support.composed import composed
 from tests.support.provocations import provocation
@@ -253,6 +254,16 @@ def test_no_key_hides_what_stands_at_another(trained, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"^checkpoint=theirs.ckpt: " + told):
             grpo.compose("mode=export", "checkpoint=theirs.ckpt", *words, run_dir="out")
         assert not (tmp_path / "HIT").exists()
+
+
+def test_nothing_of_a_checkpoint_is_resolved_whatever_was_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_policy, "_check_taken", lambda *_: None)
+    file = tmp_path / "theirs.ckpt"
+    named = {"checkpoint": str(file), "mode": "export", "run_dir": str(tmp_path)}
+    for more in ({"a": {"b": ["x ${steps}"]}}, {"${steps}": 1}):
+        torch.save({"step": {"completed": 1}, "run": {"config": recorded(policy=LOADED | more)}}, file)
+        with pytest.raises(ValueError, match=r"theirs.ckpt: its settings refer to others; allowed are plain values$"):
+            recalled(named, [], nothing)
 
 
 @provocation(

@@ -213,6 +213,26 @@ def test_secrets_of_words_are_known_by_keys_within_what_they_set(word):
     assert "s3cr3tXY99" not in hide(f"login with s3cr3tXY99: {word}")
 
 
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ("{_target_: a.b, api_key: 1234567890123}", ["1234567890123"]),
+        ("{api_key: 1234}", []),  # a number that would be found by chance
+        (r"{api_key: hunter2\,xyzzy\,plugh}", ["hunter2,xyzzy,plugh", r"hunter2\,xyzzy\,plugh"]),
+        ("{a: {token: [x y, {b: zz9-plural}]},c: 1}", ["zz9-plural"]),
+    ],
+)
+def test_an_override_with_a_secret_in_a_mapping_is_not_written(value, parts):
+    assert redacted_words([f"+x.y={value}", "x={max_new_tokens: 5}", "x={a: 1}"]) == [
+        "+x.y=REDACTED",
+        "x={max_new_tokens: 5}",
+        "x={a: 1}",
+    ]
+    environment.remember_words([f"+x.y={value}"])
+    for part in parts:
+        assert part not in hide(f"login with {part} refused")
+
+
 def test_no_secret_is_cut_before_it_is_hidden(monkeypatch):
     secret = "k-" + 40 * "y"
     remember({"token": secret})

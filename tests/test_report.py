@@ -405,6 +405,7 @@ def test_no_run_is_a_link_to_files_of_the_users(linked, tmp_path, capsys):
     "`report --plot theirs/plots/curve.png` where the folder `plots` of a stranger's directory is a link",
     "refused in one sentence; what lies where it leads is as before",
 )
+@pytest.mark.slow
 def test_no_picture_is_drawn_through_a_link_of_a_strangers(sweep, tmp_path, capsys, monkeypatch):
     (tmp_path / "mine").mkdir()
     theirs = tmp_path / "start" / "theirs"

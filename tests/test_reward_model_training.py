@@ -299,6 +299,7 @@ def test_texts_of_another_run_are_not_trained_on(checkpoint, tmp_path, caplog):
     assert len(state_of(last(tmp_path / "own"))["buffer"]) == 8
 
 
+@pytest.mark.slow
 def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
     """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
     overrides = settings_of(

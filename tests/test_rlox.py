@@ -178,6 +178,7 @@ def by_gradient(prompts, *overrides, kl_coef):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kl_coef", [0.1, 0.5])
 def test_one_update_has_rloxs_gradient(kl_coef):
     sides = by_gradient([[1], [4], [9]], kl_coef=kl_coef)  # rlox counts a prompt's tokens but the first: none here
@@ -197,6 +198,7 @@ def test_one_update_has_rloxs_gradient(kl_coef):
     assert abs(found["loss/kl"]) > 0.1
 
 
+@pytest.mark.slow
 def test_three_updates_by_adam_end_at_the_same_weights():
     sides = Sides([[1], [4], [9]])
     before = sides.weights()[0]

@@ -97,6 +97,7 @@ def test_rows_that_are_all_equal_are_said(tmp_path, caplog):
 @provocation(
     "a data column named `self`, `prompts`, `completions` or `completion_ids`", "refused by file, line and name"
 )
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["self", "prompts", "completions", "completion_ids"])
 def test_a_column_with_the_name_of_an_argument_is_refused(name, tmp_path, started):
     path = rows(tmp_path / "my.jsonl", ["a", "b"], **{name: 1})

@@ -231,6 +231,7 @@ def test_settings_are_shown_where_no_directory_can_be_made(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_said_of_other_words_holds_no_secret(tmp_path):
     for words in (["--wandb.api_key", "abc123def"], ["--api-key=abc123def"], ["a=1", "-m", "token=abc123def"]):
         done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)

@@ -92,6 +92,7 @@ def test_a_sweep_says_what_its_jobs_share_only_once(tmp_path):
     assert choices[1]["reward"] == ["custom", "format", "soft_overlong"]
 
 
+@pytest.mark.slow
 def test_the_first_words_come_before_torch(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n\n\ndef hook(event, arguments):\n"
@@ -113,6 +114,7 @@ def test_the_first_words_come_before_torch(tmp_path):
     assert done.returncode == 9
 
 
+@pytest.mark.slow
 def test_all_settings_are_shown_when_asked_for(tmp_path, capsys):
     small_run(tmp_path / "a")
     assert "kl_coef" not in capsys.readouterr().err

@@ -155,6 +155,7 @@ def test_what_was_noted_is_read_back_whole():
         activity._page = None
 
 
+@pytest.mark.slow
 def test_compose_knows_the_parts(tmp_path):
     def short(completions, **columns):
         return [float(len(text) < 9) for text in completions]

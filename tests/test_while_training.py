@@ -107,6 +107,7 @@ def test_weights_that_are_damaged_from_the_start_say_so(tmp_path):
 
 
 @provocation("continuing with other settings, `trainer.precision` too", "one line for each of them, once")
+@pytest.mark.slow
 def test_changed_settings_are_listed_once_each(tmp_path, caplog):
     small_run(tmp_path)
     changed = ["trainer.precision=bf16-mixed", "reward.format.weight=0.3", "seed=3", "optimizer.lr=0.5", "steps=2"]

@@ -38,7 +38,7 @@ def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Calla
     Args:
         config: Has "mode", "checkpoint" and "run_dir" of this run.
         overrides: The user's, such as ``policy.path=DIR``; an object that a program hands over counts as ``policy=``.
-        current: Dotted key -> its value in the settings as composed, or None.
+        current: Dotted key -> its value in the settings as composed, resolved, or None.
 
     Returns:
         Dotted key -> value, to be set in the settings before they are resolved; nothing where a run trains, or there is
@@ -58,6 +58,8 @@ def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Calla
         updates = own_settings(recorded, overrides, current)
     except ValueError as error:
         raise ValueError(f"checkpoint={one_line(str(named))}: {error}") from error
+    if "${" in str(updates):  # whatever stands where: nothing of a checkpoint is resolved
+        raise ValueError(f"checkpoint={one_line(str(named))}: its settings refer to others; allowed are plain values")
     for part, node in updates.items():
         if isinstance(node, Mapping) and isinstance(place := node.get("path"), str):
             log.info("%s.path=%s, as the checkpoint says", part, one_line(place))

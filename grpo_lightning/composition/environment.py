@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from grpo_lightning.composition.selected import selected
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 
@@ -74,8 +75,7 @@ def drawn(cfg: DictConfig, config: Mapping[str, Any]) -> set[str]:
             with suppress(
                 Exception
             ):  # of what the variables choose, nothing may be there: then all of it depends on them
-                chosen = OmegaConf.select(cfg, name)
-                other = OmegaConf.to_container(chosen, resolve=True) if OmegaConf.is_config(chosen) else chosen
+                other = selected(cfg, name)
             found |= _changed(node, other, name)
     return found
 

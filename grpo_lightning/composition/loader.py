@@ -40,6 +40,7 @@ from grpo_lightning.composition.hydra_settings import (
 from grpo_lightning.composition.job_name import job_name, words_of
 from grpo_lightning.composition.resolvers import known_only, resolver_problems
 from grpo_lightning.composition.said import changed, taken_for_choices
+from grpo_lightning.composition.selected import selected
 from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction, shell
 from grpo_lightning.output.files import replace
@@ -254,9 +255,7 @@ def _values(composed: DictConfig) -> dict[str, Any]:
     for name in composed:
         with suppress(OmegaConfBaseException):
             if name != "hydra":
-                chosen = OmegaConf.select(composed, str(name))
-                is_node = OmegaConf.is_config(chosen)
-                found[str(name)] = OmegaConf.to_container(chosen, resolve=True) if is_node else chosen
+                found[str(name)] = selected(composed, str(name))
     return found
 
 

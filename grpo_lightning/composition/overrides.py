@@ -30,6 +30,7 @@ from grpo_lightning.composition.directories import check_directory, without_dire
 from grpo_lightning.composition.environment import drawn, remember_secrets
 from grpo_lightning.composition.loader import installed
 from grpo_lightning.composition.resolvers import known_only
+from grpo_lightning.composition.selected import selected
 from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
@@ -245,9 +246,8 @@ def _recall_policy(cfg: DictConfig, explicit: Sequence[str]) -> None:
     from grpo_lightning.checkpoint.own_policy import recalled
 
     named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
-    OmegaConf.set_struct(cfg, False)
-    for key, value in recalled(named, explicit, lambda key: OmegaConf.select(cfg, key)).items():
-        OmegaConf.update(cfg, key, value, merge=False)
+    for key, value in recalled(named, explicit, lambda key: selected(cfg, key)).items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from hydra import compose as hydra_compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import settings, start
@@ -19,6 +19,7 @@ from grpo_lightning.composition.environment import drawn, remember_secrets, reme
 from grpo_lightning.composition.loader import overrides_of_others
 from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.composition.resolvers import known_only
+from grpo_lightning.composition.selected import selected
 from grpo_lightning.output import redaction
 from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.settings import ConfigError, trust
@@ -68,7 +69,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
         cfg.run_dir = str(directory)
         with known_only():
             remember_secrets(cfg)
-            config = {name: _plain(cfg, name) for name in (*parts, "trusted")}
+            config = {name: selected(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
             from_environment = drawn(cfg, config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
@@ -104,11 +105,6 @@ def _still_holds(word: str, overrides: Sequence[str]) -> bool:
         if len(key) > 1 and key[0] in _CHOSEN_WITH.get(part, (part,)):
             return part == "reward" and key[1] in re.findall(r"\w+", choice)
     return True
-
-
-def _plain(cfg: DictConfig, name: str) -> Any:
-    node = cfg[name]
-    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
 
 
 def _overrides(directory: Path) -> list[str]:

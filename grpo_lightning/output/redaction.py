@@ -25,7 +25,8 @@ SHORTEST = 4
 """Characters of the shortest secret that is looked for inside other texts; shorter ones would be found by chance."""
 
 _LONG_LINE = 8  # characters of a line of a secret that is looked for by itself
-_LONG_NUMBER = 8  # digits of a number of the environment that is looked for in texts; shorter ones are sizes, steps
+_LONG_NUMBER = 8  # digits of a number that is looked for in texts; shorter ones are sizes, steps
+_SPECIAL = re.compile(r"[\\()\[\]{}:=,\s]")
 
 _KEY = re.compile(
     r"(^|[_.\-])(auth|authorization|bearer|cookie|credentials?|passphrase|passwd|password|pwd|secrets?|tokens?)$"
@@ -44,6 +45,8 @@ _TOKEN = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 
+_NAME = re.compile(r"([\w.-]+)['\"]?\s*:")
+"""A key in a mapping."""
 _PAIR = re.compile(r"([\w.-]+)['\"]?\s*:\s*['\"]?([^\s,{}\[\]'\"]+)")
 """A key and its value in a mapping, also in one that is not well written."""
 
@@ -82,6 +85,7 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     for written in (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)):
         yield written[1:-1]
+    yield _SPECIAL.sub(r"\\\g<0>", text)  # as an override of Hydra's may have it
     yield text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
     yield from (line for line in text.splitlines() if len(line) >= _LONG_LINE)
     if len(stripped := text.strip()) >= _LONG_LINE:
@@ -145,13 +149,14 @@ def remember_words(words: Sequence[str]) -> None:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """Overrides such as ``logger.api_key=abc`` without the values of keys that name secrets."""
+    """Overrides without the values of those with secrets, as ``logger.api_key=abc`` or ``logger={api_key: abc}``."""
     return [hide(_word(word), HIDDEN) for word in words]
 
 
 def _word(word: str) -> str:
-    key, sign, _ = word.partition("=")
-    return f"{key}={HIDDEN}" if sign and names_secret(_last(key)) else word
+    key, sign, value = word.partition("=")
+    is_secret = names_secret(_last(key)) or ("{" in value and any(map(names_secret, _NAME.findall(value))))
+    return f"{key}={HIDDEN}" if sign and is_secret else word
 
 
 def _last(key: str) -> str:
@@ -186,7 +191,7 @@ def _secrets(value: Any, key: str, is_secret: bool) -> Iterator[str]:
             yield from _secrets(one, f"{key}.{index}", is_secret)
     elif is_secret and isinstance(value, str) and not _is_reference(value):
         yield value
-    elif key in _keys and isinstance(value, int) and len(str(value)) >= _LONG_NUMBER:
+    elif is_secret and isinstance(value, int | float) and len(str(value)) >= _LONG_NUMBER:
         yield str(value)
 
 
