@@ -226,6 +226,25 @@ def test_what_belongs_to_quantized_weights_fits_them(bits, part, value, told, tm
 
 
 @provocation(
+    "a model quantized to 4 bits whose configuration has it compute in uint8 or float64, of which bitsandbytes "
+    "computes nothing, so that its weights are what memory held",
+    "refused in one sentence, before it is run",
+)
+def test_quantized_layers_compute_in_types_that_there_are(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama", chat=True)
+    kind = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=kind, device_map={"": "cpu"})
+    plain.save_pretrained(source)
+    content = json.loads((source / "config.json").read_text())
+    for name, is_refused in (("uint8", True), ("float64", True), ("bfloat16", False), (None, False)):
+        content["quantization_config"]["bnb_4bit_compute_dtype"] = name
+        (source / "config.json").write_text(json.dumps(content))
+        told = rf"^policy.path='.*': its quantized layer \S*q_proj computes in torch.{name}; allowed are float16, bf"
+        with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
+            hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+
+
+@provocation(
     "a model whose configuration has BitNet pack a layer of an odd size, so that attention has fewer keys than values",
     "refused in one sentence, before it is run",
 )

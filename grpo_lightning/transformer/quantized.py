@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers that share one scale in bitsandbytes."""
+_COMPUTED = (None, torch.float16, torch.bfloat16, torch.float32)
 
 
 def state_problem(weight: Tensor) -> str | None:
@@ -26,13 +27,18 @@ def state_problem(weight: Tensor) -> str | None:
 
 
 def layer_problem(layer: nn.Module) -> str | None:
-    """What does not fit a layer as BitNet packs it, four numbers in a byte, to be read behind its name.
+    """What does not fit a quantized layer, to be read behind its name; None of any other.
 
-    Where it makes fewer features than it says, attention may have fewer keys than values, which torch does not compare.
+    In other types than these bitsandbytes computes nothing, and gives memory as it finds it. Where one that BitNet
+    packs, four numbers in a byte, makes fewer features than it says, attention may have fewer keys than values, which
+    torch does not compare.
 
     Args:
         layer: Of any class.
     """
+    if type(layer).__name__ == "Linear4bit":
+        kind = layer.compute_dtype
+        return None if kind in _COMPUTED else f"computes in {kind}; allowed are float16, bfloat16 and float32"
     if type(layer).__name__ != "BitLinear":
         return None
     sizes = [getattr(layer, name, None) for name in ("out_features", "in_features")]
