@@ -27,7 +27,9 @@ USED_BY = {
     "huggingface_hub": {"data", "transformer/directory.py"},  # comes with datasets, like yaml
     "jsonschema": {"environment/tools/schema.py", "reward"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
+    "jinja2": {"transformer"},
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
+    "markupsafe": {"transformer"},  # comes with jinja2
     "math_verify": {"reward"},
     "matplotlib": {"report"},
     "mlflow": {"logger"},
@@ -41,6 +43,7 @@ USED_BY = {
     "referencing": {"reward"},
     "regex": {"reward"},
     "rich": {"callbacks", "output", "replay", "report"},
+    "sqlalchemy": {"logger"},  # comes with mlflow
     "sympy": {"reward"},
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},

@@ -201,6 +201,7 @@ def test_a_value_of_the_environment_is_hidden_in_a_longer_one(name, value, is_hi
         "++x={token: 's3cr3tXY99'}",
         'x={_target_: a.b, password: "s3cr3tXY99"},{password: other}',
         "x=choice({n: 1},{password: s3cr3tXY99})",
+        "x={n: 1},{auth: {d: s3cr3tXY99}}",
         "x=[{n: 1},{api_keys: [abcd, s3cr3tXY99]}]",
         "x=shuffle([{api_key: s3cr3tXY99}])",
         "x={api_key: s3cr3tXY99, not closed",
@@ -231,6 +232,12 @@ def test_an_override_with_a_secret_in_a_mapping_is_not_written(value, parts):
     environment.remember_words([f"+x.y={value}"])
     for part in parts:
         assert part not in hide(f"login with {part} refused")
+    assert "xyzzy" not in hide(f"+x.y={value}")
+
+
+@pytest.mark.parametrize("word", ["x='your token: yes'", "x=password: 5", "x={n: {max_new_tokens: 1}}"])
+def test_other_overrides_are_written_as_they_are(word):
+    assert redacted_words([word]) == [word]
 
 
 def test_no_secret_is_cut_before_it_is_hidden(monkeypatch):

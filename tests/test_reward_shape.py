@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from jsonschema import Draft202012Validator, validators
 
 from grpo_lightning.reward import PerCompletion, RewardError, Weighted, pattern, score
 from grpo_lightning.reward.accuracy import exact
@@ -15,6 +16,7 @@ from grpo_lightning.reward.pattern import keyword
 from grpo_lightning.reward.pattern import pattern as pattern_reward
 
 # --- steps
+from tests.support.provocations import provocation
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,26 @@ def test_a_pattern_that_the_draft_does_not_check_is_named_too():
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "patternProperties": {"(": {}}}
     with pytest.raises(ValueError, match="schema: a .ref or pattern in it is broken"):
         json_schema(['{"a": 1}'], schema=schema)
+
+
+@provocation(
+    "a stranger's JSON schema whose `$schema` chooses a validator that the program has registered with jsonschema",
+    "refused by its key",
+)
+def test_schemas_choose_no_validator_of_the_programs(monkeypatch):
+    ran = []
+    kind = validators.extend(Draft202012Validator, {"condition": lambda _, text, *more: ran.append(text)})
+    monkeypatch.setitem(validators._META_SCHEMAS, "urn:mine", kind)
+    schema = {"$schema": "urn:mine", "condition": "evil()"}
+    assert validators.validator_for(schema) is kind
+    with pytest.raises(
+        ValueError, match=r"schema: \$schema is 'urn:mine'; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12"
+    ):
+        json_schema(["{}"], schema=schema)
+    assert ran == []
+    for name, place in (("draft-03", "schema#"), ("draft-07", "schema#"), ("draft/2020-12", "schema")):
+        known = {"$schema": f"http{'s' * ('/' in name)}://json-schema.org/{name}/{place}", "type": "object"}
+        assert json_schema(["{}", "[]"], schema=known) == [1.0, 0.0]
 
 
 def test_nothing_is_fetched(monkeypatch):

@@ -383,6 +383,74 @@ def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
 
 
 @provocation(
+    "such a database whose trigger or constraint calls a function that the program gives to every connection, such as "
+    "one that asks a shell",
+    "SQLite does not call it",
+)
+@pytest.mark.slow
+def test_mlflows_database_calls_no_function_of_the_programs(own_store, tmp_path):
+    from mlflow import MlflowClient
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    ran = []
+    (tmp_path / "run").mkdir()
+
+    def give(connection, _):
+        connection.create_function("sh", 1, lambda text: ran.append(text) or 1)
+
+    event.listen(Engine, "connect", give)
+    client = MlflowClient(STORE)  # which has connections already
+    client.log_metric(client.create_run(client.create_experiment("x")).info.run_id, "x", 1.0)
+    try:
+        for created, dropped in (
+            ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT sh('x'); END", "DROP TRIGGER t"),
+            ("ALTER TABLE metrics ADD COLUMN more INTEGER DEFAULT 1 CHECK (sh('x'))", ""),
+        ):
+            with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+                give(database, None)
+                database.execute(created)
+                ran.clear()
+            logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
+            with pytest.raises(Exception, match=r"unsafe use of sh\(\)"):
+                logger.log_metrics({"x": 1.0}, 1)
+            with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
+                database.execute(dropped)
+            assert ran == []
+    finally:
+        event.remove(Engine, "connect", give)
+
+
+@provocation(
+    "`config-defaults.yaml` in the directory of the start, with values that a tag of YAML makes that the program has "
+    "registered, or a link to a file of the user's",
+    "W&B does not read it, and sends nothing of it",
+)
+@pytest.mark.slow
+def test_defaults_of_wandb_in_the_directory_are_not_read(tmp_path):
+    (tmp_path / "private").write_text("db: {value: mine-77}\n")
+    code = (
+        "import yaml, sys\n"
+        "yaml.SafeLoader.add_constructor('!sh', lambda loader, node: open('HIT', 'w') and 1)\n"
+        "from grpo_lightning.logger.wandb import WandbLogger\n"
+        "run = WandbLogger('run', offline=True, project='mine', config={'a': 3}).experiment\n"
+        "print('config', dict(run.config))\n"
+    )
+    known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    environment = known | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home")}
+    for number in range(2):
+        start = tmp_path / str(number)
+        start.mkdir()
+        file = start / "config-defaults.yaml"
+        file.symlink_to(tmp_path / "private") if number else file.write_text("build: {value: !sh x}\n")
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=start, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "config {'a': 3}" in done.stdout
+        assert not (start / "HIT").exists()
+
+
+@provocation(
     "a run directory whose `.wandb_id` or `.mlflow_id` is no name of a run, or a link to a file of the user's",
     "its text is not sent, and the file is as before",
 )

@@ -24,11 +24,14 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
-from transformers import AutoTokenizer, tokenization_utils_tokenizers
+from transformers import AutoTokenizer, conversion_mapping, monkey_patching, tokenization_utils_tokenizers
 from transformers.activations import ACT2FN
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.bitnet import BitLinear
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grpo_lightning.checkpoint import io as checkpoints
 from grpo_lightning.data.hub import Hub
@@ -398,6 +401,39 @@ def test_a_model_leads_to_no_function_that_a_program_has_registered(functions, s
             hf.load(str(model), **PLAIN | {"trust_remote_code": True})
     finally:
         del functions["own"]
+
+
+class OwnLayer(LlamaMLP):
+    def __init__(self, config):
+        raise AssertionError("it was called")
+
+
+class OwnOperation(ConversionOps):
+    def convert(self, *args, **kwargs):
+        raise AssertionError("it was called")
+
+
+@provocation(
+    "a stranger's model of a kind for which the user's program has registered layers of its own with transformers "
+    "(`register_patch_mapping`), or conversions of weights",
+    "they are given nothing of it; with `trust_remote_code=true` they are",
+)
+@pytest.mark.parametrize("kind", ["layer", "conversion"])
+def test_a_model_is_made_of_no_layers_that_a_program_has_registered(kind, model, monkeypatch):
+    if kind == "layer":
+        monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
+        monkeypatch.setattr(modeling_llama, "LlamaMLP", LlamaMLP)  # which is not put back after an error
+        monkey_patching.register_patch_mapping({"LlamaMLP": OwnLayer})
+    else:
+        monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+        monkeypatch.setattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set())
+        norm = "model.norm.weight"
+        own = WeightConverter(source_patterns=norm, target_patterns=norm, operations=[OwnOperation()])
+        conversion_mapping.register_checkpoint_conversion_mapping("llama", [own], overwrite=True)
+    for _ in range(2):
+        hf.load(str(model), **PLAIN)
+    with pytest.raises((AssertionError, RuntimeError), match="it was called|CONVERSION"):
+        hf.load(str(model), **PLAIN | {"trust_remote_code": True})
 
 
 @provocation(

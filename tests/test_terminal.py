@@ -10,6 +10,7 @@ import torch
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.composition.sweep import tell
+from grpo_lightning.output import redaction
 from grpo_lightning.output.ending import label
 from grpo_lightning.output.terminal import (
     FileFormatter,
@@ -91,6 +92,15 @@ def test_escape_sequences_without_end_take_no_time():
     Lasting(shown).write("\x1b[" * 50_000 + "x\n" + "\x1b" * 50_000 + "|\n")
     assert time.perf_counter() - began < 5
     assert "| " not in shown.getvalue()
+
+
+def test_warnings_hide_secrets(monkeypatch):
+    told = []
+    monkeypatch.setattr(redaction, "_known", {"s3cr3tXY99"})
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *place, **more: told.append(message))
+    show_printable()
+    warnings.showwarning(UserWarning("with s3cr3tXY99\x1b"), UserWarning, "file.py", 3)
+    assert told == [f"with {redaction.MASK}\\x1b"]
 
 
 class Forged:

@@ -51,10 +51,8 @@ def main() -> None:
         remember_words([f"{key.replace('-', '_')}={value}" for key, _, value in typed])
         sys.exit(hide(_not_read(sys.argv[1:], others)))
 
-    from grpo_lightning.composition import environment
     from grpo_lightning.composition.job import job
 
-    environment.remember_words(asked.overrides)
     # The name of a folder is no override, whatever it is called.
     start.note_words([*map(_noted, asked.overrides, redacted_words(asked.overrides))])
     start.pass_by_settings()

@@ -9,7 +9,6 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
@@ -35,7 +34,7 @@ def remember_words(words: Sequence[str]) -> None:
     redaction.remember_words(words)
     parser = OverridesParser.create()
     for word in words:
-        with suppress(HydraException):  # of which the user is told where they are composed
+        with suppress(Exception):  # of which the user is told where they are composed
             parsed = parser.parse_override(word)
             redaction.remember({parsed.key_or_group: _texts(parsed.value())})
 

@@ -49,6 +49,7 @@ class MLFlowLogger(loggers.MLFlowLogger):
         is_new = not self._initialized
         if is_new and self._tracking_uri == STORE and Path(_DATABASE).exists():
             _check_tables()  # before what they say is run
+            _distrust()
         with _without_git():
             client = super().experiment
         if self._initialized:
@@ -147,6 +148,25 @@ def _check_tables() -> None:
                 "time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
             )
         )
+
+
+def _distrust() -> None:
+    """Have the database of this directory call none of the program's functions, as triggers or constraints may.
+
+    A program may give some to every connection that sqlalchemy makes.
+    """
+    from sqlalchemy import event
+    from sqlalchemy.pool import Pool
+
+    if not event.contains(Pool, "checkout", _begin):
+        event.listen(Pool, "checkout", _begin)
+
+
+def _begin(connection: Any, *_: object) -> None:
+    if isinstance(connection, sqlite3.Connection):
+        files = [name for _, _, name in connection.execute("PRAGMA database_list") if name]
+        if any(os.path.exists(name) and os.path.samefile(name, _DATABASE) for name in files):
+            connection.execute("PRAGMA trusted_schema=OFF")
 
 
 @contextmanager

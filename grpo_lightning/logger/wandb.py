@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from grpo_lightning.logger.known import keep, known
 
 _NO_GIT = "WANDB_DISABLE_GIT"
+_DEFAULTS = "config-defaults.yaml"
 _OF_THE_DIRECTORY = ("wandb/settings", ".wandb/settings")
 
 
@@ -42,7 +44,7 @@ class WandbLogger(loggers.WandbLogger):
     def experiment(self) -> Any:
         """The run of the wandb library."""
         is_new = self._experiment is None
-        with _without_git() if is_new else contextlib.nullcontext():
+        with _alone() if is_new else contextlib.nullcontext():
             if is_new:
                 _pass_by_settings(is_offline=self._offline)
             run = super().experiment
@@ -57,6 +59,19 @@ class WandbLogger(loggers.WandbLogger):
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(status != "success"))
             self._experiment = None
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, W&B asks no git, and takes no values for the run's settings from the working directory.
+
+    It reads them by whatever tags of YAML a program has registered, and would send them away.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_git())
+        if os.path.lexists(_DEFAULTS):
+            stack.enter_context(patch("wandb.sdk.wandb_config.Config._load_defaults", lambda _: None))
+        yield
 
 
 @contextlib.contextmanager

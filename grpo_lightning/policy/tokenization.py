@@ -26,6 +26,7 @@ from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.transformer import templates
 from grpo_lightning.transformer.logits import Chunk
 
 
@@ -145,10 +146,7 @@ class TextPolicy(Policy):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if not self.templated:
             return "\n\n".join(message["content"] for message in messages)
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-        )
-        return text
+        return templates.rendered(self.tokenizer, messages, add_generation_prompt=True, **self.template_kwargs)
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of every prompt; those that are token ids already stay as they are.

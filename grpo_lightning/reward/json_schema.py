@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import SchemaError
-from jsonschema.validators import Draft202012Validator, validator_for
+from jsonschema.validators import (
+    Draft3Validator,
+    Draft4Validator,
+    Draft6Validator,
+    Draft7Validator,
+    Draft201909Validator,
+    Draft202012Validator,
+    validator_for,
+)
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from grpo_lightning.reward.text import answer_text
 
+_DRAFTS = (
+    *(Draft3Validator, Draft4Validator, Draft6Validator, Draft7Validator),
+    *(Draft201909Validator, Draft202012Validator),
+)
 _LONGEST = 20_000  # characters of an answer
 
 
@@ -49,6 +61,10 @@ def _validator(schema: Mapping[str, Any] | str) -> Any:
     if not isinstance(loaded, Mapping):
         raise ValueError(f"schema: expected a mapping or the path of a JSON file that holds one, got {schema!r:.80}")
     kind = validator_for(loaded, default=Draft202012Validator)
+    if kind not in _DRAFTS:  # a program has registered it, and its keywords may do anything with what a file says
+        raise ValueError(
+            f"schema: $schema is {loaded['$schema']!r:.80}; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12"
+        )
     try:
         kind.check_schema(loaded)
     except SchemaError as error:

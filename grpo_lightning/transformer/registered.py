@@ -5,14 +5,19 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from transformers import conversion_mapping, monkey_patching
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from grpo_lightning.output.terminal import one_line
 
-_FUNCTIONS: tuple[dict[str, Any], ...] = (ACT2FN, ROPE_INIT_FUNCTIONS)
-"""Parts of models by the names that a config.json gives them."""
+
+def _tables() -> tuple[dict[str, Any], ...]:
+    """Parts of models by the names that a config.json gives them, or that the classes have which they replace."""
+    layers: dict[str, Any] = monkey_patching._monkey_patch_mapping_cache
+    return ACT2FN, ROPE_INIT_FUNCTIONS, AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, layers
 
 
 class Registered(ValueError):
@@ -46,9 +51,10 @@ def transformers_only(key: str) -> Iterator[None]:
 
         return found
 
-    left_out = [(functions, _foreign(functions)) for functions in _FUNCTIONS]
+    left_out = [(functions, _foreign(functions)) for functions in _tables()]
     mappings = (configuration_auto._LazyConfigMapping, auto_factory._LazyAutoMapping)
     with (
+        patch.object(conversion_mapping, "_checkpoint_conversion_mapping_cache", None),  # is made anew, of its own
         patch.object(mappings[0], "__getitem__", checked(mappings[0].__getitem__)),
         patch.object(mappings[1], "__getitem__", checked(mappings[1].__getitem__)),
         patch.object(
