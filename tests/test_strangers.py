@@ -384,7 +384,10 @@ def of_the_program(*args, **kwargs):
 )
 @pytest.mark.parametrize(
     ("functions", "said"),
-    [(ACT2FN, {"hidden_act": "own"}), (ROPE_INIT_FUNCTIONS, {"rope_parameters": {"rope_type": "own", "log": "HIT"}})],
+    [
+        (ACT2FN, {"hidden_act": "own"}),
+        (ROPE_INIT_FUNCTIONS, {"rope_parameters": {"rope_type": "own", "log": "HIT"}}),
+    ],
     ids=["hidden_act", "rope_type"],
 )
 def test_a_model_leads_to_no_function_that_a_program_has_registered(functions, said, tmp_path):

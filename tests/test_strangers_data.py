@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from datasets import packaged_modules
 from datasets import table as arrow_files
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
@@ -374,6 +376,31 @@ def test_formats_that_a_program_has_registered(tmp_path):
         state.write_text(json.dumps(said | changed))
         with pytest.raises(ValueError, match=r"state\.json: the format \[.*\]; allowed are those of datasets"):
             Hub(str(tmp_path), split="train")
+
+
+@provocation(
+    "a data set with files of a kind that the program has registered with datasets, also in place of one of its own",
+    "refused: the program's class is given nothing that its README says",
+)
+@pytest.mark.parametrize("kind", ["own", "csv"])
+def test_kinds_of_files_that_a_program_has_registered(kind, tmp_path, monkeypatch):
+    class Own(datasets.GeneratorBasedBuilder):
+        def _info(self):
+            pytest.fail("it is made")
+
+    module = types.ModuleType("mine.csv")
+    module.Own, Own.__module__ = Own, "mine.csv"
+    monkeypatch.setitem(sys.modules, "mine.csv", module)
+    known = dict(packaged_modules._PACKAGED_DATASETS_MODULES)
+    monkeypatch.setitem(packaged_modules._PACKAGED_DATASETS_MODULES, kind, ("mine.csv", "0" * 64))
+    monkeypatch.setitem(packaged_modules._EXTENSION_TO_MODULE, f".{kind}", (kind, {}))
+    monkeypatch.setitem(packaged_modules._MODULE_TO_EXTENSIONS, kind, [f".{kind}"])
+    (tmp_path / f"train.{kind}").write_text("prompt\na\n")
+    with pytest.raises(ValueError, match=r"^data\.path='.*', data\.split='train': "):
+        Hub(str(tmp_path), split="train")
+    with contained():
+        assert {name: known[name] for name in {*known} - {kind}} == packaged_modules._PACKAGED_DATASETS_MODULES
+    assert packaged_modules._PACKAGED_DATASETS_MODULES[kind][0] == "mine.csv"
 
 
 @provocation(

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from datasets import DatasetBuilder, DownloadManager
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.utils.extract import Extractor
 from fsspec.registry import _registry, known_implementations
 
@@ -22,6 +23,7 @@ _KINDS = ("arrow", "csv", "json", "parquet", "text")
 """Kinds of files that are read, of about 30 that datasets knows: the others have readers and libraries of their own."""
 _PREPARED = "cache"
 """What datasets has prepared before of a data set of the hub, where that cannot be asked."""
+_OF_DATASETS = "datasets.packaged_modules."
 _OTHERS = ("rar", "7z")
 _SYSTEMS = ("file", "local", "hf", "http", "https", "zip", "tar", "bz2", "gzip", "lz4", "xz", "zstd")
 """Kinds of places that fsspec reads from; of others some load what lies in the working directory (``libhdfs.so``)."""
@@ -69,6 +71,7 @@ def contained() -> Iterator[None]:
         patch.object(DatasetBuilder, "download_and_prepare", prepared),
         patch.dict(known_implementations),
         patch.dict(_registry),
+        patch.dict(_PACKAGED_DATASETS_MODULES),
         standard_tags(),  # of READMEs
         whole_tables(),
     ):
@@ -76,6 +79,9 @@ def contained() -> Iterator[None]:
         for kinds in (known_implementations, _registry):
             for name in {*kinds} - {*_SYSTEMS}:
                 del kinds[name]
+        for name, (module, _) in [*_PACKAGED_DATASETS_MODULES.items()]:
+            if not module.startswith(_OF_DATASETS):  # a program's, which would be given what a README says
+                del _PACKAGED_DATASETS_MODULES[name]
         yield
 
 

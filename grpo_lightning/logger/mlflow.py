@@ -139,8 +139,8 @@ def _check_files() -> None:
 def _check_tables() -> None:
     """Refuse a database of this directory that has an answer of its own to every question where files are."""
     with closing(sqlite3.connect(_DATABASE)) as database:
-        made = "SELECT type, name, sql FROM sqlite_master WHERE type IN ('view', 'trigger')"
-        found = [row for row in database.execute(made) if row[0] == "view" or _SAY_WHERE.search(str(row[2]))]
+        made = "SELECT type, name, sql FROM sqlite_master WHERE type IN ('view', 'trigger') OR sql LIKE '%virtual%'"
+        found = [row for row in database.execute(made) if row[0] != "trigger" or _SAY_WHERE.search(str(row[2]))]
     for kind, name, _ in found:
         raise ValueError(
             one_line(
@@ -151,9 +151,9 @@ def _check_tables() -> None:
 
 
 def _distrust() -> None:
-    """Have the database of this directory call none of the program's functions, as triggers or constraints may.
+    """Refuse a database of this directory that calls functions or collations of the program's.
 
-    A program may give some to every connection that sqlalchemy makes.
+    A program may give some to every connection that sqlalchemy makes, and triggers and constraints may call them.
     """
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
@@ -163,10 +163,30 @@ def _distrust() -> None:
 
 
 def _begin(connection: Any, *_: object) -> None:
-    if isinstance(connection, sqlite3.Connection):
-        files = [name for _, _, name in connection.execute("PRAGMA database_list") if name]
-        if any(os.path.exists(name) and os.path.samefile(name, _DATABASE) for name in files):
-            connection.execute("PRAGMA trusted_schema=OFF")
+    """Look at a connection that is about to be used."""
+    if not isinstance(connection, sqlite3.Connection):
+        return
+    files = [name for _, _, name in connection.execute("PRAGMA database_list") if name]
+    if not any(os.path.exists(name) and os.path.samefile(name, _DATABASE) for name in files):
+        return
+    connection.execute("PRAGMA trusted_schema=OFF")  # which some versions do not ask where constraints call
+    own = {name for name, is_built_in, *_ in connection.execute("PRAGMA function_list") if not is_built_in}
+    own |= {name for _, name in connection.execute("PRAGMA collation_list")} - {"BINARY", "NOCASE", "RTRIM"}
+    for (made,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if called := sorted(name for name in own if _calls(made, name)):
+            raise ValueError(
+                one_line(
+                    f"logger.mlflow.tracking_uri={STORE}: this database calls {called[0]}, a function of the program's"
+                    "; allowed is one that MLflow has made, so move mlflow.db away"
+                )
+            )
+
+
+def _calls(made: str, name: str) -> bool:
+    """Whether what makes a table or trigger calls a function of this name, or compares by it."""
+    space, quotes, word = r"(?:\s|/\*.*?\*/|--[^\n]*\n)*", r"[\"'`\[\]]*", re.escape(name)
+    called = rf"(?<!\w){word}{quotes}{space}\(|COLLATE{space}{quotes}{word}(?!\w)"
+    return re.search(called, made, re.IGNORECASE | re.DOTALL) is not None
 
 
 @contextmanager

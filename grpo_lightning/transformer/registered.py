@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from transformers import conversion_mapping, monkey_patching
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2CLS, ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -17,7 +17,7 @@ from grpo_lightning.output.terminal import one_line
 def _tables() -> tuple[dict[str, Any], ...]:
     """Parts of models by the names that a config.json gives them, or that the classes have which they replace."""
     layers: dict[str, Any] = monkey_patching._monkey_patch_mapping_cache
-    return ACT2FN, ROPE_INIT_FUNCTIONS, AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, layers
+    return ACT2CLS, ACT2FN, ROPE_INIT_FUNCTIONS, AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, layers
 
 
 class Registered(ValueError):
