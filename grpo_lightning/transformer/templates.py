@@ -1,22 +1,21 @@
 """Chat templates, which may be a stranger's: they call filters, tests and functions of jinja2's own alone."""
 
 import operator
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import jinja2
 from markupsafe import escape, soft_str
 
 _TABLES = ("DEFAULT_FILTERS", "DEFAULT_TESTS", "DEFAULT_NAMESPACE")
 """What every template may call, by name; programs may put functions of their own into these."""
+_ONE_AT_A_TIME = threading.RLock()
 _OF_JINJA = ("jinja2.filters", "jinja2.tests", "jinja2.utils")
-_OF_PYTHON = (
-    *(abs, callable, dict, escape, len, range, soft_str),
-    *(operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne),
-)
-"""Functions in jinja2's tables that come from elsewhere."""
+_COMPARED = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
+_OF_PYTHON = {id(one) for one in (abs, callable, dict, escape, len, range, soft_str, *_COMPARED)}
+"""Functions in jinja2's tables that come from elsewhere; some things cannot be compared or looked up."""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -38,12 +37,16 @@ def _own_tables() -> Iterator[None]:
 
     Its sandbox, which transformers takes, asks neither of filters nor of tests whether they may be called.
     """
-    with ExitStack() as stack:
-        for name in _TABLES:
-            own = {key: one for key, one in getattr(jinja2.defaults, name).items() if _is_own(one)}
-            stack.enter_context(patch.object(jinja2.environment, name, own))
-        yield
+    tables = {name: getattr(jinja2.defaults, name) for name in _TABLES}
+    with _ONE_AT_A_TIME:
+        try:
+            for name, table in tables.items():
+                setattr(jinja2.environment, name, {key: one for key, one in table.items() if _is_own(one)})
+            yield
+        finally:
+            for name, table in tables.items():
+                setattr(jinja2.environment, name, table)
 
 
 def _is_own(function: Any) -> bool:
-    return getattr(function, "__module__", None) in _OF_JINJA or any(function is one for one in _OF_PYTHON)
+    return getattr(function, "__module__", None) in _OF_JINJA or id(function) in _OF_PYTHON
