@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from grpo_lightning.callbacks.loggers import guard
+from grpo_lightning.logger.csv import CSVLogger
 from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_callbacks import scalars
@@ -160,6 +161,20 @@ def test_a_file_that_was_removed_before_a_save_is_begun_anew(tmp_path, caplog):
     logger.log_metrics({"a": 2.0}, step=2)
     logger.finalize("success")
     assert scalars(tmp_path / "x") == {"a": [(2, 2.0)]}
+
+
+def test_a_directory_that_was_not_made_yet_was_not_removed(tmp_path, caplog):
+    logger = CSVLogger(tmp_path / "csv", name="", version="")
+    guard([logger])
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.save()
+    assert warnings_of(caplog) == []
+    assert (tmp_path / "csv" / "metrics.csv").exists()
+    shutil.rmtree(tmp_path / "csv")
+    logger.log_metrics({"a": 2.0}, step=2)
+    logger.save()
+    assert len(warnings_of(caplog)) == 1
+    assert (tmp_path / "csv" / "metrics.csv").read_text() == "step,a\n2,2.0\n"
 
 
 def test_what_ends_a_run_is_not_held_back():

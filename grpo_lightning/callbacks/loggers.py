@@ -129,7 +129,7 @@ def _reopen(logger: Any) -> None:
         if isinstance(file, str) and not os.path.exists(file):
             _tell(logger, f"{file} was removed")
             _close(logger)
-    elif not os.path.isdir(directory):
+    elif getattr(writer, "has_written", True) and not os.path.isdir(directory):
         _tell(logger, f"{directory} was removed")
         with suppress(OSError):
             os.makedirs(directory)

@@ -77,6 +77,11 @@ class Writer(ExperimentWriter):
         self._columns: list[str] | None = None
         self._last = -1
 
+    @property
+    def has_written(self) -> bool:
+        """Whether there are rows of metrics of this process in the file."""
+        return self._columns is not None
+
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Note metrics of a step for the next `save`."""
         values = {no_formula(key): v.item() if isinstance(v, Tensor) else v for key, v in metrics_dict.items()}
