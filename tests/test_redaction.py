@@ -235,6 +235,13 @@ def test_an_override_with_a_secret_in_a_mapping_is_not_written(value, parts):
     assert "xyzzy" not in hide(f"+x.y={value}")
 
 
+@pytest.mark.parametrize("word", ["x.token=true", "x.auth=None", "x={token: null}", "x.stop_tokens=[user,assistant]"])
+def test_words_that_are_no_secrets_stay_what_they_are(word):
+    environment.remember_words([word])
+    text = "trainer.precision=bf16-true policy.trust_remote_code=true none null at user/assistant"
+    assert hide(text) == text
+
+
 @pytest.mark.parametrize("word", ["x='your token: yes'", "x=password: 5", "x={n: {max_new_tokens: 1}}"])
 def test_other_overrides_are_written_as_they_are(word):
     assert redacted_words([word]) == [word]

@@ -263,6 +263,15 @@ def test_schemas_choose_no_validator_of_the_programs(monkeypatch):
         ValueError, match=r"schema: \$schema is 'urn:mine'; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12"
     ):
         json_schema(["{}"], schema=schema)
+    for nested in (
+        {"properties": {"a": schema}},
+        {"allOf": [{"type": "object"}, schema]},
+        {"$defs": {"x": schema}, "$ref": "#/$defs/x"},
+        {"$schema": 5},
+        {"$schema": ["urn:mine"]},
+    ):
+        with pytest.raises(ValueError, match=r"schema: \$schema is .*; allowed are drafts 3, 4, 6, 7, 2019-"):
+            json_schema(['{"a": {}}'], schema=nested)
     assert ran == []
     for name, place in (("draft-03", "schema#"), ("draft-07", "schema#"), ("draft/2020-12", "schema")):
         known = {"$schema": f"http{'s' * ('/' in name)}://json-schema.org/{name}/{place}", "type": "object"}

@@ -235,16 +235,15 @@ def test_mlflow_takes_a_database_that_mlflow_has_made(own_store, tmp_path):
     ):
         with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
             database.execute(created)
-        logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
         if dropped:
             with pytest.raises(
                 ValueError, match=r"^logger.mlflow.tracking_uri=.*: this database has the (view|trigger) "
             ):
-                logger.log_metrics({"x": 1.0}, 1)
+                MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
             with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
                 database.execute(dropped)
         else:
-            logger.log_metrics({"x": 1.0}, 1)
+            MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 1)
     logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
     client, run = logger.experiment, logger.run_id
     with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
@@ -393,7 +392,8 @@ def test_mlflows_database_calls_no_function_of_the_programs(own_store, tmp_path)
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
-    ran, told = [], r"logger\.mlflow\.tracking_uri=.*: this database calls (sh|mine), a function of the program's"
+    ran = []
+    told = r"^logger\.mlflow\.tracking_uri=.*: this database has (sh|mine), a function of the program's, in what makes"
     (tmp_path / "run").mkdir()
 
     def give(connection, _):
@@ -403,23 +403,22 @@ def test_mlflows_database_calls_no_function_of_the_programs(own_store, tmp_path)
     event.listen(Engine, "connect", give)
     client = MlflowClient(STORE)  # which has connections already
     client.log_metric(client.create_run(client.create_experiment("x")).info.run_id, "x", 1.0)
+    MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 1)
+    assert ran == []
     try:
         for created, dropped in (
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT sh('x'); END", "DROP TRIGGER t"),
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT \"sh\" -- x\n ('x'); END", "DROP TRIGGER t"),
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT [SH]/* ( */('x'); END", "DROP TRIGGER t"),
-            ('CREATE TABLE t (x TEXT COLLATE "mine")', "DROP TABLE t"),
-            ("CREATE TABLE t (x INTEGER, sh INTEGER)", "DROP TABLE t"),
+            ("CREATE TABLE t (x TEXT COLLATE/**/\ufeffmine)", "DROP TABLE t"),
             ("ALTER TABLE metrics ADD COLUMN more INTEGER DEFAULT 1 CHECK (sh('x'))", ""),
         ):
             with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
                 give(database, None)
                 database.execute(created)
                 ran.clear()
-            logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
-            is_called = "sh INTEGER" not in created
-            with pytest.raises(Exception, match=told) if is_called else contextlib.nullcontext():
-                logger.log_metrics({"x": 1.0}, 1)
+            with pytest.raises(ValueError, match=told):
+                MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
             with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
                 database.execute(dropped)
             assert ran == []

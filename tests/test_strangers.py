@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 import bitsandbytes
 import datasets
 import numpy as np
+import peft
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -39,6 +40,7 @@ from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.distributed.reading import weights_only
 from grpo_lightning.policy import hf
 from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.transformer import strangers
 from grpo_lightning.transformer.quantized import state_problem
 from grpo_lightning.transformer.strangers import check_attention, lay_out, only_data
 from tests.support.checkpoints import write_checkpoint, write_reward_model
@@ -233,7 +235,7 @@ def test_what_belongs_to_quantized_weights_fits_them(bits, part, value, told, tm
     "computes nothing, so that its weights are what memory held",
     "refused in one sentence, before it is run",
 )
-def test_quantized_layers_compute_in_types_that_there_are(tmp_path):
+def test_quantized_layers_compute_in_types_that_there_are(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "model", "llama", chat=True)
     kind = transformers.BitsAndBytesConfig(load_in_4bit=True)
     plain = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=kind, device_map={"": "cpu"})
@@ -245,6 +247,12 @@ def test_quantized_layers_compute_in_types_that_there_are(tmp_path):
         told = rf"^policy.path='.*': its quantized layer \S*q_proj computes in torch.{name}; allowed are float16, bf"
         with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
             hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+    peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules="all-linear")).save_pretrained(source)
+    looked_at = []
+    compare = strangers.layer_problem
+    monkeypatch.setattr(strangers, "layer_problem", lambda one: looked_at.append(type(one).__module__) or compare(one))
+    hf.load(str(source), **PLAIN | {"adapter": {"r": 4}})
+    assert {"peft.tuners.lora.bnb", "bitsandbytes.nn.modules"} <= {*looked_at}  # an adapter beside weights in 4 bits
 
 
 @provocation(

@@ -52,6 +52,15 @@ def test_templates_call_nothing_that_a_program_has_registered(place, function, m
         text = template.replace("NAME", name).replace("GIVEN", given)
         with pytest.raises(Exception, match=rf"No (filter|test) named '{name}'|'{name}' is undefined"):
             templates.rendered(says(f"{text}{id(ran)}"), [{"role": "user", "content": called}])
+    text = f"{template.replace('NAME', name)}{id(ran)} both".replace("GIVEN", "messages[0].content")
+    own = says(text).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)  # the program's own words
+    ran.clear()
+    for _ in range(2):
+        with pytest.raises(Exception, match=rf"No (filter|test) named '{name}'|'{name}' is undefined"):
+            templates.rendered(says(text), [{"role": "user", "content": "1"}])
+    assert ran == []
+    assert says(text).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == own
+    ran.clear()
     path = write_checkpoint(tmp_path / "llama", "llama", chat=True)
     policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
     policy.tokenizer.chat_template = f"{text}{id(ran)} of a policy"

@@ -19,6 +19,8 @@ from grpo_lightning.output.terminal import one_line
 _DATABASE = STORE.removeprefix("sqlite:///")
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
 """How a journal ends that names one more file, which SQLite then removes; one of a single database names none."""
+_OF_SQLALCHEMY = {"floor", "regexp"}
+"""Functions that sqlalchemy gives to its connections."""
 _SAY_WHERE = re.compile(r"runs|experiments", re.IGNORECASE)
 """The tables that say where files of runs are."""
 
@@ -41,6 +43,9 @@ class MLFlowLogger(loggers.MLFlowLogger):
         self._checked: str | None = None
         if options.get("tracking_uri") == STORE:
             _check_files()
+            if Path(_DATABASE).exists():
+                _check_tables()
+                _check_calls()
         super().__init__(run_id=known(self._file), **options)
 
     @property
@@ -49,7 +54,6 @@ class MLFlowLogger(loggers.MLFlowLogger):
         is_new = not self._initialized
         if is_new and self._tracking_uri == STORE and Path(_DATABASE).exists():
             _check_tables()  # before what they say is run
-            _distrust()
         with _without_git():
             client = super().experiment
         if self._initialized:
@@ -150,43 +154,35 @@ def _check_tables() -> None:
         )
 
 
-def _distrust() -> None:
-    """Refuse a database of this directory that calls functions or collations of the program's.
+def _check_calls() -> None:
+    """Refuse a database of this directory that has functions or collations of the program's in what makes its tables.
 
-    A program may give some to every connection that sqlalchemy makes, and triggers and constraints may call them.
+    A program may give some to every connection that sqlalchemy makes; triggers and constraints may call them.
     """
-    from sqlalchemy import event
-    from sqlalchemy.pool import Pool
+    from sqlalchemy import create_engine
 
-    if not event.contains(Pool, "checkout", _begin):
-        event.listen(Pool, "checkout", _begin)
-
-
-def _begin(connection: Any, *_: object) -> None:
-    """Look at a connection that is about to be used."""
-    if not isinstance(connection, sqlite3.Connection):
-        return
-    files = [name for _, _, name in connection.execute("PRAGMA database_list") if name]
-    if not any(os.path.exists(name) and os.path.samefile(name, _DATABASE) for name in files):
-        return
-    connection.execute("PRAGMA trusted_schema=OFF")  # which some versions do not ask where constraints call
-    own = {name for name, is_built_in, *_ in connection.execute("PRAGMA function_list") if not is_built_in}
-    own |= {name for _, name in connection.execute("PRAGMA collation_list")} - {"BINARY", "NOCASE", "RTRIM"}
-    for (made,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"):
-        if called := sorted(name for name in own if _calls(made, name)):
+    engine = create_engine(STORE)
+    try:
+        with engine.connect() as connected, closing(sqlite3.connect(":memory:")) as plain:
+            database: Any = connected.connection.driver_connection
+            own = _callable(database) - _callable(plain) - _OF_SQLALCHEMY
+            made = " ".join(sql for (sql,) in database.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"))
+    finally:
+        engine.dispose()
+    for name in sorted(own):
+        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", made, re.IGNORECASE):
             raise ValueError(
                 one_line(
-                    f"logger.mlflow.tracking_uri={STORE}: this database calls {called[0]}, a function of the program's"
-                    "; allowed is one that MLflow has made, so move mlflow.db away"
+                    f"logger.mlflow.tracking_uri={STORE}: this database has {name}, a function of the program's, in "
+                    "what makes its tables; allowed is one that MLflow has made, so move mlflow.db away"
                 )
             )
 
 
-def _calls(made: str, name: str) -> bool:
-    """Whether what makes a table or trigger calls a function of this name, or compares by it."""
-    space, quotes, word = r"(?:\s|/\*.*?\*/|--[^\n]*\n)*", r"[\"'`\[\]]*", re.escape(name)
-    called = rf"(?<!\w){word}{quotes}{space}\(|COLLATE{space}{quotes}{word}(?!\w)"
-    return re.search(called, made, re.IGNORECASE | re.DOTALL) is not None
+def _callable(database: sqlite3.Connection) -> set[str]:
+    """The functions and collations of a connection that are not SQLite's own."""
+    functions = {name for name, is_built_in, *_ in database.execute("PRAGMA function_list") if not is_built_in}
+    return functions | {name for _, name in database.execute("PRAGMA collation_list")}
 
 
 @contextmanager

@@ -34,7 +34,7 @@ _KEY = re.compile(
     re.IGNORECASE,
 )
 _NOT_KEY = re.compile(
-    r"(max_new|batch|num|max|min|total|prompt|completion|special)_?tokens$|(^|[_.\-])(bos|eos|pad|unk)_token$",
+    r"(max_new|batch|num|max|min|total|prompt|completion|special|stop)_?tokens$|(^|[_.\-])(bos|eos|pad|unk)_token$",
     re.IGNORECASE,
 )
 _TOKEN = re.compile(
@@ -47,6 +47,7 @@ _TOKEN = re.compile(
 
 _NAME = re.compile(r"([\w.-]+)['\"]?\s*:")
 """A key in a mapping."""
+_NO_SECRETS = ("auto", "false", "none", "null", "true")
 _PAIR = re.compile(r"([\w.-]+)['\"]?\s*:\s*['\"]?([^\s,{}\[\]'\"]+)")
 """A key and its value in a mapping, also in one that is not well written."""
 
@@ -70,7 +71,7 @@ def remember(config: Mapping[str, Any], *, keys: Collection[str] = (), texts: Co
     _known.update(
         form
         for text in (*_secrets(config, "", False), *texts)
-        if len(text) >= SHORTEST and text not in (HIDDEN, FORMERLY)
+        if len(text) >= SHORTEST and text not in (HIDDEN, FORMERLY) and text.lower() not in _NO_SECRETS
         for form in _forms(text)
     )
 
@@ -142,10 +143,10 @@ def remember_words(words: Sequence[str]) -> None:
     """Take note of the secrets among overrides such as ``logger.api_key=abc``, of lists and mappings of each part."""
     for word in words:
         key, _, value = word.partition("=")
-        found = [text for name, text in _PAIR.findall(value) if names_secret(name)]
+        found = [text for name, text in _PAIR.findall(value) if "{" in value and names_secret(name)]
         if names_secret(_last(key)):
             found += [value, *re.split(r"[\s,:{}\[\]'\"]+", value)]
-        _known.update(text for text in found if len(text) >= SHORTEST)
+        _known.update(text for text in found if len(text) >= SHORTEST and text.lower() not in _NO_SECRETS)
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:

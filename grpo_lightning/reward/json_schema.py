@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,25 @@ def _validator(schema: Mapping[str, Any] | str) -> Any:
             ) from error
     if not isinstance(loaded, Mapping):
         raise ValueError(f"schema: expected a mapping or the path of a JSON file that holds one, got {schema!r:.80}")
+    for named in _drafts(
+        loaded
+    ):  # a program may have registered others, whose keywords do anything with a file's words
+        if not isinstance(named, str) or validator_for({"$schema": named}, default=Draft202012Validator) not in _DRAFTS:
+            raise ValueError(f"schema: $schema is {named!r:.80}; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12")
     kind = validator_for(loaded, default=Draft202012Validator)
-    if kind not in _DRAFTS:  # a program has registered it, and its keywords may do anything with what a file says
-        raise ValueError(
-            f"schema: $schema is {loaded['$schema']!r:.80}; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12"
-        )
     try:
         kind.check_schema(loaded)
     except SchemaError as error:
         raise ValueError(f"schema: expected a JSON schema, got {schema!r:.80}: {error.message:.200}") from error
     return kind(loaded, registry=Registry())
+
+
+def _drafts(node: Any) -> Iterator[Any]:
+    """All that a schema and those in it give as ``$schema``."""
+    if isinstance(node, Mapping) and "$schema" in node:
+        yield node["$schema"]
+    for one in node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ():
+        yield from _drafts(one)
 
 
 def _is_valid(validator: Any, text: str, schema: Any) -> bool:

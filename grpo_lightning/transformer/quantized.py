@@ -37,7 +37,7 @@ def layer_problem(layer: nn.Module) -> str | None:
         layer: Of any class.
     """
     if type(layer).__name__ == "Linear4bit":
-        kind = layer.compute_dtype
+        kind = getattr(layer, "compute_dtype", None)  # peft has layers of this name, too, around these
         return None if kind in _COMPUTED else f"computes in {kind}; allowed are float16, bfloat16 and float32"
     if type(layer).__name__ != "BitLinear":
         return None

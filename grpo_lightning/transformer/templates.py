@@ -4,10 +4,13 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import jinja2
 from markupsafe import escape, soft_str
+from transformers.utils import chat_template_utils
 
 _TABLES = ("DEFAULT_FILTERS", "DEFAULT_TESTS", "DEFAULT_NAMESPACE")
 """What every template may call, by name; programs may put functions of their own into these."""
@@ -31,6 +34,12 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     return text
 
 
+@lru_cache
+def _compiled(template: str) -> Any:
+    """As transformers does; what a program has had compiled is kept apart, as it may call the program's functions."""
+    return chat_template_utils._cached_compile_jinja_template(template)
+
+
 @contextmanager
 def _own_tables() -> Iterator[None]:
     """Inside, templates that are compiled find nothing that a program has registered with jinja2.
@@ -38,7 +47,7 @@ def _own_tables() -> Iterator[None]:
     Its sandbox, which transformers takes, asks neither of filters nor of tests whether they may be called.
     """
     tables = {name: getattr(jinja2.defaults, name) for name in _TABLES}
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, patch.object(chat_template_utils, "_compile_jinja_template", _compiled):
         try:
             for name, table in tables.items():
                 setattr(jinja2.environment, name, {key: one for key, one in table.items() if _is_own(one)})
