@@ -273,6 +273,8 @@ def test_schemas_choose_no_validator_of_the_programs(monkeypatch):
         with pytest.raises(ValueError, match=r"schema: \$schema is .*; allowed are drafts 3, 4, 6, 7, 2019-"):
             json_schema(['{"a": {}}'], schema=nested)
     assert ran == []
+    of_settings = {"properties": {"$schema": {"type": "string"}}, "required": ["$schema"]}
+    assert json_schema(['{"$schema": "x"}', '{"$schema": 1}', "{}"], schema=of_settings) == [1.0, 0.0, 0.0]
     for name, place in (("draft-03", "schema#"), ("draft-07", "schema#"), ("draft/2020-12", "schema")):
         known = {"$schema": f"http{'s' * ('/' in name)}://json-schema.org/{name}/{place}", "type": "object"}
         assert json_schema(["{}", "[]"], schema=known) == [1.0, 0.0]

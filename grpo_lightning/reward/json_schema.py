@@ -60,9 +60,8 @@ def _validator(schema: Mapping[str, Any] | str) -> Any:
             ) from error
     if not isinstance(loaded, Mapping):
         raise ValueError(f"schema: expected a mapping or the path of a JSON file that holds one, got {schema!r:.80}")
-    for named in _drafts(
-        loaded
-    ):  # a program may have registered others, whose keywords do anything with a file's words
+    # A program may have registered others, whose keywords do anything with a file's words.
+    for named in (loaded.get("$schema", ""), *_drafts(loaded)):
         if not isinstance(named, str) or validator_for({"$schema": named}, default=Draft202012Validator) not in _DRAFTS:
             raise ValueError(f"schema: $schema is {named!r:.80}; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12")
     kind = validator_for(loaded, default=Draft202012Validator)
@@ -74,9 +73,9 @@ def _validator(schema: Mapping[str, Any] | str) -> Any:
 
 
 def _drafts(node: Any) -> Iterator[Any]:
-    """All that a schema and those in it give as ``$schema``."""
-    if isinstance(node, Mapping) and "$schema" in node:
-        yield node["$schema"]
+    """All texts that a schema and those in it give as ``$schema``, which may be the name of a property, too."""
+    if isinstance(node, Mapping) and isinstance(named := node.get("$schema"), str):
+        yield named
     for one in node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ():
         yield from _drafts(one)
 
