@@ -132,6 +132,26 @@ def same(found, expected):
 
 
 @pytest.mark.slow
+def test_runs_of_wandb_end_with_their_training_and_say_how(tmp_path, monkeypatch):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from grpo_lightning.logger.wandb import WandbLogger
+
+    names = []
+    for status in ("success", "failed"):
+        logger = WandbLogger(str(tmp_path / status), offline=True, project="mine")
+        names.append(logger.experiment.id)
+        logger.finalize(status)
+        [file] = (tmp_path / status).glob("wandb/offline-run-*/run-*.wandb")
+        ends = [one.exit.exit_code for one in map(Record.FromString, records(file)) if one.HasField("exit")]
+        assert ends == [int(status == "failed")]
+        logger.log_metrics({"after": 1.0})  # a `fit()` once more goes on with it
+        assert logger.experiment.id == names[-1]
+        logger.finalize(status)
+    assert len({*names}) == 2
+
+
+@pytest.mark.slow
 def test_a_continued_run_is_the_same_run_there_and_no_secret_leaves(directory):
     names = [file.name for file in directory.glob("run/wandb/offline-run-*/run-*.wandb")]
     assert len(names) == 2
@@ -356,17 +376,50 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
         grpo_lightning.compose(*words, "trusted=[tests]", run_dir=tmp_path, logger=3)
 
 
+@provocation(
+    "`logger=wandb` of a program in a directory whose `.git/config` may name a command",
+    "git is not asked there",
+)
+@pytest.mark.slow
+def test_wandb_asks_no_git(tmp_path):
+    git = tmp_path / "programs" / "git"
+    git.parent.mkdir()
+    git.write_text(f"#!/bin/sh\ntouch {tmp_path}/HIT\nexit 1\n")
+    git.chmod(0o755)
+    (tmp_path / "mine" / ".git").mkdir(parents=True)
+    (tmp_path / "mine" / "program.py").write_text(
+        "from grpo_lightning.logger.wandb import WandbLogger\n"
+        "logger = WandbLogger('run', offline=True, project='mine')\n"
+        "logger.log_metrics({'a': 1.0})\n"
+        "logger.finalize('success')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{git.parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("mine/run/wandb/offline-run-*/run-*.wandb")]) == 1
+    assert not (tmp_path / "HIT").exists()
+
+
 @provocation("`wandb/settings` in the directory of the start that names another server", "it is not read")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wandb", ".wandb"])
-def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("wandb", ""), (".wandb", ""), ("mine", "import wandb; wandb.setup(wandb.Settings(mode='offline'))\n")],
+    ids=["wandb", ".wandb", "set_up_before"],
+)
+def test_settings_of_wandb_in_the_directory_are_not_read(name, before, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\nentity = evil\n")
-    code = (
+    (tmp_path / "run" / ".wandb").mkdir(parents=True)  # where W&B would write, if it was let to
+    code = before + (
         "from grpo_lightning.logger.wandb import WandbLogger\n"
-        "run = WandbLogger('run', offline=True, project='mine').experiment\n"
+        "run = WandbLogger('run', offline=True, project='mine', settings={'console': 'off'}).experiment\n"
         "import json, os, wandb\n"
         "found = [run.settings.base_url, run.settings.entity, os.path.abspath(run.dir)]\n"
+        "found += [run.settings.disable_git, run.settings.console]\n"
         "os.chdir('/')\n"  # where no settings lie
         "open(os.environ['TOLD'], 'w').write(json.dumps([wandb.Settings().base_url, *found]))\n"
     )
@@ -375,10 +428,11 @@ def test_settings_of_wandb_in_the_directory_are_not_read(name, tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    of_the_library, address, entity, place = json.loads((tmp_path / "told").read_text())
+    of_the_library, address, entity, place, asks_no_git, console = json.loads((tmp_path / "told").read_text())
     assert (address, entity) == (of_the_library, None)
     assert address.startswith("https://")
-    assert place.startswith(str(tmp_path / "run"))
+    assert place.startswith(str(tmp_path / "run" / "wandb"))
+    assert (asks_no_git, console) == (True, "off")
 
 
 @provocation(
