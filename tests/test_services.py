@@ -248,20 +248,25 @@ def test_mlflow_takes_a_database_that_mlflow_has_made(own_store, tmp_path):
     client.log_metric(client.create_run(client.create_experiment("x")).info.run_id, "x", 1.0)
     (tmp_path / "run").mkdir()
     table = "CREATE TRIGGER t AFTER INSERT ON metrics BEGIN UPDATE \"Runs\" SET artifact_uri = '/tmp/x'; END"
-    for created, dropped in (
-        (table, "DROP TRIGGER t"),
-        ("CREATE VIEW v AS SELECT random()", "DROP VIEW v"),
+    made = [
+        (table, "t"),
+        ("CREATE VIEW v AS SELECT random()", "v"),
         ("CREATE TRIGGER s AFTER INSERT ON tags BEGIN DELETE FROM tags; END", ""),
-    ):
+    ]
+    for (created, name), kind in itertools.product(made, ("", "type = upper(type)")):
         with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
-            database.execute(created)
-        if dropped:
-            with pytest.raises(
-                ValueError, match=r"^logger.mlflow.tracking_uri=.*: this database has the (view|trigger) "
-            ):
+            database.execute("PRAGMA writable_schema = ON")
+            if name or not kind:
+                database.execute(created)
+            if name and kind:  # SQLite reads the text alone
+                database.execute(f"UPDATE sqlite_master SET {kind} WHERE name = ?", [name])
+        if name:
+            refused = rf"^logger.mlflow.tracking_uri=.*: this database has {name} \(CREATE (VIEW|TRIGGER) {name} "
+            with pytest.raises(ValueError, match=refused):
                 MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
             with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:
-                database.execute(dropped)
+                database.execute("PRAGMA writable_schema = ON")
+                database.execute("DELETE FROM sqlite_master WHERE name = ?", [name])
         else:
             MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 1)
     logger = MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
@@ -286,6 +291,10 @@ def test_mlflow_takes_a_database_that_mlflow_has_made(own_store, tmp_path):
     Path("mlflow.db-journal").write_bytes(journal[:-1])
     MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE).log_metrics({"x": 1.0}, 2)
     Path("mlflow.db").rename(tmp_path / "kept.db")
+    Path("mlflow.db").write_text("text " * 999)
+    with pytest.raises(ValueError, match=r"^logger.mlflow.tracking_uri=.*mlflow.db: file is not a database; allowed"):
+        MLFlowLogger(str(tmp_path / "run"), experiment_name="x", tracking_uri=STORE)
+    Path("mlflow.db").unlink()
     for name, link in itertools.product(("", "-journal", "-wal", "-shm"), ("symlink_to", "hardlink_to")):
         getattr(Path(f"mlflow.db{name}"), link)(mine)
         with pytest.raises(ValueError, match=rf"^logger.mlflow.tracking_uri=.*: mlflow.db{name} is a link, or another"):

@@ -23,6 +23,9 @@ _OF_SQLALCHEMY = {"floor", "regexp"}
 """Functions that sqlalchemy gives to its connections."""
 _SAY_WHERE = re.compile(r"runs|experiments", re.IGNORECASE)
 """The tables that say where files of runs are."""
+_TABLE, _TRIGGER = (
+    re.compile(rf"CREATE {kind}\b", re.IGNORECASE) for kind in ("(?:TABLE|INDEX|UNIQUE INDEX)", "TRIGGER")
+)
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
@@ -143,15 +146,26 @@ def _check_files() -> None:
 def _check_tables() -> None:
     """Refuse a database of this directory that has an answer of its own to every question where files are."""
     with closing(sqlite3.connect(_DATABASE)) as database:
-        made = "SELECT type, name, sql FROM sqlite_master WHERE type IN ('view', 'trigger') OR sql LIKE '%virtual%'"
-        found = [row for row in database.execute(made) if row[0] != "trigger" or _SAY_WHERE.search(str(row[2]))]
-    for kind, name, _ in found:
+        # Not by their types, which SQLite does not look at: it runs what the text says.
+        made = "SELECT name, CAST(sql AS TEXT) FROM sqlite_master WHERE sql IS NOT NULL"
+        try:
+            found = [(name, text) for name, text in database.execute(made) if not _is_plain(text)]
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"logger.mlflow.tracking_uri={STORE}: {error}; allowed is one of MLflow's") from None
+    for name, text in found:
         raise ValueError(
             one_line(
-                f"logger.mlflow.tracking_uri={STORE}: this database has the {kind} {name}, which may say anew at every "
-                "time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
+                f"logger.mlflow.tracking_uri={STORE}: this database has {name} ({text[:40]} …), which may say anew at "
+                "every time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
             )
         )
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a line of SQL makes a table, an index, or a trigger that has nothing to do with where files are."""
+    if _TRIGGER.match(text):
+        return not _SAY_WHERE.search(text)
+    return bool(_TABLE.match(text)) and "virtual" not in text.lower()
 
 
 def _check_calls() -> None:
