@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, score, verifier
+from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, registered, score, verifier
 from grpo_lightning.reward.engine import pool
 from tests.support import hostile
 
@@ -177,6 +177,13 @@ def test_leaving_without_a_word_is_a_failure_of_the_row_and_seen_at_once():
 def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_row():
     found = run(gives_what_cannot_come_back, [{"value": 0}])
     assert found == [pool.Failure("exception", "OSError: not here")]
+
+
+def test_workers_know_which_data_sets_the_settings_name():
+    pool.close()
+    registered.note_own("of_the_settings", {"datasets": [{"name": "part"}]})
+    found = pool.submit(hostile.is_noted, [{"task": name} for name in ("of_the_settings", "part", "x")], seconds=20)
+    assert found.result() == [True, True, False]
 
 
 def test_a_function_that_no_worker_can_import_is_the_users_mistake():

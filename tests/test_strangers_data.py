@@ -34,7 +34,8 @@ from grpo_lightning.data.columns import check_columns
 from grpo_lightning.data.hub import Hub
 from grpo_lightning.data.jsonl import JsonLines
 from grpo_lightning.data.reasoning_gym import ReasoningGym
-from grpo_lightning.reward.accuracy import reasoning_gym
+from grpo_lightning.reward import registered as registered_tasks
+from grpo_lightning.reward.accuracy import demonstrated, reasoning_gym
 from grpo_lightning.settings import given, trust
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
@@ -614,6 +615,43 @@ def test_no_stranger_gives_a_registered_data_set_its_arguments(registered, tmp_p
     assert reasoning_gym(["<answer>1</answer>"], task_config=[{"size": 8, "seed": 1}], **row) == [1.0]
     assert reasoning_gym(["<answer>1</answer>"], task_config=[None], **row) == [1.0]
     assert not hit.exists()
+
+
+class Evaluating(Mine):
+    """A data set of the user's whose verifier evaluates what the data set itself has written into an entry."""
+
+    def score_answer(self, answer, entry):
+        return float(str(eval(entry["metadata"]["expression"])) == answer)
+
+
+@provocation(
+    "a row that names, as its task or as the source of a composite's, a data set of the user's program, which has "
+    "registered it with reasoning_gym for other runs and evaluates what stands in `metadata`",
+    "refused in one sentence; where `data.task` names the data set, also as a part of a composite, rows are scored",
+)
+def test_no_stranger_chooses_a_registered_data_sets_verifier(monkeypatch, tmp_path):
+    kinds = {"late": (Mine, Config), "evaluating": (Evaluating, Config), "part": (Evaluating, Config)}
+    for name, kind in kinds.items():
+        monkeypatch.setitem(factory.DATASETS, name, kind)
+    monkeypatch.setattr(registered_tasks, "_named", set())
+    payload = {"expression": f"open({str(tmp_path / 'HIT')!r}, 'w').close()"}
+    refused = r"task='evaluating': a data set of your own, .*; allowed are reasoning_gym's own, the one of data.task, "
+    for task, metadata in (("evaluating", payload), ("composite", payload | {"source_dataset": "evaluating"})):
+        rows = {"completions": ["<answer>1</answer>"], "answer": ["1"], "task": [task], "metadata": [metadata]}
+        for config in (None, {}, {"size": 3}):
+            with pytest.raises(ValueError, match=refused):
+                reasoning_gym(**rows, task_config=[config])
+        with pytest.raises(ValueError, match=refused):
+            demonstrated(**rows, completion=["<answer>1</answer>"])
+    assert not (tmp_path / "HIT").exists()
+    row = {"completions": ["<answer>4</answer>"], "answer": ["4"], "metadata": [{"expression": "2 + 2"}]}
+    ReasoningGym("evaluating", {}, 9, 0)
+    assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
+    ReasoningGym("composite", {"datasets": [{"name": "part", "weight": 1, "config": {}}]}, 9, 0)
+    row["metadata"][0]["source_dataset"] = "part"
+    assert reasoning_gym(**row, task=["composite"]) == [1.0]
+    with pytest.raises(ValueError, match="task='late': a data set of your own"):
+        reasoning_gym(**row | {"metadata": [{}]}, task=["late"])
 
 
 @provocation(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.reward.registered import check_arguments
+from grpo_lightning.reward.registered import check_task
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.reward.verifier import GATES, Scorer, begin, check_row, make_scorer, may_be_verified
 
@@ -188,7 +188,7 @@ def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
     """The verifier of a task, made once."""
     key = f"{task} {dict(config)!r}"
     if key not in _scorers:
-        check_arguments(task, config)
+        check_task(task, config)
         _scorers[key] = make_scorer(task, config)
     return _scorers[key]
 

@@ -4,23 +4,45 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _own: set[str] = set()
+_named: set[str] = set()
 
 
 def note_own(task: str, config: Mapping[str, Any]) -> None:
     """Take note of a task and its arguments as the run's own settings have them, with which its rows come back."""
     _own.add(f"{task} {dict(config)!r}")
+    _named.update((task, *(name for _, name in composed_of(config))))
 
 
-def check_arguments(task: str, config: Mapping[str, Any]) -> None:
-    """Refuse arguments of a row of the data for a data set of the user's, but for its size and seed.
+def noted() -> tuple[set[str], set[str]]:
+    """What was noted in this process, for `note` in another one."""
+    return _own, _named
+
+
+def note(own: set[str], named: set[str]) -> None:
+    """Take note of what another process has `noted`."""
+    _own.update(own)
+    _named.update(named)
+
+
+def check_task(task: str, config: Mapping[str, Any]) -> None:
+    """Refuse a row of a data set of the user's that the run's own settings do not name, or further arguments for it.
+
+    Verifiers evaluate what their own data sets have put into a row, some as Python; the row may be a stranger's.
 
     Args:
         task: Name of a data set, as the row says it.
-        config: Its arguments, as the row says them.
+        config: Its arguments, as the row says them; size and seed are allowed.
 
     Raises:
-        ValueError: There are such, and they are not those of the run's own settings.
+        ValueError: It is such a row, or its arguments are not those of the run's own settings.
     """
+    from reasoning_gym.factory import DATASETS
+
+    if task in DATASETS and task not in _named and not is_of_library(task):
+        raise ValueError(
+            f"task={task!r}: a data set of your own, whose verifier would get what this row says; allowed are "
+            "reasoning_gym's own, the one of data.task, and a function of your own as data.verifier"
+        )
     named = next(_further(config), None)
     tasks = (task, *(name for _, name in composed_of(config)))
     if named and f"{task} {dict(config)!r}" not in _own and not all(map(is_of_library, tasks)):

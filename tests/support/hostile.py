@@ -7,9 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+from grpo_lightning.reward import registered
+
 
 def double(value):
     return 2 * value
+
+
+def is_noted(task):
+    """Whether the settings of the run name this data set of reasoning_gym's, as its processes know."""
+    return task in registered.noted()[1]
 
 
 def naps(seconds):

@@ -24,6 +24,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from grpo_lightning.distributed import fresh, signals
 from grpo_lightning.output import redaction
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
+from grpo_lightning.reward import registered
 from grpo_lightning.reward.engine.foreign import beginning, described, plain, told
 
 _MOST_WORKERS = 8
@@ -196,7 +197,7 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
             max_workers=_workers or _default_workers(),
             context=context,
             initializer=_prepare,
-            initargs=[redaction.known()],
+            initargs=[redaction.known(), registered.noted()],
         )
     return _pool
 
@@ -231,9 +232,10 @@ def _modules(function: Any) -> list[str]:
     return [name for name in modules if name != "__main__"]
 
 
-def _prepare(secrets: Sequence[str]) -> None:
+def _prepare(secrets: Sequence[str], noted: tuple[set[str], set[str]]) -> None:
     """Prepare a worker before its first row; what it shows on the terminal, such as warnings, has no secrets."""
     redaction.remember({}, texts=secrets)
+    registered.note(*noted)
     last_through_closed_pipes()
     fresh.protect_processes()  # those that a function starts by multiprocessing
     for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
