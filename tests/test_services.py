@@ -15,6 +15,7 @@ import pytest
 import grpo_lightning
 from grpo_lightning.logger.known import STORE, keep, known
 from grpo_lightning.logger.mlflow import MLFlowLogger, _has_links
+from grpo_lightning.logger.wandb import _without_git
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import ROOT, composed
@@ -410,6 +411,16 @@ def test_wandb_asks_no_git(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len([*tmp_path.glob("mine/run/wandb/offline-run-*/run-*.wandb")]) == 1
     assert not (tmp_path / "HIT").exists()
+
+
+def test_w_and_bs_variable_is_left_as_it_was(monkeypatch):
+    for before in ("false", None):
+        monkeypatch.delenv("WANDB_DISABLE_GIT", raising=False)
+        if before is not None:
+            monkeypatch.setenv("WANDB_DISABLE_GIT", before)
+        with _without_git():
+            assert os.environ["WANDB_DISABLE_GIT"] == "true"
+        assert os.environ.get("WANDB_DISABLE_GIT") == before
 
 
 @provocation("`wandb/settings` in the directory of the start that names another server", "it is not read")
