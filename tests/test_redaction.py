@@ -261,6 +261,29 @@ def test_no_secret_is_cut_before_it_is_hidden(monkeypatch):
     assert len(told(ValueError("x" * 100_000))) == 30_000
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "is_hidden"),
+    [
+        ("MLFLOW_TRACKING_URI", None, False),
+        ("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db", True),
+        ("A_TOKEN", None, True),  # what stands in its place may be one, too
+    ],
+)
+def test_what_stands_in_place_of_a_variable_that_is_not_set_is_shown(name, given, is_hidden, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    for text in (f'${{oc.env:{name},"sqlite:///mlflow.db"}}', f'${{oc.env: {name} , "sqlite:///mlflow.db"}}'):
+        cfg = OmegaConf.create({"logger": {"mlflow": {"address": text}}})
+        resolved = OmegaConf.to_container(cfg, resolve=True)
+        assert resolved["logger"]["mlflow"]["address"] == "sqlite:///mlflow.db"
+        environment.remember_secrets(cfg, resolved)
+        assert ("mlflow.db" not in redaction.hide("at sqlite:///mlflow.db: it")) is is_hidden
+        assert (redacted(resolved) != resolved) is is_hidden
+        redaction._known.clear()
+        redaction._keys.clear()
+
+
 def test_keys_of_the_environment_with_a_slash_are_hidden(monkeypatch, tmp_path):
     key, place = "wJalrXUtnFEMI/K7MDENG+bPx", str(tmp_path)
     monkeypatch.setenv("A_KEY", key)

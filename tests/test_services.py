@@ -467,11 +467,13 @@ def test_mlflows_database_calls_no_function_of_the_programs(own_store, tmp_path)
     from sqlalchemy.engine import Engine
 
     ran = []
-    told = r"^logger\.mlflow\.tracking_uri=.*: this database has (sh|mine), a function of the program's, in what makes"
+    told = r"^logger\.mlflow\.tracking_uri=.*: this database has (t|metrics) \(CREATE .* may call a function"
     (tmp_path / "run").mkdir()
 
     def give(connection, _):
-        connection.create_function("sh", 1, lambda text: ran.append(text) or 1)
+        for name in ("sh", "my KEY", "x$KEY"):
+            connection.create_function(name, 1, lambda text: ran.append(text) or 1, deterministic=True)
+        connection.create_function("regexp", 2, lambda *texts: ran.append(texts) or 1, deterministic=True)
         connection.create_collation("mine", lambda *texts: ran.append(texts) or 0)
 
     event.listen(Engine, "connect", give)
@@ -484,7 +486,18 @@ def test_mlflows_database_calls_no_function_of_the_programs(own_store, tmp_path)
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT sh('x'); END", "DROP TRIGGER t"),
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT \"sh\" -- x\n ('x'); END", "DROP TRIGGER t"),
             ("CREATE TRIGGER t AFTER INSERT ON metrics BEGIN SELECT [SH]/* ( */('x'); END", "DROP TRIGGER t"),
+            (
+                "CREATE TRIGGER t AFTER INSERT ON tags BEGIN SELECT 1 FROM tags a JOIN tags b ON sh('x'); END",
+                "DROP TRIGGER t",
+            ),
+            ("CREATE TRIGGER t AFTER INSERT ON tags BEGIN SELECT \"my KEY\"('x'); END", "DROP TRIGGER t"),
+            ("CREATE TRIGGER t AFTER INSERT ON tags BEGIN SELECT x$KEY('x'); END", "DROP TRIGGER t"),
+            ("CREATE TRIGGER t AFTER INSERT ON tags BEGIN SELECT 'x' REGEXP 'x'; END", "DROP TRIGGER t"),
+            ("CREATE INDEX t ON tags (sh(key))", "DROP INDEX t"),
             ("CREATE TABLE t (x TEXT COLLATE/**/\ufeffmine)", "DROP TABLE t"),
+            ("CREATE TABLE t (x TEXT COLLATE mine)", "DROP TABLE t"),
+            ("CREATE TABLE t (x TEXT CHECK(sh (x)))", "DROP TABLE t"),
+            ('CREATE TABLE t (x TEXT DEFAULT ("sh"(1)))', "DROP TABLE t"),
             ("ALTER TABLE metrics ADD COLUMN more INTEGER DEFAULT 1 CHECK (sh('x'))", ""),
         ):
             with contextlib.closing(sqlite3.connect("mlflow.db")) as database, database:

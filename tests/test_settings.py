@@ -152,6 +152,11 @@ def test_one_mistake_is_one_message_with_key_value_and_what_is_allowed(override,
     assert message in found
 
 
+def test_an_outcome_is_text():
+    told = "outcome={'a': 'b'}: allowed is text or null"
+    assert problems("rollout.outcome={a: b}") == (f"rollout.{told}", f"validation.{told}")
+
+
 @pytest.mark.parametrize("part", ["reward", "callbacks", "logger"])
 @pytest.mark.parametrize("name", ["$(touch HIT)", "a b", "a;b", "<a", "a/b", "", "a\nb", 1.5])
 def test_names_of_parts_are_names(part, name):

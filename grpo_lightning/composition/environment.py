@@ -16,7 +16,8 @@ from grpo_lightning.composition.selected import selected
 from grpo_lightning.output import redaction
 from grpo_lightning.settings import trust
 
-_ENVIRONMENT = re.compile(r"\boc\.env\s*:")
+_ENVIRONMENT = re.compile(r"\boc\.env\s*:(?:\s*([A-Za-z_]\w*)\s*[,}])?")
+"""What takes a value from the environment, and the variable's name where it stands there as it is."""
 _PLAIN = re.compile(
     r"USER|LOGNAME|HOSTNAME|SLURM_(ARRAY_)?JOB_(ID|NAME|PARTITION)|SLURM_(ARRAY_TASK_ID|CLUSTER_NAME|PROCID|NODEID)"
     r"|WANDB_(PROJECT|ENTITY|NAME|RUN_GROUP|TAGS|NOTES|MODE)|MLFLOW_(EXPERIMENT|RUN)_NAME"
@@ -53,9 +54,19 @@ def _texts(value: Any) -> Any:
 def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
     """Take note of the secrets among settings as composed and, if they are known already, as resolved."""
     composed: Any = OmegaConf.to_container(cfg, resolve=False)
-    named = [key for key, value in trust.values(composed) if _ENVIRONMENT.search(str(value))]
+    named = [key for key, value in trust.values(composed) if _may_be_set(str(value))]
     own = config or {key: node for key, node in composed.items() if key != "hydra"}
     redaction.remember(own, keys=named)
+
+
+def _may_be_set(value: str) -> bool:
+    """Whether a value takes something from a variable that is set, or named as secret, as far as one can tell."""
+    return any(not name or _counts(name) for name in _ENVIRONMENT.findall(value))
+
+
+def _counts(name: str) -> bool:
+    """Whether a variable may give a secret: one that is set, or is named so, whatever settings have in its place."""
+    return name in os.environ or redaction.names_secret(name)
 
 
 def drawn(cfg: DictConfig, config: Mapping[str, Any]) -> set[str]:
@@ -119,7 +130,7 @@ def _of_environment(*words: Any) -> Any:
     if _is_other.get() and words and os.environ.get(str(words[0])) and not _PLAIN.fullmatch(str(words[0])):
         return _OTHER
     value = oc.env(*words)
-    if isinstance(value, str) and _is_private(str(words[0]), value):
+    if isinstance(value, str) and _counts(str(words[0])) and _is_private(str(words[0]), value):
         redaction.remember({}, texts=[value])
     return value
 

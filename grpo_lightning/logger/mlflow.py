@@ -5,6 +5,7 @@ import re
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,13 +20,15 @@ from grpo_lightning.output.terminal import one_line
 _DATABASE = STORE.removeprefix("sqlite:///")
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
 """How a journal ends that names one more file, which SQLite then removes; one of a single database names none."""
-_OF_SQLALCHEMY = {"floor", "regexp"}
-"""Functions that sqlalchemy gives to its connections."""
 _SAY_WHERE = re.compile(r"runs|experiments", re.IGNORECASE)
 """The tables that say where files of runs are."""
-_TABLE, _TRIGGER = (
-    re.compile(rf"CREATE {kind}\b", re.IGNORECASE) for kind in ("(?:TABLE|INDEX|UNIQUE INDEX)", "TRIGGER")
-)
+_WORD = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\w+|\S""")
+_NO_CALLS = {"VARCHAR", "KEY", "CHECK", "IN", "UNIQUE", "AS", "RAISE"}
+"""What stands before a bracket in MLflow's tables, indexes and triggers, beside names of tables."""
+_CALLS = {"LIKE", "GLOB", "REGEXP", "MATCH", "COLLATE", "VIRTUAL"}
+"""Words that call a function, or order by one, without a bracket."""
+_OTHER_SIGNS = ("`", "[", "$", "#", "@", "--", "/*", "->")
+"""Other ways to write a name, to hide one, and to call a function."""
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
@@ -48,7 +51,6 @@ class MLFlowLogger(loggers.MLFlowLogger):
             _check_files()
             if Path(_DATABASE).exists():
                 _check_tables()
-                _check_calls()
         super().__init__(run_id=known(self._file), **options)
 
     @property
@@ -144,7 +146,10 @@ def _check_files() -> None:
 
 
 def _check_tables() -> None:
-    """Refuse a database of this directory that has an answer of its own to every question where files are."""
+    """Refuse a database of this directory that has an answer of its own to every question where files are.
+
+    Or that calls functions where lines are written: a program may have given its own to all connections.
+    """
     with closing(sqlite3.connect(_DATABASE)) as database:
         # Not by their types, which SQLite does not look at: it runs what the text says.
         made = "SELECT name, CAST(sql AS TEXT) FROM sqlite_master WHERE sql IS NOT NULL"
@@ -155,48 +160,26 @@ def _check_tables() -> None:
     for name, text in found:
         raise ValueError(
             one_line(
-                f"logger.mlflow.tracking_uri={STORE}: this database has {name} ({text[:40]} …), which may say anew at "
-                "every time where files of the run are; allowed is one that MLflow has made, so move mlflow.db away"
+                f"logger.mlflow.tracking_uri={STORE}: this database has {name} ({text[:40]} …), which may call a "
+                "function, or say anew at every time where files of the run are; allowed is one that MLflow has made, "
+                "so move mlflow.db away"
             )
         )
 
 
+@cache
 def _is_plain(text: str) -> bool:
-    """Whether a line of SQL makes a table, an index, or a trigger that has nothing to do with where files are."""
-    if _TRIGGER.match(text):
-        return not _SAY_WHERE.search(text)
-    return bool(_TABLE.match(text)) and "virtual" not in text.lower()
-
-
-def _check_calls() -> None:
-    """Refuse a database of this directory that has functions or collations of the program's in what makes its tables.
-
-    A program may give some to every connection that sqlalchemy makes; triggers and constraints may call them.
-    """
-    from sqlalchemy import create_engine
-
-    engine = create_engine(STORE)
-    try:
-        with engine.connect() as connected, closing(sqlite3.connect(":memory:")) as plain:
-            database: Any = connected.connection.driver_connection
-            own = _callable(database) - _callable(plain) - _OF_SQLALCHEMY
-            made = " ".join(sql for (sql,) in database.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"))
-    finally:
-        engine.dispose()
-    for name in sorted(own):
-        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", made, re.IGNORECASE):
-            raise ValueError(
-                one_line(
-                    f"logger.mlflow.tracking_uri={STORE}: this database has {name}, a function of the program's, in "
-                    "what makes its tables; allowed is one that MLflow has made, so move mlflow.db away"
-                )
-            )
-
-
-def _callable(database: sqlite3.Connection) -> set[str]:
-    """The functions and collations of a connection that are not SQLite's own."""
-    functions = {name for name, is_built_in, *_ in database.execute("PRAGMA function_list") if not is_built_in}
-    return functions | {name for _, name in database.execute("PRAGMA collation_list")}
+    """Whether a line of SQL makes what MLflow does: tables, indexes, and triggers that do not say where files are."""
+    words = _WORD.findall(text)
+    upper = [word.upper().strip('"') for word in words]
+    kind = "INDEX" if upper[1:3] == ["UNIQUE", "INDEX"] else upper[1]
+    if kind not in ("TABLE", "INDEX", "TRIGGER") or (kind == "TRIGGER" and _SAY_WHERE.search(text)):
+        return False
+    if not text.isascii() or any(sign in text for sign in _OTHER_SIGNS) or not _CALLS.isdisjoint(upper):
+        return False
+    of_columns = {"TABLE": 3, "INDEX": upper.index("ON") + 2 if kind == "INDEX" else 0}.get(kind)
+    calls = (n for n, word in enumerate(words) if word == "(" and re.match(r'[\w"]', words[n - 1]))
+    return all(n == of_columns or upper[n - 1] in _NO_CALLS or words[n - 2].upper() == "REFERENCES" for n in calls)
 
 
 @contextmanager

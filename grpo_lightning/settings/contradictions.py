@@ -59,7 +59,7 @@ def _outcome(get: Reader) -> list[str]:
     outcome, rewards = get("rollout.outcome"), get("reward")
     if not rewards:
         return ["reward=[]: allowed is at least one reward"]
-    if outcome is None or outcome in rewards:
+    if not isinstance(outcome, str) or outcome in rewards:  # what is neither text nor null was refused before
         return []
     return [f"rollout.outcome={outcome}: allowed is one of the rewards: {', '.join(rewards)} or null"]
 
