@@ -1,10 +1,11 @@
 """The CSV files of a run, as they are after whatever happened to them."""
 
 import csv
+import os
 
 import pytest
 
-from grpo_lightning.logger.csv import CSVLogger, rewind
+from grpo_lightning.logger.csv import CSVLogger, rewind, write
 from tests.support.provocations import provocation
 
 
@@ -50,6 +51,7 @@ def test_no_text_is_a_formula(tmp_path):
     assert found == told * 2
     lines = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ['"step","text"', '"1","\'=cmd|\' /C calc\'!A0"']
+    assert '"2","\'=cmd|\' /C calc\'!A0"' in lines  # of the second process, behind those of the first
     rewind([logger(tmp_path)], 1)
     left = (tmp_path / "csv" / "completions_train.csv").read_text(encoding="utf-8").splitlines()
     assert left == lines[: len(lines) // 2 + 1]
@@ -62,7 +64,7 @@ def test_steps_after_the_checkpoint_and_torn_rows_go(tmp_path):
         one.log_metrics({"a": 1.5, "b": 2.5}, step=step)
         one.log_table("completions/train", ["text"], [[f"{step}\n,x"]], step=step)
     with (tmp_path / "csv" / "metrics.csv").open("a") as file:
-        file.write("2")
+        file.write("x,1.5,2.5\n2")
     again = logger(tmp_path)
     rewind([again], 2)
     assert text(tmp_path) == ["step,a,b", "1,1.5,2.5", "2,1.5,2.5"]
@@ -72,6 +74,39 @@ def test_steps_after_the_checkpoint_and_torn_rows_go(tmp_path):
     assert text(tmp_path)[-1] == "3,3.5,4.5"
     rewind([again], -1)
     assert list((tmp_path / "csv").iterdir()) == []
+
+
+def test_steps_are_noted_until_they_are_saved(tmp_path):
+    one = CSVLogger(tmp_path, name="", version="csv", flush_logs_every_n_steps=100)
+    one.log_metrics({"a": 1.0}, step=3)
+    one.log_metrics({"b": 2.0}, step=3)
+    one.log_metrics({"a": 4.0}, step=5)
+    one.save()
+    one.save()
+    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "5,4.0,"]
+    one.experiment.log_metrics({"a": 6.0})  # without a step: the one after the last
+    one.log_metrics({"a": 7.0}, step=4)
+    one.save()
+    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "4,7.0,", "5,4.0,", "6,6.0,"]
+
+
+def test_a_file_that_is_written_anew_goes_through_no_link_and_leaves_nothing_beside_it(tmp_path, monkeypatch):
+    path, mine = tmp_path / "metrics.csv", tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".metrics.csv.{os.getpid()}").symlink_to(mine)
+    write(path, [{"step": 1, "a": 2.0}])
+    assert path.read_text().splitlines() == ["step,a", "1,2.0"]
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.csv", "mine"}
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(csv.DictWriter, "writerows", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, [{"step": 7, "a": 2.0}])
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.csv", "mine"}
+    assert path.read_text().splitlines() == ["step,a", "1,2.0"]
+    assert mine.read_text() == "mine"
 
 
 @provocation("`hydra.run.dir=.` where csv/ holds files of one's own", "they stay, also beyond links")
@@ -86,6 +121,11 @@ def test_files_of_others_stay(tmp_path):
     rewind([logger(tmp_path)], -1)
     assert len(list(place.iterdir())) == 3
     assert elsewhere.read_text() == "step,loss\n7,1\n"
+    (place / "metrics.csv").write_text("step,loss\n7,1\n")
+    place.rename(tmp_path / "of_another_run")
+    place.symlink_to(tmp_path / "of_another_run")
+    rewind([logger(tmp_path)], -1)
+    assert (place / "metrics.csv").exists()
 
 
 def test_a_table_with_other_columns_keeps_the_rows_that_there_are(tmp_path):

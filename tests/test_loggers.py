@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -148,6 +150,44 @@ def test_a_guarded_logger_stays_what_it_is(tmp_path):
     assert scalars(tmp_path / "x") == {"a": [(2, 1.5)]}
 
 
+def test_what_is_said_of_a_failure_is_a_line(caplog):
+    class Wordy(Failing):
+        def log_metrics(self, metrics, step=None):
+            raise ConnectionError("no\nservice\x1b[2J " + "x" * 1000)
+
+    logger = Wordy()
+    guard([logger])
+    logger.log_metrics({})
+    [told] = warnings_of(caplog)
+    assert r"failed (ConnectionError: no\nservice\x1b[2J xxx" in told
+    assert "\x1b" not in told
+    assert len(told) < 450
+    with pytest.raises(ConnectionError):
+        Failing().experiment  # noqa: B018
+    logger.experiment.add_scalar("a", 1.0)  # which does nothing until a save
+    logger.save()
+    logger.experiment.add_scalar("a", 1.0)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_errors_in_threads_of_others_are_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: told.append(str(error.exc_value)))
+    guard([])
+    hook = threading.excepthook
+    guard([])
+    assert threading.excepthook is hook
+
+    def fail():
+        raise ValueError("of a thread")
+
+    kinds = (threading.Thread, type("_AsyncWriterThread", (threading.Thread,), {}))
+    for thread in [kind(target=fail) for kind in kinds]:
+        thread.start()
+        thread.join()
+    assert told == ["of a thread"]
+
+
 def test_a_file_that_was_removed_before_a_save_is_begun_anew(tmp_path, caplog):
     logger = TensorBoardLogger(tmp_path, name="", version="x")
     guard([logger])
@@ -175,6 +215,18 @@ def test_a_directory_that_was_not_made_yet_was_not_removed(tmp_path, caplog):
     logger.save()
     assert len(warnings_of(caplog)) == 1
     assert (tmp_path / "csv" / "metrics.csv").read_text() == "step,a\n2,2.0\n"
+
+
+def test_lightnings_own_csv_files_are_made_again(tmp_path, caplog):
+    logger = loggers.CSVLogger(tmp_path / "csv", name="", version="")
+    guard([logger])
+    for step in (1, 2):
+        logger.log_metrics({"a": float(step)}, step=step)
+        logger.save()
+        if step == 1:
+            shutil.rmtree(tmp_path / "csv")
+    assert len(warnings_of(caplog)) == 1
+    assert (tmp_path / "csv" / "metrics.csv").read_text().splitlines()[-1] == "2.0,2"
 
 
 def test_what_ends_a_run_is_not_held_back():

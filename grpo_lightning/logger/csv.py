@@ -101,15 +101,16 @@ class Writer(ExperimentWriter):
             self._columns = _columns(known)
             self._last = max((_step(row) for row in known), default=-1)
         is_new = {key for row in self.metrics for key in row} - set(self._columns)
-        if is_new or self.metrics[0]["step"] <= self._last:
+        steps = [row["step"] for row in self.metrics]
+        if is_new or min(steps) <= self._last:
             rows: dict[int, Row] = {}
             for row in (*read(self._path), *self.metrics):
-                rows.setdefault(int(_step(row)), {}).update({key: value for key, value in row.items() if value != ""})
+                rows.setdefault(int(_step(row)), {}).update(row)
             self._columns = write(self._path, [rows[step] for step in sorted(rows)])
         else:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns).writerows(self.metrics)
-        self._last = max(self._last, self.metrics[-1]["step"])
+        self._last = max(self._last, *steps)
         self.metrics = []
 
     def log_hparams(self, params: dict[str, Any]) -> None:
