@@ -35,6 +35,12 @@ def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path
     assert text(tmp_path) == ["step,a,b", "1,1.0,", "2,2.0,", "3,3.0,4.0"]
     second.log_metrics({"a": 5.0}, step=4)
     assert text(tmp_path)[-1] == "4,5.0,"
+    with (tmp_path / "csv" / "metrics.csv").open("a") as file:
+        file.write("x,1.0,2.0\n")  # of no step
+    third = logger(tmp_path)
+    third.log_metrics({"a": 6.0}, step=5)
+    third.log_metrics({"c": 7.0}, step=6)
+    assert text(tmp_path)[-3:] == ["4,5.0,,", "5,6.0,,", "6,,,7.0"]
 
 
 @provocation(
