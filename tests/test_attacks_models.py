@@ -191,6 +191,7 @@ def test_kernels_of_the_hub_are_left_out(tmp_path):
 def test_vllm_is_led_to_no_other_model(tmp_path):
     model = write_checkpoint(tmp_path / "model", "llama", chat=True)
     strange = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "custom_pipelines": {"a": {"impl": "evil.P"}}}
+    strange["fusion_config"] = {"norms": True}  # also one that a program has added
     strange["distributed_config"] = {"tp_size": 1}  # of another run's processes: transformers could not export it
     edit(model, **SPECULATORS, **strange, part=strange, parts=[strange])
     policy = hf.load(str(model), **PLAIN)

@@ -1,8 +1,11 @@
 """Directories of parts made to run code behind the back of what checks them."""
 
+import copyreg
+import functools
 import os
 import pathlib
 import pickle
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import serialization
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
@@ -62,14 +66,15 @@ def changed(directory: Path, change) -> None:
 def poisoned(directory: Path, mark: Path) -> None:
     """What is no tensor becomes code, in a part of its own."""
     (directory / "code.distcp").write_bytes(pickled(Code(mark)))
+    changed(directory, functools.partial(moved, directory, "code.distcp"))
 
-    def change(described):
-        for index, place in described.storage_data.items():
-            if isinstance(described.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                place.relative_path, place.offset = "code.distcp", 0
-                place.length = (directory / "code.distcp").stat().st_size
 
-    changed(directory, change)
+def moved(directory: Path, name: str, described) -> None:
+    """What is no tensor lies in a file of its own."""
+    for index, place in described.storage_data.items():
+        if isinstance(described.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            place.relative_path, place.offset = name, 0
+            place.length = (directory / name).stat().st_size
 
 
 def as_tensor(described) -> None:
@@ -141,19 +146,61 @@ def test_no_other_metadata_is_read_where_the_first_one_cannot_be(written, tmp_pa
 )
 def test_what_lies_beside_the_weights_is_dense(value, written):
     torch.save([{"eps": value}], written / "code.distcp")
-
-    def change(described):
-        for index, place in described.storage_data.items():
-            if isinstance(described.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                place.relative_path, place.offset = "code.distcp", 0
-                place.length = (written / "code.distcp").stat().st_size
-
     assert parts.problem(written) is None
-    changed(written, change)
+    changed(written, functools.partial(moved, written, "code.distcp"))
     told = (
         "holds objects that are not loaded, since they could run code, beside tensors and plain values in code.distcp"
     )
     assert parts.problem(written) == told
+
+
+def called(*words):
+    """What a program has registered for its own pickles, or for tensors of a device of its own."""
+    raise AssertionError(words)
+
+
+@provocation(
+    "a checkpoint in parts whose `.metadata` calls, by a number, a function that the user's program has given to "
+    "Python's `copyreg`",
+    "refused; it is not called",
+)
+@pytest.mark.parametrize("opcode", [b"\x82\x07", b"\x83\x07\x00", b"\x84\x07\x00\x00\x00"])
+def test_no_number_stands_for_a_function(opcode, written):
+    copyreg.add_extension(__name__, "called", 7)
+    sys.modules.setdefault(__name__, SimpleNamespace(called=called))
+    try:
+        assert pickle.loads(b"\x80\x02\x82\x07.").__name__ == "called"  # which Python remembers
+        (written / ".metadata").write_bytes(b"\x80\x02" + opcode + b"(X\x01\x00\x00\x00xtR.")
+        assert "which is not loaded, since it could run code" in parts.problem(written)
+        with pytest.raises(pickle.UnpicklingError, match="a pickle that names .*called"), parts.values_only():
+            dcp.FileSystemReader(written).read_metadata()
+        assert pickle.loads(b"\x80\x02\x82\x07.").__name__ == "called"
+    finally:
+        copyreg.remove_extension(__name__, "called", 7)
+
+
+@provocation(
+    "a checkpoint in parts with a tensor whose place is a text, which torch gives to what the user's program has "
+    "registered with `torch.serialization.register_package`",
+    "refused; it is not called",
+)
+def test_no_place_of_a_tensor_reaches_a_program(written, monkeypatch):
+    def restored(_, location):
+        return None if location == "cpu" else called(location)
+
+    monkeypatch.setattr(serialization, "_package_registry", [(5, called, restored), *serialization._package_registry])
+    monkeypatch.setattr(serialization, "location_tag", lambda _: "cpu")
+    torch.save([{"eps": torch.zeros(3)}], written / "own.distcp")
+    change = functools.partial(moved, written, "own.distcp")
+    changed(written, change)
+    assert parts.problem(written) is None
+    monkeypatch.setattr(serialization, "location_tag", lambda _: "of_mine()")
+    torch.save([{"eps": torch.zeros(3)}], written / "own.distcp")
+    changed(written, change)
+    assert parts.problem(written).endswith("beside tensors and plain values in own.distcp")
+    told = "the checkpoint's parts cannot be read: .*a file of weights holds other objects than dense tensors"
+    with pytest.raises(ValueError, match=told), parts.values_only():
+        dcp.load({"plain": None}, storage_reader=dcp.FileSystemReader(written), no_dist=True)
 
 
 @provocation(

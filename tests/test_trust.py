@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from grpo_lightning import start
 from grpo_lightning.composition.hydra_settings import problems
-from grpo_lightning.settings import ConfigError, check, given, trust
+from grpo_lightning.settings import ConfigError, allowlist, check, given, trust
 from tests.support.composed import CONF, composed
 from tests.support.provocations import provocation
 
@@ -188,6 +189,41 @@ def test_what_an_allowed_path_leads_to_counts(name, reason):
 )
 def test_what_users_need_may_be_named(name):
     assert callable(trust.resolved(name))
+
+
+@provocation(
+    "`optimizer._target_=bitsandbytes.optim.AdEMAMix32bit`, of whose states one has half the size that the kernel "
+    "writes to, or a base class, which takes any kernel's name",
+    REFUSED,
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AdEMAMix32bit", "PagedAdEMAMix32bit", "ademamix.AdEMAMix32bit", "GlobalOptimManager"),
+        *("optimizer.Optimizer1State", "optimizer.Optimizer2State", "optimizer.Optimizer8bit", "adamw.Optimizer2State"),
+    ],
+)
+def test_an_optimizer_whose_kernel_writes_beyond_its_states_is_refused(name):
+    with pytest.raises(ValueError, match=f"_target_=bitsandbytes.optim.{name}: allowed are"):
+        trust.resolved(f"bitsandbytes.optim.{name}")
+
+
+@pytest.mark.parametrize("name", [name for name in allowlist.LIBRARIES if name.startswith("bitsandbytes.")])
+def test_states_have_the_sizes_that_kernels_write_to(name):
+    weights = [torch.nn.Parameter(torch.ones(5000)), torch.nn.Parameter(torch.ones(3, 7))]
+    required = {"momentum": 0.9} if "SGD" in name or "LARS" in name else {}
+    optimizer = trust.resolved(name)(weights, lr=0.1, **required)
+    if name.endswith("PytorchLARS"):  # which has no kernel
+        return
+    for index, weight in enumerate(weights):
+        optimizer.is_paged = False  # paged memory is the GPU's
+        optimizer.init_state(optimizer.param_groups[0], weight, 0, index)
+        state, kernel = optimizer.state[weight], optimizer.optimizer_name
+        assert state["state1"].numel() == weight.numel() * (2 if kernel == "ademamix" else 1)
+        assert ("state2" in state) is (kernel in ("adam", "ademamix", "lamb"))
+        assert all(state[key].numel() == weight.numel() for key in ("state2",) if key in state)
+        if state["state1"].dtype == torch.uint8:
+            assert state["absmax1"].numel() == -(-5000 // 256) * (2 if kernel == "ademamix" else 1)
 
 
 @pytest.mark.parametrize("name", ["ok", "kept", "bound", "also", "own", "Made", "Made.of", "format", "SGD"])

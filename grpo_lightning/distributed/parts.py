@@ -156,7 +156,8 @@ def problem(directory: Path) -> str | None:
     if other:
         return f"has a {one_line(other.name)}, which this program has not written and which could run code"
     try:
-        described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
+        with no_pickles(_is_known):
+            described: Any = _Reader(io.BytesIO((directory / METADATA).read_bytes())).load()
         places, kinds = described.storage_data, described.state_dict_metadata
     except FileNotFoundError:
         return f"lacks {METADATA}: it was not written to its end"

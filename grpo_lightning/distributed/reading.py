@@ -1,5 +1,6 @@
 """What is read of files that may be a stranger's: tensors and plain values, never what could run code."""
 
+import copyreg
 import functools
 import os
 import re
@@ -23,6 +24,7 @@ _NAMES = {
     *(f"torch._utils._rebuild_{what}" for what in ("parameter", "tensor_v2", "tensor_v3")),
 }
 """What tensors and plain values are made by, besides names of types of numbers and of their storages."""
+_PLACE = re.compile(r"cpu|meta|(cuda|mps|xpu|hpu)(:[0-9]+)?")
 _QUANTIZED = re.compile(r"\bq(u?)int", re.IGNORECASE)
 
 
@@ -117,6 +119,15 @@ def _refuse_other_order(storage: Any, dtype: Any) -> None:
     raise ValueError("the bytes of its numbers are in another order than this machine's")
 
 
+def _known_place(_: Any, location: str) -> None:
+    """Let torch put a tensor where its file says if that is a device, and not a word for what programs add to torch."""
+    if not _PLACE.fullmatch(location):
+        raise UnpicklingError(f"a tensor at {location!r:.80}")
+
+
+_PLACES: Any = _known_place
+
+
 def _bytes(text: str, encoding: str) -> bytes:
     """Bytes, as Python writes them into pickles that every version reads."""
     if encoding != "latin1":
@@ -148,8 +159,9 @@ def weights_only() -> Iterator[None]:
                 "a file of weights is a plain pickle, as torch wrote before version 1.6, which could run code; allowed "
                 "are safetensors, and what later versions write"
             )
+        place = args[0] if args else options.pop("map_location", None)
         try:
-            content = load(file, *args, **options)
+            content = load(file, _PLACES if place is None else place, *args[1:], **options)
         except UnpicklingError as error:  # which torch tells in five lines
             raise UnpicklingError(
                 "a file of weights holds other objects than dense tensors and plain values, which could run code"
@@ -179,10 +191,12 @@ def no_pickles(is_readable: Callable[[str, str], bool] = _nothing) -> Iterator[N
     Args:
         is_readable: Whether a name may be unpickled all the same; its arguments are the module and the name in it.
     """
-    before = _is_readable.set(is_readable)
+    before, codes = _is_readable.set(is_readable), copyreg._extension_cache.copy()  # type: ignore[attr-defined]
+    copyreg._extension_cache.clear()  # type: ignore[attr-defined]  # a number in a pickle would stand for what it knows
     try:
         yield
     finally:
+        copyreg._extension_cache.update(codes)  # type: ignore[attr-defined]
         _is_readable.reset(before)
 
 

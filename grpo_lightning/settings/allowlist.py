@@ -57,9 +57,29 @@ DEFINED: Mapping[str, str] = {
 }
 """Where members of ``OWN`` are defined that a part hands out under a name of its own."""
 
+_OF_BITSANDBYTES: Mapping[str, str] = {
+    "adagrad": "Adagrad Adagrad8bit Adagrad32bit",
+    "adam": "Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit",
+    "adamw": "AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit PagedAdamW32bit",
+    "ademamix": "AdEMAMix AdEMAMix8bit PagedAdEMAMix PagedAdEMAMix8bit",
+    "lamb": "LAMB LAMB8bit LAMB32bit",
+    "lars": "LARS LARS8bit LARS32bit PytorchLARS",
+    "lion": "Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit",
+    "rmsprop": "RMSprop RMSprop8bit RMSprop32bit",
+    "sgd": "SGD SGD8bit SGD32bit",
+}
+"""Optimizers that make states of the sizes that their kernels write to.
+
+In bitsandbytes 0.50.2 AdEMAMix32bit makes one of half the size, and the classes below all take any kernel's name.
+"""
 LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "torch.optim": ("torch.optim",),
-    "bitsandbytes.optim": ("bitsandbytes.optim",),
+    **{
+        f"bitsandbytes.optim.{place}{name}": (f"bitsandbytes.optim.{module}",)
+        for module, names in _OF_BITSANDBYTES.items()
+        for name in names.split()
+        for place in ("", f"{module}.")
+    },
     "transformers.Adafactor": ("transformers.optimization",),
     "transformers.optimization.Adafactor": ("transformers.optimization",),
     "lightning.Trainer": ("lightning.pytorch.trainer",),

@@ -22,8 +22,11 @@ _PROGRAM = re.compile(r".*\.(?:py[cdw]?|so|dylib|dll)\s*:.*", re.IGNORECASE | re
 """A text that names something in a file of code, as FILE.py:NAME."""
 ELSEWHERE = "speculators_config"
 """What leads vLLM to another model, which nobody has looked at."""
-_LEFT_OUT = ("auto_map", "custom_generate", "custom_pipelines", "distributed_config", ELSEWHERE)
-"""Keys of code, of other models and of another run's processes: none is used, nor handed on by an export."""
+_LEFT_OUT = (
+    *("auto_map", "custom_generate", "custom_pipelines", ELSEWHERE),
+    *("distributed_config", "fusion_config"),
+)
+"""Keys of code, of other models and of what says who loads one: none is used, nor handed on by an export."""
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation\w*")
 """Keys of functions, left out where they name others than transformers': kernels of the hub or a program's own."""
 _FUNCTIONS = (
