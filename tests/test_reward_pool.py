@@ -184,6 +184,13 @@ def test_workers_know_which_data_sets_the_settings_name():
     registered.note_own("of_the_settings", {"datasets": [{"name": "part"}]})
     found = pool.submit(hostile.is_noted, [{"task": name} for name in ("of_the_settings", "part", "x")], seconds=20)
     assert found.result() == [True, True, False]
+    registered.forget()  # at the start of another run, while workers of the last one are there
+    registered.note_own("x", {})
+    found = pool.submit(hostile.is_noted, [{"task": name} for name in ("of_the_settings", "part", "x")], seconds=20)
+    assert found.result() == [False, False, True]
+    before = workers()
+    assert pool.submit(hostile.is_noted, [{"task": "x"}], seconds=20).result() == [True]
+    assert workers() == before
 
 
 def test_a_function_that_no_worker_can_import_is_the_users_mistake():

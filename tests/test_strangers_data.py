@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import functools
 import json
 import pickle
 import shutil
@@ -29,16 +30,18 @@ from reasoning_gym import factory
 from reasoning_gym.dataset import ProceduralDataset
 
 from grpo_lightning import start
+from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import contained
 from grpo_lightning.data.columns import check_columns
 from grpo_lightning.data.hub import Hub
-from grpo_lightning.data.jsonl import JsonLines
+from grpo_lightning.data.jsonl import Inline, JsonLines
 from grpo_lightning.data.reasoning_gym import ReasoningGym
 from grpo_lightning.reward import registered as registered_tasks
 from grpo_lightning.reward.accuracy import demonstrated, reasoning_gym
 from grpo_lightning.settings import given, trust
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
+from tests.test_data import settings
 
 
 @pytest.fixture
@@ -645,13 +648,21 @@ def test_no_stranger_chooses_a_registered_data_sets_verifier(monkeypatch, tmp_pa
             demonstrated(**rows, completion=["<answer>1</answer>"])
     assert not (tmp_path / "HIT").exists()
     row = {"completions": ["<answer>4</answer>"], "answer": ["4"], "metadata": [{"expression": "2 + 2"}]}
-    ReasoningGym("evaluating", {}, 9, 0)
+    assert ReasoningGym("evaluating", {}, 9, 0)[0]
     assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
-    ReasoningGym("composite", {"datasets": [{"name": "part", "weight": 1, "config": {}}]}, 9, 0)
+    assert ReasoningGym("composite", {"datasets": [{"name": "part", "weight": 1, "config": {}}]}, 9, 0)[0]
     row["metadata"][0]["source_dataset"] = "part"
     assert reasoning_gym(**row, task=["composite"]) == [1.0]
     with pytest.raises(ValueError, match="task='late': a data set of your own"):
         reasoning_gym(**row | {"metadata": [{}]}, task=["late"])
+    sources = (functools.partial(Inline, ["a", "b"]), functools.partial(ReasoningGym, "evaluating", {}, 9, 0))
+    theirs, mine = (PromptData(train=one, validation=one, **settings()) for one in sources)
+    row["metadata"][0].pop("source_dataset")
+    for data in (theirs, mine, theirs, mine):  # runs after one another in a process
+        data.setup("validate")
+        data.val_dataloader()
+        with nullcontext() if data is mine else pytest.raises(ValueError, match=refused):
+            assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
 
 
 @provocation(

@@ -16,6 +16,7 @@ from grpo_lightning.data.batches import Batches, SizedBatches
 from grpo_lightning.data.order import StepSampler, even_batches
 from grpo_lightning.data.rules import RULES
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
+from grpo_lightning.reward import registered
 
 _log = logging.getLogger(__name__)
 _LOOKED_AT = 32  # rows of a source, to see whether it has changed
@@ -169,11 +170,12 @@ class PromptData(LightningDataModule):
         return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
 
     def setup(self, stage: str) -> None:
-        """Refuse steps that would leave a process without a prompt, before the first validation.
+        """Refuse steps that would leave a process without a prompt; forget what other runs' data may name.
 
         Raises:
             ValueError: There are fewer prompts in a step than processes.
         """
+        registered.forget()
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
                 f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
@@ -187,6 +189,7 @@ class PromptData(LightningDataModule):
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
+        _ = self.validation[0]  # as above
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
         return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
 

@@ -124,7 +124,6 @@ class ReasoningGym:
             raise ValueError(f"data.train_size, data.validation_size: got {size}: allowed: 1 to {_SPARE_OFFSET}")
         self._task, self._task_config, self._size, self._held_out = task, dict(task_config), size, held_out
         self._entries = _dataset(task, task_config, size, seed)
-        note_own(task, task_config)
         self._open_spares = functools.cache(
             functools.partial(_dataset, task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET)
         )
@@ -146,6 +145,7 @@ class ReasoningGym:
         """
         if not 0 <= index < self._size:
             raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
+        note_own(self._task, self._task_config)
         for attempt in range(_TRIES):
             entry = self._candidate(index, attempt)
             if self._suits(entry["question"]):

@@ -186,9 +186,9 @@ def _verified(
 
 def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
     """The verifier of a task, made once."""
+    check_task(task, config)  # also of one that is made already: a run before this one may have named it
     key = f"{task} {dict(config)!r}"
     if key not in _scorers:
-        check_task(task, config)
         _scorers[key] = make_scorer(task, config)
     return _scorers[key]
 

@@ -8,14 +8,20 @@ _named: set[str] = set()
 
 
 def note_own(task: str, config: Mapping[str, Any]) -> None:
-    """Take note of a task and its arguments as the run's own settings have them, with which its rows come back."""
+    """Take note of a task and its arguments of which the run's own settings make rows, with which these come back."""
     _own.add(f"{task} {dict(config)!r}")
     _named.update((task, *(name for _, name in composed_of(config))))
 
 
+def forget() -> None:
+    """Forget what was noted, at the start of a run: its rows may be others than those of a run before it."""
+    _own.clear()
+    _named.clear()
+
+
 def noted() -> tuple[set[str], set[str]]:
     """What was noted in this process, for `note` in another one."""
-    return _own, _named
+    return {*_own}, {*_named}
 
 
 def note(own: set[str], named: set[str]) -> None:

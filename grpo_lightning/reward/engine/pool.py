@@ -38,6 +38,7 @@ _FOR_TRAINER = [
 ]
 
 _pool: ProcessPool | None = None
+_noted: tuple[set[str], set[str]] | None = None
 _workers: int | None = None
 _is_forked = False
 _unpickled = functools.lru_cache(maxsize=16)(pickle.loads)
@@ -184,8 +185,9 @@ def _kill() -> None:
 
 
 def _running(function: Callable[..., Any]) -> ProcessPool:
-    global _pool
-    if _pool is not None and not _pool.active:
+    global _pool, _noted
+    noted = registered.noted()
+    if _pool is not None and (not _pool.active or noted != _noted):
         close()
     if _pool is None:
         fresh.protect_processes()
@@ -197,8 +199,9 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
             max_workers=_workers or _default_workers(),
             context=context,
             initializer=_prepare,
-            initargs=[redaction.known(), registered.noted()],
+            initargs=[redaction.known(), noted],
         )
+        _noted = noted
     return _pool
 
 
