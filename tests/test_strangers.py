@@ -430,7 +430,7 @@ class OwnOperation(ConversionOps):
     "they are given nothing of it; with `trust_remote_code=true` they are",
 )
 @pytest.mark.parametrize("kind", ["layer", "conversion"])
-def test_a_model_is_made_of_no_layers_that_a_program_has_registered(kind, model, monkeypatch):
+def test_a_model_is_made_of_no_layers_that_a_program_has_registered(kind, model, monkeypatch, tmp_path):
     if kind == "layer":
         monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
         monkeypatch.setattr(modeling_llama, "LlamaMLP", LlamaMLP)  # which is not put back after an error
@@ -441,10 +441,29 @@ def test_a_model_is_made_of_no_layers_that_a_program_has_registered(kind, model,
         norm = "model.norm.weight"
         own = WeightConverter(source_patterns=norm, target_patterns=norm, operations=[OwnOperation()])
         conversion_mapping.register_checkpoint_conversion_mapping("llama", [own], overwrite=True)
-    for _ in range(2):
-        hf.load(str(model), **PLAIN)
+    for number in range(2):
+        policy = hf.load(str(model), **PLAIN)
+        whole = {f"model.{name}": value for name, value in policy.model.state_dict().items()}
+        policy.export(tmp_path / f"{number}", whole if number else None)  # whole weights where they were sharded
+        assert (tmp_path / f"{number}" / "model.safetensors").exists()
     with pytest.raises((AssertionError, RuntimeError), match="it was called|CONVERSION"):
         hf.load(str(model), **PLAIN | {"trust_remote_code": True})
+
+
+class MyLayer(LlamaMLP):
+    """As transformers' own, but of a program."""
+
+
+def test_a_trusted_model_is_exported_with_the_layers_that_it_has(monkeypatch, tmp_path):
+    model = write_checkpoint(tmp_path / "mine", "llama", chat=True)
+    monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
+    monkey_patching.register_patch_mapping({"LlamaMLP": MyLayer})
+    policy = hf.load(str(model), **PLAIN | {"trust_remote_code": True})
+    assert any(isinstance(layer, MyLayer) for layer in policy.model.modules())
+    made = []
+    monkeypatch.setattr(MyLayer, "__init__", lambda self, config: made.append(1) or LlamaMLP.__init__(self, config))
+    policy.export(tmp_path / "x", {f"model.{name}": value for name, value in policy.model.state_dict().items()})
+    assert made
 
 
 @provocation(

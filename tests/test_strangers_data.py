@@ -25,6 +25,7 @@ from datasets import table as arrow_files
 from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.utils.extract import Extractor, MagicNumberBaseExtractor
 from fsspec.registry import known_implementations
 from reasoning_gym import factory
 from reasoning_gym.dataset import ProceduralDataset
@@ -405,6 +406,26 @@ def test_kinds_of_files_that_a_program_has_registered(kind, tmp_path, monkeypatc
     with contained():
         assert {name: known[name] for name in {*known} - {kind}} == packaged_modules._PACKAGED_DATASETS_MODULES
     assert packaged_modules._PACKAGED_DATASETS_MODULES[kind][0] == "mine.csv"
+
+
+@provocation(
+    "a data set with a file that begins as what the program has added to datasets' kinds of archives, such as one that "
+    "runs what it unpacks",
+    "the program's class is given nothing; the file is read as what it is called",
+)
+@pytest.mark.parametrize("kind", ["own", "gzip"])
+def test_kinds_of_archives_that_a_program_has_added(kind, tmp_path, monkeypatch):
+    class Own(MagicNumberBaseExtractor):
+        magic_numbers = (b"prompt",)
+
+        @staticmethod
+        def extract(input_path, output_path):
+            pytest.fail("it is called")
+
+    monkeypatch.setattr(Extractor, "extractors", Extractor.extractors | {kind: Own})
+    (tmp_path / "train.csv").write_text("prompt\na\nb\n")
+    assert len(Hub(str(tmp_path), split="train")) == 2
+    assert Extractor.extractors[kind] is Own
 
 
 @provocation(

@@ -29,6 +29,7 @@ from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
+from grpo_lightning.transformer.registered import as_loaded
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 from grpo_lightning.transformer.strangers import check_adapter
 
@@ -176,6 +177,10 @@ class HFPolicy(TextPolicy):
         return base_of(self.model)
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        with as_loaded(self.model):
+            self._export(directory, weights)
+
+    def _export(self, directory: Path, weights: Mapping[str, Tensor] | None) -> None:
         model = self.model
         if weights is not None:
             model = AutoModelForCausalLM.from_config(self._base.config)
