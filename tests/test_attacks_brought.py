@@ -538,6 +538,7 @@ def test_files_may_say_what_a_sweep_is(here):
         ),
     ],
 )
+@pytest.mark.grid
 def test_files_that_are_brought_along_say_not_where_to_write(lines, key, here):
     (here / "conf" / "experiment" / "theirs.yaml").write_text(f"# @package _global_\n{lines}\n")
     with pytest.raises(ConfigCompositionException) as caught:

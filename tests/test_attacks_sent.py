@@ -88,6 +88,7 @@ def test_a_settings_file_sends_nothing_of_the_environment_to_a_judge(tmp_path):
         (("logger=csv", "+logger.csv.prefix=${oc.env:HF_TOKEN}"), None),
     ],
 )
+@pytest.mark.grid
 def test_what_of_the_environment_is_sent_only_the_user_says(words, key, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("USER", "me")

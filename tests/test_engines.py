@@ -282,6 +282,7 @@ def test_what_engines_cannot_do_is_refused_where_it_is_asked(vllm):
         ("sampler.kv_cache_gib=-1", "sampler.kv_cache_gib=-1: allowed"),
     ],
 )
+@pytest.mark.grid
 def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
     stand_in.install(monkeypatch)
     assert problems("sampler=vllm") == ()

@@ -58,6 +58,7 @@ def moves(monkeypatch):
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
 @pytest.mark.parametrize("arguments", [{}, {"gradient_checkpointing": True}, {"adapter": LORA}], ids=str)
+@pytest.mark.grid
 def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, moves, arguments, shared, is_half):
     policy = opened(checkpoint, share_prompts=shared, **arguments)
     rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)

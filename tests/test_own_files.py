@@ -138,6 +138,7 @@ WRITTEN = [
     "refused in one sentence before anything is written; the file that it leads to is as before",
 )
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.grid
 def test_a_run_writes_through_no_link(name, tmp_path):
     run, mine = tmp_path / "run", tmp_path / "mine"
     mine.write_text("mine")

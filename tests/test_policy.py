@@ -339,6 +339,7 @@ def changed(directory, target, change):
 
 @pytest.mark.parametrize("quantization", [None, "8bit", "4bit"])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.grid
 def test_weights_that_are_missing_or_of_another_shape_are_refused(architecture, quantization, checkpoints, tmp_path):
     path = checkpoints[architecture]
     opened(path, quantization=quantization)  # tied weights and buffers are not missed

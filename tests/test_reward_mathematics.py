@@ -197,6 +197,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("small", SMALL)
+@pytest.mark.grid
 def test_what_is_small_enough_is_parsed(small):
     assert mathematics._parsed(formula.read_formula(small))
 
@@ -254,6 +255,7 @@ def without_looks(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("sum_", [SUM.replace("SIGN", "\\s''um"), PARTED])
+@pytest.mark.grid
 def test_names_are_not_run_wherever_a_sum_is_read(sum_, name, tmp_path, monkeypatch, without_looks):
     """No look at the text is needed for this: nothing is compiled while it is read."""
     monkeypatch.chdir(tmp_path)

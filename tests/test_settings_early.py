@@ -264,6 +264,7 @@ def test_what_is_said_of_other_words_holds_no_secret(tmp_path):
         (["--help", "los=x"], "los=x: unknown; the nearest is loss=x, a part"),
     ],
 )
+@pytest.mark.grid
 def test_words_that_are_no_overrides(words, told, tmp_path):
     done = prepared.run([str(ROOT / "train.py"), *words], cwd=tmp_path)
     assert done.returncode == 1

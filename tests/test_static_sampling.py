@@ -355,6 +355,7 @@ def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
 
 @STEPS
 @SAMPLINGS
+@pytest.mark.grid
 def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied, kind):
     with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, at_once=4, tokens=16) as (
         slots,

@@ -209,6 +209,7 @@ def test_weights_are_dense(kind, model, tmp_path):
         (8, "SCB", torch.zeros(31), "has other scales than rows"),
     ],
 )
+@pytest.mark.grid
 def test_what_belongs_to_quantized_weights_fits_them(bits, part, value, told, tmp_path):
     source = write_checkpoint(tmp_path / "model", "llama", chat=True)
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -144,6 +144,7 @@ def test_adapters_are_described_in_ascii(here):
 
 
 @pytest.mark.parametrize("kind", _ADAPTERS)
+@pytest.mark.grid
 def test_adapters_that_name_nothing_are_loaded(kind, here):
     directory = write_checkpoint(here / "model", "llama", chat=True)
     parts = {"LN_TUNING": ["norm"], "TRAINABLE_TOKENS": ["embed_tokens"], "FOURIERFT": ["mlp.up_proj"]}

@@ -225,6 +225,7 @@ def table(name: bytes, *, nested: bool):
 )
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "arrow", "folder", "file of arrow", "saved"])
+@pytest.mark.grid
 def test_types_that_a_program_has_registered(place, way, nested):
     kind = "parquet" if way in ("jsonl", "parquet", "folder") else "arrow"
     made, file = table(b"mine.own", nested=nested), place / f"train.{kind}"

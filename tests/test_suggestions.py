@@ -214,6 +214,7 @@ def test_a_file_chooses_among_its_defaults(line, told, tmp_path):
         ]
     ],
 )
+@pytest.mark.grid
 def test_an_override_that_cannot_be_applied_is_explained(override, message):
     said = explained(override)
     assert message in said

@@ -40,6 +40,7 @@ def test_templates_have_all_that_jinja2_has():
 )
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["filter", "test", "function"])
 @pytest.mark.parametrize("function", ["own", "eval", "partial", "replaced"])
+@pytest.mark.grid
 def test_templates_call_nothing_that_a_program_has_registered(place, function, monkeypatch, tmp_path):
     ran = []
     functions = {"own": ran.append, "eval": eval, "partial": functools.partial(ran.append), "replaced": ran.append}

@@ -32,6 +32,7 @@ VALUES = {"max_time": "00:04:00:00", "gradient_clip_algorithm": "value", "model_
         ("max_epochs", None),
     ],
 )
+@pytest.mark.grid
 def test_options_that_end_or_thin_a_run_are_refused(option, value):
     with pytest.raises(ConfigError) as error:
         check(with_option(option, value))

@@ -257,6 +257,7 @@ CHOICES = [  # every two values of two settings together
 
 
 @pytest.mark.parametrize("options", CHOICES, ids=str)
+@pytest.mark.grid
 def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy, options):
     sampling = Sampling(**FREE | options)
     sampled = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)

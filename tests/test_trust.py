@@ -413,6 +413,7 @@ def test_only_the_users_words_give_trust(config, words, found):
         )
     ],
 )
+@pytest.mark.grid
 def test_only_the_user_names_places_outside_of_the_run_directory(words, key, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = composed("trusted=[]", "run_dir=runs/x", *words)
