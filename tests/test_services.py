@@ -403,7 +403,8 @@ def test_wandb_asks_no_git(tmp_path):
         "logger.log_metrics({'a': 1.0})\n"
         "logger.finalize('success')\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{git.parent}:{os.environ['PATH']}"}
+    known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    environment = known | {"PYTHONPATH": str(ROOT), "PATH": f"{git.parent}:{os.environ['PATH']}"}
     command = [sys.executable, "program.py"]
     done = subprocess.run(
         command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True, timeout=120, check=False
