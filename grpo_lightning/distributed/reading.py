@@ -119,13 +119,10 @@ def _refuse_other_order(storage: Any, dtype: Any) -> None:
     raise ValueError("the bytes of its numbers are in another order than this machine's")
 
 
-def _known_place(_: Any, location: str) -> None:
+def _known_place(_: Any, location: str) -> Any:
     """Let torch put a tensor where its file says if that is a device, and not a word for what programs add to torch."""
     if not _PLACE.fullmatch(location):
         raise UnpicklingError(f"a tensor at {location!r:.80}")
-
-
-_PLACES: Any = _known_place
 
 
 def _bytes(text: str, encoding: str) -> bytes:
@@ -161,7 +158,7 @@ def weights_only() -> Iterator[None]:
             )
         place = args[0] if args else options.pop("map_location", None)
         try:
-            content = load(file, _PLACES if place is None else place, *args[1:], **options)
+            content = load(file, _known_place if place is None else place, *args[1:], **options)
         except UnpicklingError as error:  # which torch tells in five lines
             raise UnpicklingError(
                 "a file of weights holds other objects than dense tensors and plain values, which could run code"

@@ -29,7 +29,7 @@ from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
-from grpo_lightning.transformer.registered import as_loaded
+from grpo_lightning.transformer.registered import transformers_only
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 from grpo_lightning.transformer.strangers import check_adapter
 
@@ -51,6 +51,7 @@ class HFPolicy(TextPolicy):
             not give the same results, as a trial at its first use shows, goes without.
         activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
         reply_role: Who replies to the model where nothing else is said: user or tool; null: the user.
+        of_strangers: Whether it is exported without what the program has registered with transformers.
 
     Raises:
         ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
@@ -67,7 +68,9 @@ class HFPolicy(TextPolicy):
         share_prompts: bool = True,
         activation_offload: bool = False,
         reply_role: str | None = None,
+        of_strangers: bool = False,
     ) -> None:
+        self._of_strangers = of_strangers
         super().__init__(
             tokenizer,
             end_ids=end_ids(model, tokenizer),
@@ -177,21 +180,18 @@ class HFPolicy(TextPolicy):
         return base_of(self.model)
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        with as_loaded(self.model):
-            self._export(directory, weights)
-
-    def _export(self, directory: Path, weights: Mapping[str, Tensor] | None) -> None:
         model = self.model
-        if weights is not None:
-            model = AutoModelForCausalLM.from_config(self._base.config)
-            if is_adapted(self.model):
-                model = with_adapter(model, self.model.peft_config["default"])
-            model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
-        elif is_adapted(model):
-            model = copy.deepcopy(model)
-        if is_adapted(model):
-            model = model.merge_and_unload()
-        model.save_pretrained(directory)
+        with transformers_only("policy.path") if self._of_strangers else nullcontext():
+            if weights is not None:
+                model = AutoModelForCausalLM.from_config(self._base.config)
+                if is_adapted(self.model):
+                    model = with_adapter(model, self.model.peft_config["default"])
+                model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+            elif is_adapted(model):
+                model = copy.deepcopy(model)
+            if is_adapted(model):
+                model = model.merge_and_unload()
+            model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -295,4 +295,5 @@ def load(
             share_prompts=share_prompts,
             activation_offload=activation_offload,
             reply_role=reply_role,
+            of_strangers=not trust_remote_code,
         )

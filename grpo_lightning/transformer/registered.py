@@ -1,11 +1,10 @@
 """What a program has registered with transformers: no model's files lead to it unasked."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch.nn import Module
 from transformers import conversion_mapping, monkey_patching
 from transformers.activations import ACT2CLS, ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -13,8 +12,6 @@ from transformers.models.auto import auto_factory, configuration_auto, tokenizat
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from grpo_lightning.output.terminal import one_line
-
-_OF_LIBRARIES = {"bitsandbytes", "peft", "torch", "transformers"}
 
 
 def _tables() -> tuple[dict[str, Any], ...]:
@@ -72,12 +69,6 @@ def transformers_only(key: str) -> Iterator[None]:
         finally:
             for functions, foreign in left_out:
                 functions.update(foreign)
-
-
-def as_loaded(model: Module) -> AbstractContextManager[None]:
-    """Inside, a model is made anew and written with what a program has registered only if it consists of such."""
-    homes = {type(layer).__module__.partition(".")[0] for layer in model.modules()}
-    return transformers_only("policy.path") if homes <= _OF_LIBRARIES else nullcontext()
 
 
 def _foreign(functions: dict[str, Any]) -> dict[str, Any]:
