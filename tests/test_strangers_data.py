@@ -42,6 +42,7 @@ from grpo_lightning.reward.accuracy import demonstrated, reasoning_gym
 from grpo_lightning.settings import given, trust
 from tests.support.composed import ROOT
 from tests.support.provocations import provocation
+from tests.support.running import small_run
 from tests.test_data import settings
 
 
@@ -684,6 +685,13 @@ def test_no_stranger_chooses_a_registered_data_sets_verifier(monkeypatch, tmp_pa
         data.val_dataloader()
         with nullcontext() if data is mine else pytest.raises(ValueError, match=refused):
             assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
+
+
+@pytest.mark.parametrize("mode", ["validate", "preflight"])
+def test_whatever_a_run_does_it_knows_no_data_set_that_another_has_named(mode, monkeypatch, tmp_path):
+    monkeypatch.setattr(registered_tasks, "_named", {"evaluating"})
+    small_run(tmp_path, f"mode={mode}")
+    assert "evaluating" not in registered_tasks.noted()[1]
 
 
 @provocation(

@@ -43,6 +43,7 @@ def conduct(
     Returns:
         What `look.look` says.
     """
+    data.setup("preflight")
     module.to(device)
     if module.reference is not None and module.reference.idle_device is None:
         module.reference.to(device)
