@@ -5,8 +5,9 @@ import os
 
 import pytest
 
-from grpo_lightning.logger.csv import CSVLogger, rewind, write
+from grpo_lightning.logger.csv import CSVLogger, read, rewind, write
 from tests.support.provocations import provocation
+from tests.support.running import small_run
 
 
 def logger(place):
@@ -47,6 +48,18 @@ def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path
     "`logger=csv` with prompts or completions that begin with `=`, `+`, `-` or `@`: spreadsheets take it for a formula",
     "an apostrophe stands before them; numbers stay",
 )
+def test_a_validation_alone_is_logged_and_one_of_a_training_adds_nothing(tmp_path):
+    alone = small_run(tmp_path / "alone", "mode=validate", "logger=csv")
+    (row,) = read(tmp_path / "alone" / "csv" / "metrics.csv")
+    assert len([*read(tmp_path / "alone" / "csv" / "completions_validation.csv")]) == 16
+    assert row.pop("step") == "0"
+    assert {name: float(value) for name, value in row.items()} == alone.metrics
+    small_run(tmp_path / "trained", "logger=csv")
+    before = (tmp_path / "trained" / "csv" / "metrics.csv").read_bytes()
+    small_run(tmp_path / "trained", "mode=validate", "logger=csv", "checkpoint=last", "validation.samples_per_prompt=8")
+    assert (tmp_path / "trained" / "csv" / "metrics.csv").read_bytes() == before
+
+
 def test_no_text_is_a_formula(tmp_path):
     texts = ["=cmd|' /C calc'!A0", "@x", "+x", "-2", "\t=x", "a=b", "\uff1d1+1", 'a;"=x', "a; - b; -2\n+x"]
     for step in (1, 2):

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import functools
+import itertools
 import json
 import pickle
 import shutil
@@ -680,9 +681,10 @@ def test_no_stranger_chooses_a_registered_data_sets_verifier(monkeypatch, tmp_pa
     sources = (functools.partial(Inline, ["a", "b"]), functools.partial(ReasoningGym, "evaluating", {}, 9, 0))
     theirs, mine = (PromptData(train=one, validation=one, **settings()) for one in sources)
     row["metadata"][0].pop("source_dataset")
-    for data in (theirs, mine, theirs, mine):  # runs after one another in a process
-        data.setup("validate")
-        data.val_dataloader()
+    begun = (PromptData.train_dataloader, PromptData.val_dataloader, lambda data: data.setup("preflight"))
+    for data, begin in itertools.product((theirs, mine), begun * 2):  # runs after one another in a process
+        registered_tasks.note(set(), {"evaluating"} if data is theirs else {"late"})
+        begin(data)
         with nullcontext() if data is mine else pytest.raises(ValueError, match=refused):
             assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
 

@@ -49,7 +49,8 @@ class Samples(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         validated, self._validated = self._validated, []
-        if validated and trainer.state.fn == "fit":
+        loop: Any = module.loop
+        if validated and loop.is_logged:
             step: int = module.completed_steps  # type: ignore[assignment]
             self._write(trainer, "completions/validation", Scored.concatenate(validated), step=step)
 

@@ -170,12 +170,12 @@ class PromptData(LightningDataModule):
         return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
 
     def setup(self, stage: str) -> None:
-        """Refuse steps that would leave a process without a prompt; forget what other runs' data may name.
+        """Refuse steps that would leave a process without a prompt; begin as a loader does.
 
         Raises:
             ValueError: There are fewer prompts in a step than processes.
         """
-        registered.forget()
+        self._begin()
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
                 f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
@@ -184,14 +184,23 @@ class PromptData(LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
-        _ = self.train[0]  # here, so that workers inherit what a source computes once
+        self._begin()
         return Batches(lambda: self._loader(self.train, self._stretch()))
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
-        _ = self.validation[0]  # as above
+        self._begin()
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
         return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
+
+    def _begin(self) -> None:
+        """Make a row of each source, so that workers inherit what it computes once, and forget what others' rows name.
+
+        Rows name data sets that a program has registered where these data are made of them.
+        """
+        registered.forget()
+        for source in self.load():
+            _ = source[0]
 
     def _stretch(self) -> StepSampler:
         start = self._completed_steps()

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,13 @@ class TrainerLoop:
     def schedule(self) -> Any:
         return self._module.lr_schedulers()
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether loggers are told: a later validation in a training's directory adds nothing to what that logged."""
+        directory = Path(self._trainer.default_root_dir)
+        trained = all((directory / name).exists() for name in ("summary.json", "checkpoints/last.ckpt"))
+        return self._trainer.state.fn == "fit" or not trained
+
     def begin(self, *, epochs: int) -> None:
         """Make the strategy add gradients up, and refuse a trainer that would end or round otherwise than asked.
 
@@ -138,11 +146,11 @@ class TrainerLoop:
             self._module.manual_backward(loss)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write scalars to the trainer's loggers; they are also its ``callback_metrics``."""
+        """Write scalars to the trainer's loggers where `is_logged`; they are also its ``callback_metrics``."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*sync_dist=True")  # the values are the same in all processes
             self._module.log_dict(dict(metrics), logger=False, batch_size=1)
-        if self._trainer.state.fn == "fit":
+        if self.is_logged:
             for logger in self._trainer.loggers:
                 logger.log_metrics(dict(metrics), step=step)
 
