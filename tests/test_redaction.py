@@ -117,6 +117,17 @@ def test_a_secret_is_hidden_however_it_is_written():
     assert "of-its" not in hide("a line-of-its-own here")
 
 
+def test_a_secret_is_hidden_in_an_address():
+    remember({"password": "Tr0ub4dor&3/x y+z=ä", "token": "a\udc80\ud800b&"})
+    for text in (
+        *("Tr0ub4dor%263%2Fx%20y%2Bz%3D%C3%A4", "Tr0ub4dor%263/x%20y%2Bz%3D%C3%A4"),
+        *("Tr0ub4dor&3/x%20y+z=%C3%A4", "Tr0ub4dor%263%2Fx+y%2Bz%3D%C3%A4"),
+    ):
+        assert hide(f"no answer from /?user=me&pw={text}&more=1", "X") == (
+            f"no answer from /?user=me&pw={'X=X' if '=' in text else 'X'}&more=1"
+        )
+
+
 def test_a_reference_to_the_environment_is_no_secret():
     assert redacted({"auth": "${oc.env:KEY}"}) == {"auth": "${oc.env:KEY}"}
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 HIDDEN = "REDACTED"
 """Stands where a secret was, in what is written: a word that is one to every shell."""
@@ -86,6 +87,9 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     for written in (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)):
         yield written[1:-1]
+    for safe in ("", "/", "!#$%&'()*+,/:;=?@[]~"):  # as libraries put it into an address, whole or in parts
+        yield quote(text, safe=safe, errors="surrogatepass")
+    yield quote_plus(text, errors="surrogatepass")
     yield _SPECIAL.sub(r"\\\g<0>", text)  # as an override of Hydra's may have it
     yield text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
     yield from (line for line in text.splitlines() if len(line) >= _LONG_LINE)
