@@ -364,6 +364,22 @@ def test_groups_of_weights_have_numbers_of_their_own_alone(kind, options):
             optimizer.load_state_dict(theirs)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, bnb.optim.AdamW8bit, torch.optim.SGD])
+def test_how_an_optimizer_computes_is_not_said_by_a_checkpoint(kind):
+    optimizer = stepped(kind, {}, (4, 3))
+    own = optimizer.state_dict()
+    (group,) = own["param_groups"]
+    before = {key: value for key, value in group.items() if isinstance(value, bool | None)}
+    assert before
+    theirs = group | {key: value is not True for key, value in before.items()} | {"lr": 0.5}
+    optimizer.load_state_dict(own | {"param_groups": [theirs]})
+    (after,) = optimizer.param_groups
+    assert {key: after[key] for key in before} == before
+    assert after["lr"] == 0.5
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(own | {"param_groups": [theirs, theirs]})
+
+
 class Diary(Traced):
     """One that loads its state in its own way, which asks no hooks."""
 

@@ -447,6 +447,8 @@ def test_a_model_is_made_of_no_layers_that_a_program_has_registered(kind, model,
         whole = {f"model.{name}": value for name, value in policy.model.state_dict().items()}
         policy.export(tmp_path / f"{number}", whole if number else None)  # whole weights where they were sharded
         assert (tmp_path / f"{number}" / "model.safetensors").exists()
+    vars(policy.model).pop("_weight_conversions", None)  # as where adapters beside the weights were merged
+    assert {name for name, _ in policy.weights()} == {*policy.model.state_dict()}
     with pytest.raises((AssertionError, RuntimeError), match="it was called|CONVERSION"):
         hf.load(str(model), **PLAIN | {"trust_remote_code": True})
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,8 +195,8 @@ class Own(pa.ExtensionType):
 
     heard: list = []  # noqa: RUF012
 
-    def __init__(self) -> None:
-        super().__init__(pa.string(), "mine.own")
+    def __init__(self, name="mine.own") -> None:
+        super().__init__(pa.string(), name)
 
     def __arrow_ext_serialize__(self) -> bytes:
         return b"said"
@@ -226,9 +227,12 @@ def table(name: bytes, *, nested: bool):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "arrow", "folder", "file of arrow", "saved"])
 @pytest.mark.grid
-def test_types_that_a_program_has_registered(place, way, nested):
+@pytest.mark.parametrize(
+    "name", ["mine.own", "arrow.parquet.variant", "datasets.features.features.Array6DExtensionType"]
+)
+def test_types_that_a_program_has_registered(place, name, way, nested):
     kind = "parquet" if way in ("jsonl", "parquet", "folder") else "arrow"
-    made, file = table(b"mine.own", nested=nested), place / f"train.{kind}"
+    made, file = table(name.encode(), nested=nested), place / f"train.{kind}"
     if way == "saved":
         saved = datasets.Dataset.from_dict({"prompt": ["a"], "x": ["y"]})
         saved.save_to_disk(str(place))
@@ -240,10 +244,10 @@ def test_types_that_a_program_has_registered(place, way, nested):
             stream.write_table(made)
     path = str(place) if way in ("folder", "saved") else str(file)
     Own.heard.clear()
-    pa.register_extension_type(Own())
+    pa.register_extension_type(Own(name))
     try:
         with pytest.raises(
-            ValueError, match=r"the column 'x' has the extension type 'mine\.own', whose class would be"
+            ValueError, match=rf"the column 'x' has the extension type '{re.escape(name)}', whose class would be"
         ):
             JsonLines(path) if way == "jsonl" else Hub(path, "train")
         assert Own.heard == []
@@ -251,7 +255,7 @@ def test_types_that_a_program_has_registered(place, way, nested):
             assert pyarrow.parquet.read_schema(file)
             assert Own.heard  # it would have
     finally:
-        pa.unregister_extension_type("mine.own")
+        pa.unregister_extension_type(name)
 
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "arrow"])
@@ -330,6 +334,43 @@ def test_places_that_a_library_has_registered(edges, place):
         assert isinstance(kept.field(0).type, Place)
     finally:
         pa.unregister_extension_type("geoarrow.wkb")
+
+
+@pytest.mark.parametrize("way", ["jsonl", "folder"])
+def test_variants_that_a_program_has_registered(way, place):
+    parts = pa.struct([pa.field("metadata", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+    made = pa.table({"prompt": pa.array(["a"]), "vrnt": pa.array([{"metadata": b"m", "value": b"said"}], parts)})
+    file = place / "train.parquet"
+    pa.parquet.write_table(made, file, store_schema=False)
+    content = file.read_bytes()
+    size = int.from_bytes(content[-8:-4], "little")
+    plain, variant = (
+        b"\x18\x04vrnt\x15\x04\x00",
+        b"\x18\x04vrnt\x15\x04\x5c\x0c\x20\x00\x00\x00",
+    )  # a field of Thrift's more
+    assert content[-8 - size :].count(plain) == 1
+    footer = content[-8 - size : -8].replace(plain, variant)
+    file.write_bytes(content[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+    class Variant(Own):
+        heard: ClassVar[list[bytes]] = []
+
+        def __init__(self):
+            pa.ExtensionType.__init__(self, parts, "arrow.parquet.variant")
+
+        def __arrow_ext_serialize__(self):
+            return b"{}"
+
+    pa.register_extension_type(Variant())
+    try:
+        Variant.heard.clear()
+        with pytest.raises(ValueError, match=r"a column is of the type VARIANT; allowed are types of pyarrow's own"):
+            JsonLines(str(file)) if way == "jsonl" else Hub(str(place), "train")
+        assert {*Variant.heard} <= {b"{}"}  # of this package's own
+        pyarrow.parquet.read_schema(file)
+        assert b"" in Variant.heard  # it would have
+    finally:
+        pa.unregister_extension_type("arrow.parquet.variant")
 
 
 class Doc:

@@ -32,7 +32,7 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer refuse, from now on, state that does not fit its weights.
 
     What it has made of a checkpoint is looked at, not the checkpoint: how it finds the state of a weight there is its
-    own affair.
+    own affair. One of torch's or of bitsandbytes keeps its own switches, such as ``maximize``.
 
     Args:
         optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own. Of all the
@@ -47,6 +47,7 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.register_load_state_dict_pre_hook(_check_groups)
         if is_known:
+            optimizer.register_load_state_dict_pre_hook(_with_own_switches)
             optimizer.register_load_state_dict_post_hook(_check)
         return
     load = optimizer.load_state_dict  # which may ask no hooks, as bitsandbytes' does not
@@ -54,7 +55,7 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     @functools.wraps(load)
     def checked(state_dict: dict[str, Any], *args: Any, **others: Any) -> None:
         _check_groups(optimizer, state_dict)
-        load(state_dict, *args, **others)
+        load(_with_own_switches(optimizer, state_dict) if is_known else state_dict, *args, **others)
         if is_known:
             _check(optimizer)
 
@@ -80,6 +81,24 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
             is_known = key in own and (is_numbers or own[key] == value)
             if key != "params" and not (is_known or (is_numbers and not is_switch)):
                 raise ValueError(f"{_UNFIT}: {str(key)[:40]} of a group of weights is not the optimizer's; {_ALLOWED}")
+
+
+def _with_own_switches(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state whose groups do not say how the optimizer computes: only one with other settings would differ in it."""
+    groups, own = state.get("param_groups", []), optimizer.param_groups
+    if len(groups) != len(own) or not all(isinstance(saved, dict) for saved in groups):
+        return state  # which is refused
+    return state | {"param_groups": [_switched(*pair) for pair in zip(groups, own, strict=True)]}
+
+
+def _switched(saved: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group with the optimizer's own switches, of which some are None: torch's word for "as you like"."""
+    switches = {
+        key: own[key]
+        for key, value in saved.items()
+        if key in own and (isinstance(own[key], bool) or (own[key] is None and isinstance(value, bool)))
+    }
+    return saved | switches
 
 
 def _values(node: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,17 @@ _MOST_VALUES = 2**24
 _EXTENSION = b"ARROW:extension:name"
 _ENCODED = tuple(base64.b64encode(bytes(before) + _EXTENSION)[4:-4] for before in range(3))
 """The middle of it in base 64, as parquet has it, wherever in a text it begins."""
-_PLACES, _OF_PLACES = ("GEOMETRY", "GEOGRAPHY"), "geoarrow.wkb"
-"""Parquet's own types of places, and the type of a program's that pyarrow looks for where a file has one."""
-_KNOWN = ("arrow.", "datasets.features.features.Array")
-"""What the names of extension types begin with that pyarrow and datasets have themselves."""
+_PLACES = ("GEOMETRY", "GEOGRAPHY")
+"""Parquet's own types of places."""
+_VARIANT = pa.struct([pa.field(name, pa.binary(), nullable=False) for name in ("metadata", "value")])
+_OF_PARQUETS_OWN = {"geoarrow.wkb": pa.binary(), "arrow.parquet.variant": _VARIANT}
+"""A type of a program's that pyarrow looks for where a file has a type of parquet's own -> how values are held."""
+_KNOWN = {
+    *("arrow.bool8", "arrow.fixed_shape_tensor", "arrow.json", "arrow.opaque", "arrow.uuid"),
+    "arrow.variable_shape_tensor",
+    *(f"datasets.features.features.Array{number}DExtensionType" for number in range(2, 6)),
+}
+"""The extension types that pyarrow and datasets have themselves; of some of Arrow's names pyarrow has none."""
 _read_schema = pa.parquet.read_schema
 
 
@@ -55,8 +62,12 @@ def parquet_schema(file: Any) -> pa.Schema:
     if any(core in footer for core in _ENCODED):
         _check_extensions(Path(file.name), "parquet")
     file.seek(0)
-    with _without_places():
+    with ExitStack() as stack:
+        for name, storage in _OF_PARQUETS_OWN.items():
+            stack.enter_context(_without(name, storage))
         columns = pa.parquet.read_metadata(file).schema
+    if " (Variant" in str(columns):  # of a group, of which pyarrow tells the type in no other way
+        raise ValueError("a column is of the type VARIANT; allowed are types of pyarrow's own")
     for column in map(columns.column, range(len(columns))):
         if column.logical_type.type in _PLACES:
             raise ValueError(
@@ -68,15 +79,15 @@ def parquet_schema(file: Any) -> pa.Schema:
 
 
 @contextmanager
-def _without_places() -> Iterator[None]:
-    """Inside, no program's type of places is registered: it would be given what a file says."""
-    named = {"ARROW:extension:name": _OF_PLACES, "ARROW:extension:metadata": "{}"}
-    written = pa.schema([pa.field("place", pa.binary(), metadata=named)]).serialize()
+def _without(name: str, storage: pa.DataType) -> Iterator[None]:
+    """Inside, no program's type of this name is registered: it would be given what a file says."""
+    named = {"ARROW:extension:name": name, "ARROW:extension:metadata": "{}"}
+    written = pa.schema([pa.field("x", storage, metadata=named)]).serialize()
     kind = pa.ipc.read_schema(written).field(0).type
     if not isinstance(kind, pa.ExtensionType):
         yield
         return
-    pa.unregister_extension_type(_OF_PLACES)
+    pa.unregister_extension_type(name)
     try:
         yield
     finally:
@@ -100,7 +111,7 @@ def _check_extensions(path: Path, kind: str) -> None:
     if done.returncode:
         raise ValueError(f"the extension types of its columns cannot be looked at: {one_line(done.stderr[-200:])}")
     for column, name in json.loads(done.stdout):
-        if not name.startswith(_KNOWN):
+        if name not in _KNOWN:
             raise ValueError(
                 f"the column {one_line(repr(column))[:80]} has the extension type {one_line(repr(name))[:80]}, whose "
                 "class would be given what the file says; allowed are types of pyarrow's own"

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class HFPolicy(TextPolicy):
             not give the same results, as a trial at its first use shows, goes without.
         activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
         reply_role: Who replies to the model where nothing else is said: user or tool; null: the user.
-        of_strangers: Whether it is exported without what the program has registered with transformers.
+        of_strangers: Whether its weights are written without what the program has registered with transformers.
 
     Raises:
         ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
@@ -70,7 +71,7 @@ class HFPolicy(TextPolicy):
         reply_role: str | None = None,
         of_strangers: bool = False,
     ) -> None:
-        self._of_strangers = of_strangers
+        self._as_known = partial(transformers_only, "policy.path") if of_strangers else nullcontext
         super().__init__(
             tokenizer,
             end_ids=end_ids(model, tokenizer),
@@ -181,7 +182,7 @@ class HFPolicy(TextPolicy):
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
-        with transformers_only("policy.path") if self._of_strangers else nullcontext():
+        with self._as_known():
             if weights is not None:
                 model = AutoModelForCausalLM.from_config(self._base.config)
                 if is_adapted(self.model):
@@ -196,7 +197,7 @@ class HFPolicy(TextPolicy):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight with its names in the model's files, adapters merged, whole where weights are sharded."""
-        return named_weights(self.model)
+        return named_weights(self.model, self._as_known)
 
     def describe(self, directory: Path) -> torch.dtype:
         """Write the model's configuration for an engine; returns the type of the numbers that it computes with."""

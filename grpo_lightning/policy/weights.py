@@ -2,7 +2,8 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,32 @@ _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 
 
 @torch.no_grad()
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: Any, as_known: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
     """Every weight, one at a time; a tied one under each of its names.
 
     Where weights are sharded and not gathered, all processes iterate together.
 
     Args:
         model: Of transformers, with or without an adapter of peft's.
+        as_known: Inside, transformers is asked how weights are called in the model's files.
 
     Raises:
         ValueError: The adapter is more than a product of two matrices.
     """
     plain = model.named_parameters(remove_duplicate=False)
     own = _merged(model) if is_adapted(model) else ((name, _whole(weight)) for name, weight in plain)
-    if not _is_converted(base_of(model)):
+    with as_known():
+        is_converted = _is_converted(base_of(model))
+    if not is_converted:
         yield from own
         return
+    held = dict(own)
     # Some architectures are held otherwise than their files have them, such as all experts in one tensor.
-    yield from revert_weight_conversion(base_of(model), dict(own)).items()
+    with as_known():
+        named = revert_weight_conversion(base_of(model), held)
+    yield from named.items()
 
 
 def write_untied(model: Any, directory: Path) -> None:

@@ -167,7 +167,7 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     named = _named(function)
     needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
     places = [name for name in known if is_written(name) and name not in needed]
-    own = {*_bound(function), *_only_settings(_wrapped(function)), *places, *unclear(function, known)}
+    own = {*_bound(function), *only_settings(function), *places, *unclear(function, known)}
     known = {name: value for name, value in known.items() if name not in own}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -179,7 +179,7 @@ def unclear(function: Callable[..., Any], column_names: Collection[str]) -> list
 
     The data may be a stranger's. Such an argument is the settings' to say, or takes the column by having no default.
     """
-    own = {*_bound(function), *_only_settings(_wrapped(function))}
+    own = {*_bound(function), *only_settings(function)}
     optional = [name for name, parameter in _named(function).items() if parameter.default is not parameter.empty]
     return [name for name in optional if name in column_names and name not in own and may_be_place(name)]
 
@@ -199,8 +199,9 @@ def _wrapped(function: Any) -> Any:
     return function.function if isinstance(function, PerCompletion) else function
 
 
-def _only_settings(function: Any) -> list[str]:
+def only_settings(function: Any) -> list[str]:
     """The arguments of a function of this package that come from settings, and from no column of a data set."""
+    function = _wrapped(function)
     while isinstance(function, partial):
         function = function.func
     if not inspect.isfunction(function) or not function.__module__.startswith("grpo_lightning."):
