@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tarfile
 import types
-from contextlib import nullcontext
+import zipfile
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import datasets
@@ -27,7 +28,9 @@ from datasets.features import features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.extract import Extractor, MagicNumberBaseExtractor
-from fsspec.registry import known_implementations
+from fsspec.compression import compr
+from fsspec.implementations.zip import ZipFileSystem
+from fsspec.registry import _registry, known_implementations
 from reasoning_gym import factory
 from reasoning_gym.dataset import ProceduralDataset
 
@@ -428,6 +431,28 @@ def test_kinds_of_archives_that_a_program_has_added(kind, tmp_path, monkeypatch)
     (tmp_path / "train.csv").write_text("prompt\na\nb\n")
     assert len(Hub(str(tmp_path), split="train")) == 2
     assert Extractor.extractors[kind] is Own
+
+
+def test_kinds_of_places_that_a_program_has_put_in_the_place_of_others(monkeypatch, tmp_path):
+    class Own(ZipFileSystem):
+        def __init__(self, *args, **options):
+            pytest.fail("it is made of what a file holds")
+
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr("train.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    for kinds, own in ((known_implementations, {"class": "mine.Own"}), (_registry, Own)):
+        monkeypatch.setitem(kinds, "zip", own)
+    for compression in (None, "gzip"):
+        monkeypatch.setitem(compr, compression, lambda *args, **options: pytest.fail("it is called"))
+    with contained():
+        assert "zip" not in {*known_implementations, *_registry}
+        assert {"lzma", "xz"} <= {*compr}
+        assert not {None, "gzip"} & {*compr}
+        assert fsspec.filesystem("file").exists(str(tmp_path))
+    assert _registry["zip"] is Own
+    monkeypatch.delitem(known_implementations, "zip")
+    with suppress(ValueError):
+        Hub(str(tmp_path), split="train")
 
 
 @provocation(

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from datasets import DatasetBuilder, DownloadManager
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.utils.extract import Extractor
+from fsspec.compression import compr
 from fsspec.registry import _registry, known_implementations
 
 from grpo_lightning.allowed import ERRORS
@@ -25,6 +26,8 @@ _PREPARED = "cache"
 """What datasets has prepared before of a data set of the hub, where that cannot be asked."""
 _OF_DATASETS = "datasets.packaged_modules."
 _OTHERS = ("rar", "7z")
+_HOMES = ("fsspec", "datasets", "huggingface_hub", "bz2", "gzip", "isal", "lzma", "lz4", "zlib", "zstandard")
+"""The modules of what reads places and compressed files."""
 _SYSTEMS = ("file", "local", "hf", "http", "https", "zip", "tar", "bz2", "gzip", "lz4", "xz", "zstd")
 """Kinds of places that fsspec reads from; of others some load what lies in the working directory (``libhdfs.so``)."""
 
@@ -71,19 +74,27 @@ def contained() -> Iterator[None]:
         patch.object(DatasetBuilder, "download_and_prepare", prepared),
         patch.dict(known_implementations),
         patch.dict(_registry),
+        patch.dict(compr),
         patch.dict(_PACKAGED_DATASETS_MODULES),
         patch.object(Extractor, "extractors", _extractors()),
         standard_tags(),  # of READMEs
         whole_tables(),
     ):
         kinds: dict[str, Any]
-        for kinds in (known_implementations, _registry):
-            for name in {*kinds} - {*_SYSTEMS}:
-                del kinds[name]
+        for kinds in (known_implementations, _registry, compr):
+            for name in [*kinds]:
+                if (name not in _SYSTEMS and kinds is not compr) or not _is_of_libraries(kinds[name]):
+                    del kinds[name]
         for name, (module, _) in [*_PACKAGED_DATASETS_MODULES.items()]:
             if not module.startswith(_OF_DATASETS):  # a program's, which would be given what a README says
                 del _PACKAGED_DATASETS_MODULES[name]
         yield
+
+
+def _is_of_libraries(kind: Any) -> bool:
+    """Whether no program has put this in the place of what reads a kind of places, or of compressed files."""
+    home = str(kind["class"] if isinstance(kind, Mapping) else getattr(kind, "__module__", ""))
+    return home.partition(".")[0] in _HOMES
 
 
 def _extractors() -> dict[str, Any]:
