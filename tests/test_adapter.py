@@ -1,12 +1,13 @@
 """A LoRA adapter, whose base is the reference."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.checkpoint import adapter
@@ -16,6 +17,7 @@ from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
 from tests.support.running import small_run
 
 SETTINGS = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
 ADAPTER = "policy.adapter={r: 4, lora_alpha: 8, target_modules: all-linear}"
 
 
@@ -147,6 +149,27 @@ def test_an_adapter_trains_above_quantized_weights(base, tmp_path, quantization)
     assert all(torch.equal(before[name], after[name]) for name in frozen)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_that_is_quantized_in_its_files(tmp_path, bits):
+    """An adapter above it is trained, and exported in weights that are packed like those; nothing else is."""
+    base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
+    kind = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    AutoModelForCausalLM.from_pretrained(base, quantization_config=kind, device_map="cpu").save_pretrained(base)
+    module = adapted(str(base), tmp_path / "run")
+    assert torch.cat([w.flatten() for name, w in module.policy.named_parameters() if "lora_B" in name]).abs().max() > 0
+    merged = copy.deepcopy(module.policy.model).merge_and_unload().eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export", dtype=torch.float32).eval()
+    assert exported.config.quantization_config.load_in_4bit is (bits == 4)
+    ids = torch.tensor([[5, 9, 7, 12]])
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, merged(ids).logits)
+    with pytest.raises(ValueError, match="policy: its weights are quantized; allowed with an engine"):
+        list(module.policy.weights())
+    with pytest.raises(ValueError, match="policy: its weights are quantized, which cannot be trained"):
+        adapted(str(base), tmp_path / "whole", "policy.adapter=null", "reference=frozen_copy")
+    assert load(str(base), **SETTINGS).sample(["abc"], group_size=1, sampling=SAMPLING, seed=1).texts
+
+
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path, quantization):
     base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
@@ -160,7 +183,6 @@ def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path,
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
 
     expected = gradient()
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
-    policy.sample(["abc"], group_size=2, sampling=sampling, seed=1)
+    policy.sample(["abc"], group_size=2, sampling=SAMPLING, seed=1)
     assert expected.abs().max() > 1e-3
     assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)

@@ -364,7 +364,25 @@ def test_groups_of_weights_have_numbers_of_their_own_alone(kind, options):
             optimizer.load_state_dict(theirs)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, bnb.optim.AdamW8bit, torch.optim.SGD])
+class Averaging(torch.optim.SGD):
+    """One of the user's that is in one of two states, as schedule-free optimizers are."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, lr=lr)
+        self.param_groups[0]["train_mode"] = True
+
+
+def test_switches_of_the_users_own_optimizers_are_part_of_their_state():
+    optimizer = stepped(Averaging, {}, (4, 3))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["train_mode"] = False
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["train_mode"] is False
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, bnb.optim.AdamW8bit, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam]
+)
 def test_how_an_optimizer_computes_is_not_said_by_a_checkpoint(kind):
     optimizer = stepped(kind, {}, (4, 3))
     own = optimizer.state_dict()

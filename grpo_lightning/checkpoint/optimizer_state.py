@@ -32,7 +32,7 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer refuse, from now on, state that does not fit its weights.
 
     What it has made of a checkpoint is looked at, not the checkpoint: how it finds the state of a weight there is its
-    own affair. One of torch's or of bitsandbytes keeps its own switches, such as ``maximize``.
+    own affair. One of torch's or of bitsandbytes itself keeps its own switches, such as ``maximize``.
 
     Args:
         optimizer: One of torch's or of bitsandbytes; others look at sizes themselves, or are the user's own. Of all the
@@ -43,11 +43,14 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    is_known = isinstance(optimizer, _FUSED) or type(optimizer).__module__.startswith("bitsandbytes.")
+    home = type(optimizer).__module__
+    is_known = isinstance(optimizer, _FUSED) or home.startswith("bitsandbytes.")
+    is_librarys = home.startswith(("torch.optim", "bitsandbytes."))  # a switch of others may be a part of their state
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.register_load_state_dict_pre_hook(_check_groups)
-        if is_known:
+        if is_librarys:
             optimizer.register_load_state_dict_pre_hook(_with_own_switches)
+        if is_known:
             optimizer.register_load_state_dict_post_hook(_check)
         return
     load = optimizer.load_state_dict  # which may ask no hooks, as bitsandbytes' does not
@@ -55,7 +58,7 @@ def check_when_loaded(optimizer: torch.optim.Optimizer) -> None:
     @functools.wraps(load)
     def checked(state_dict: dict[str, Any], *args: Any, **others: Any) -> None:
         _check_groups(optimizer, state_dict)
-        load(_with_own_switches(optimizer, state_dict) if is_known else state_dict, *args, **others)
+        load(_with_own_switches(optimizer, state_dict) if is_librarys else state_dict, *args, **others)
         if is_known:
             _check(optimizer)
 

@@ -21,7 +21,7 @@ from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.gradients import check_strategy
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
-from grpo_lightning.module.gradient_step import GradientStep
+from grpo_lightning.module.gradient_step import GradientStep, trained_weights
 from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
 from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
@@ -256,13 +256,7 @@ class StepModule(LightningModule):
         self.report(self.validation.compute())
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        if coarse := {str(p.dtype).removeprefix("torch.") for p in trained} - {"float32", "float64"}:
-            raise ValueError(
-                f"policy: the trained weights are {', '.join(sorted(coarse))}; allowed is float32, with "
-                "trainer.precision=bf16-mixed for speed: small updates vanish in 16-bit weights"
-            )
-        optimizer = self.optimizer(trained)
+        optimizer = self.optimizer(trained_weights(self.policy))
         check_when_loaded(optimizer)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule(step, total_steps=self.steps))
         return {"optimizer": optimizer, "lr_scheduler": rate}

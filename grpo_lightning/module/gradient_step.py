@@ -9,9 +9,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grpo_lightning.policy.adapted import is_adapted
 from grpo_lightning.sampler.own.draw import NotFinite
 
 log = logging.getLogger(__name__)
+
+
+def trained_weights(policy: nn.Module) -> list[nn.Parameter]:
+    """The weights that are trained.
+
+    Raises:
+        ValueError: They are of 16 bits, or the others are quantized and no adapter is above them.
+    """
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    if coarse := {str(weight.dtype).removeprefix("torch.") for weight in trained} - {"float32", "float64"}:
+        raise ValueError(
+            f"policy: the trained weights are {', '.join(sorted(coarse))}; allowed is float32, with "
+            "trainer.precision=bf16-mixed for speed: small updates vanish in 16-bit weights"
+        )
+    packed = any(not weight.is_floating_point() for weight in policy.parameters())
+    if packed and not is_adapted(getattr(policy, "model", policy)):
+        raise ValueError(
+            "policy: its weights are quantized, which cannot be trained; allowed with them is policy.adapter, such as "
+            "{r: 16, lora_alpha: 32}"
+        )
+    return trained
 
 
 class GradientStep:

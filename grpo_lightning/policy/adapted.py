@@ -75,17 +75,16 @@ def weight_of(layer: Any) -> "tuple[Tensor, Tensor | None]":
     return weight, bias
 
 
-def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig", *, is_quantized: bool = False) -> Any:
+def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
     """The model with a new adapter, which alone is trained.
 
     Args:
-        model: A transformers causal language model.
+        model: A transformers causal language model, whose weights may be quantized.
         adapter: Arguments of peft's ``LoraConfig``, or a config of peft's.
-        is_quantized: Whether the model's weights are stored in 8 or 4 bits.
     """
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    if is_quantized:
+    if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     config: Any = LoraConfig(task_type="CAUSAL_LM", **adapter) if isinstance(adapter, Mapping) else adapter
     return get_peft_model(model, config)

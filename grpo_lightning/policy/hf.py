@@ -283,7 +283,7 @@ def load(
         check_tokenizer=check_replies,
     )
     if adapter is not None:
-        model = with_adapter(model, adapter, is_quantized=quantization is not None)
+        model = with_adapter(model, adapter)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with named(path):

@@ -16,6 +16,7 @@ from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.policy.adapted import without_adapters
+from grpo_lightning.transformer.quantized import keep_packed
 from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_trust, only_data
 from grpo_lightning.transformer.whole import check_whole, with_weights
 
@@ -79,6 +80,7 @@ def pretrained(
         )
     check_whole(model, report, f"policy.path={path!r}")
     model = without_adapters(model)
+    keep_packed(model)
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer

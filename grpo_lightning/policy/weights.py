@@ -32,8 +32,10 @@ def named_weights(
         as_known: Inside, transformers is asked how weights are called in the model's files.
 
     Raises:
-        ValueError: The adapter is more than a product of two matrices.
+        ValueError: The adapter is more than a product of two matrices, or weights are quantized.
     """
+    if any(not weight.is_floating_point() for weight in model.parameters()):
+        raise ValueError("policy: its weights are quantized; allowed with an engine are weights of one number each")
     plain = model.named_parameters(remove_duplicate=False)
     own = _merged(model) if is_adapted(model) else ((name, _whole(weight)) for name, weight in plain)
     with as_known():

@@ -1,4 +1,7 @@
-"""Whether what belongs to quantized weights fits them: kernels of bitsandbytes trust it, and read or write beyond."""
+"""Whether what belongs to quantized weights fits them: kernels of bitsandbytes trust it, and read or write beyond.
+
+And how such weights are saved.
+"""
 
 import math
 from typing import Any
@@ -24,6 +27,25 @@ def state_problem(weight: Tensor) -> str | None:
         scales = getattr(weight, "SCB", None)
         return None if scales is None or _is(scales, len(weight), torch.float32) else "has other scales than rows"
     return None
+
+
+def keep_packed(model: Any) -> None:
+    """Let a model be saved with packed weights as it holds them: transformers, which has read them, knows no way back.
+
+    Args:
+        model: As transformers has loaded it.
+    """
+    if getattr(model, "is_quantized", False):
+        made = getattr(model, "_weight_conversions", None) or ()
+        model._weight_conversions = [conversion for conversion in made if _is_reversible(conversion)]
+
+
+def _is_reversible(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def layer_problem(layer: nn.Module) -> str | None:
