@@ -257,12 +257,15 @@ def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
             text=True,
         )
 
-    done = replayed()
-    assert done.returncode == 1
-    assert "_target_=replayed_mine.score: this code may be given what settings of run say; if you know" in done.stderr
     done = replayed("trusted_settings=true")
     assert done.returncode == 0, done.stderr
     assert re.search(r"reward/custom +- +0\.25\b", done.stdout)
+    if flags:
+        assert not (tmp_path / "HIT").exists()
+        return
+    done = replayed()
+    assert done.returncode == 1
+    assert "_target_=replayed_mine.score: this code may be given what settings of run say; if you know" in done.stderr
     (tmp_path / "replayed_mine").mkdir()
     (tmp_path / "replayed_mine" / "__init__.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    pass\n")
     done = replayed("trusted_settings=true")

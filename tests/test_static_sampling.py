@@ -1,5 +1,6 @@
 """The sampler's step as a GPU needs it: no value looked at, nothing moved, the same for any batch and any pace."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -122,13 +123,12 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
     monkeypatch.setitem(COPIED, "cpu", copied)
     expected = drawn(policy)
     assert len(set(expected.mask.sum(-1).tolist())) > 4
-    for look_every in (1, 16):
-        for at_once in (None, 1, 5):
-            for like_gpu in (False, True):
-                found = drawn(policy, look_every=look_every, at_once=at_once, like_gpu=like_gpu)
-                assert torch.equal(found.ids, expected.ids)
-                assert torch.equal(found.finished, expected.finished)
-                assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+    # any two of the three in each of their ways together
+    for number, (look_every, at_once) in enumerate(itertools.product((1, 16), (None, 1, 5))):
+        found = drawn(policy, look_every=look_every, at_once=at_once, like_gpu=number % 2 == 0)
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.finished, expected.finished)
+        assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
