@@ -714,6 +714,21 @@ def test_no_stranger_chooses_a_registered_data_sets_verifier(monkeypatch, tmp_pa
             assert reasoning_gym(**row, task=["evaluating"]) == [1.0]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_of_two_runs_in_turns_name_what_their_own_data_are_made_of(num_workers, monkeypatch):
+    monkeypatch.setitem(factory.DATASETS, "mine", (Mine, Config))
+    sources = (functools.partial(Inline, ["a", "b"]), functools.partial(ReasoningGym, "mine", {}, 9, 0))
+    theirs, mine = (
+        PromptData(train=one, validation=one, **settings() | {"num_workers": num_workers, "steps": 9})
+        for one in sources
+    )
+    batches = [iter(data.train_dataloader()) for data in (mine, theirs)]
+    for _ in range(2):
+        for own, iterator in zip(({"mine"}, set()), batches, strict=True):
+            assert next(iterator)
+            assert registered_tasks.noted()[1] == own
+
+
 @pytest.mark.parametrize("mode", ["validate", "preflight"])
 def test_whatever_a_run_does_it_knows_no_data_set_that_another_has_named(mode, monkeypatch, tmp_path):
     monkeypatch.setattr(registered_tasks, "_named", {"evaluating"})

@@ -185,22 +185,25 @@ class PromptData(LightningDataModule):
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
         self._begin()
-        return Batches(lambda: self._loader(self.train, self._stretch()))
+        return Batches(lambda: self._loader(self.train, self._stretch()), self._let_rows_name)
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
         self._begin()
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
-        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
+        return SizedBatches(lambda: self._loader(self.validation, batches), self._let_rows_name, len(batches))
 
     def _begin(self) -> None:
-        """Make a row of each source, so that workers inherit what it computes once, and forget what others' rows name.
-
-        Rows name data sets that a program has registered where these data are made of them.
-        """
+        """Make a row of each source, so that workers inherit what it computes once, and see what rows may name."""
         registered.forget()
         for source in self.load():
             _ = source[0]
+        self._may_name = registered.noted()
+
+    def _let_rows_name(self) -> None:
+        """Let rows name the data sets of the program's that these data are made of, and no others."""
+        registered.forget()
+        registered.note(*self._may_name)
 
     def _stretch(self) -> StepSampler:
         start = self._completed_steps()
