@@ -84,7 +84,7 @@ def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
     """
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    if getattr(model, "is_quantized", False):
+    if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     config: Any = LoraConfig(task_type="CAUSAL_LM", **adapter) if isinstance(adapter, Mapping) else adapter
     return get_peft_model(model, config)
