@@ -171,6 +171,14 @@ def test_a_model_that_is_quantized_in_its_files(tmp_path, bits):
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_what_is_not_quantized_is_of_32_bits(tmp_path, quantization):
+    base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
+    policy = load(str(base), **SETTINGS | {"dtype": "bfloat16"}, adapter={"r": 4}, quantization=quantization)
+    packed = torch.uint8 if quantization == "4bit" else torch.int8
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32, packed}
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path, quantization):
     base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
     adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}

@@ -1,4 +1,4 @@
-"""One optimizer step that survives bad numbers."""
+"""The weights that are trained, and one optimizer step on them that survives bad numbers."""
 
 import logging
 from collections.abc import Iterator
