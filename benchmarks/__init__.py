@@ -1,5 +1,1 @@
 """Figures of this project, and beside them those of others."""
-
-from grpo_lightning.distributed.alone import leave_checkout
-
-leave_checkout()  # a folder in it may be called as a package that libraries look for

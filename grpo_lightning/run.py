@@ -40,7 +40,6 @@ from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward.engine import event_loop
 from grpo_lightning.rollout.columns import check_columns
-from grpo_lightning.settings.built import check_built
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Run:
         swept: Sequence[str] = (),
     ) -> None:
         settings.check(config)
-        check_built(config)
+        settings.check_built(config)
         check_processes(config, directory_given=directory_given, multirun=multirun)
         self.config = config
         self.directory = Path(config["run_dir"])

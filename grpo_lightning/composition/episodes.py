@@ -1,8 +1,7 @@
 """What an environment asks of the policy: a chat template that shows its replies and its tools."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import DictConfig
 
 from grpo_lightning.environment import Environment
 
@@ -13,7 +12,7 @@ TOOLS = "environment.tools"
 """What the tools are called among live objects."""
 
 
-def with_replies(module: DictConfig, environment: Environment) -> DictConfig:
+def with_replies(module: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
     """Settings of a module whose policy looks, before weights are read, whether its template shows replies and tools.
 
     Args:
@@ -23,18 +22,17 @@ def with_replies(module: DictConfig, environment: Environment) -> DictConfig:
     Raises:
         ValueError: The settings have tools of their own.
     """
-    changed = module.copy()
-    policy = changed.policy
+    policy = dict(module["policy"])
     if "reply_role" in policy:
-        policy.reply_role = environment.reply_role or policy.reply_role or "user"
+        policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
     if environment.tools and "template_kwargs" in policy:
-        own = policy.template_kwargs or {}
+        own = policy["template_kwargs"] or {}
         if own.get("tools") is not None:
             raise ValueError(
                 f"policy.template_kwargs.tools: allowed is null with environment {environment.name}, which has tools"
             )
-        policy.template_kwargs = {**own, "tools": {"_target_": f"{__package__}.part", "name": TOOLS}}
-    return changed
+        policy["template_kwargs"] = {**own, "tools": {"_target_": f"{__package__}.part", "name": TOOLS}}
+    return {**module, "policy": policy}
 
 
 def check_replies(policy: "Policy", environment: Environment) -> None:

@@ -11,27 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_lightning import settings, start
-from grpo_lightning.composition import CONF, loader, supervised, sweep
+from grpo_lightning import settings
+from grpo_lightning.composition import CONF, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
 from grpo_lightning.composition.overrides import made, plain, swept, write_settings
-from grpo_lightning.composition.resolvers import keep_from_strangers
-from grpo_lightning.distributed import fresh, signals
-from grpo_lightning.distributed.caches import use_private_cache
+from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
-from grpo_lightning.output.redaction import hide, redacted_words
+from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, say, sentence, show_printable
+from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.given import is_said
-from grpo_lightning.settings.places import entry_problem
 
 log = logging.getLogger(__name__)
 _openings: dict[str, announcement.Opening] = {}
@@ -44,25 +39,12 @@ class JobFailed(CompactHydraException):
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_job(cfg: DictConfig) -> float:
-    start.START = start.START or Path.cwd().resolve()  # a launcher may have started another process for this job
     last_through_closed_pipes()
     given: Any = HydraConfig.get()
     directory = Path(given.runtime.output_dir)
     is_sweep = given.mode == RunMode.MULTIRUN
-    if problem := _begin_log(directory, str(given.job.name)):
-        _leave_log()
-        told = hide(one_line(problem))
-        if is_sweep:
-            raise JobFailed(told)
-        print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
-        sys.exit(1)
-    show_printable(["root", *logging.Logger.manager.loggerDict])  # formatters of the user's own hide no secrets
-    start.pass_by_settings()
-    fresh.forget()
-    fresh.protect_processes()
     words: Any = OmegaConf.to_container(given.overrides, resolve=False)
     overrides = words["task"]
-    loader.note_sources(given, overrides)
     try:
         before = sweep.recorded(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():
@@ -89,7 +71,6 @@ def _hydra_job(cfg: DictConfig) -> float:
 
     def execute() -> float:
         activity.note(started=now(), choices=choices)
-        use_private_cache()
         _load()
         run = made(
             cfg,
@@ -101,7 +82,6 @@ def _hydra_job(cfg: DictConfig) -> float:
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
             swept=swept(given) if is_sweep else (),
         )
-        _check_place(run.directory, directory)
         return run.execute()
 
     if not supervised.is_possible():
@@ -123,20 +103,6 @@ def _hydra_job(cfg: DictConfig) -> float:
     return float(facts.get("value", -sys.float_info.max))
 
 
-def _check_place(place: Path, directory: Path) -> None:
-    """Refuse another run directory than Hydra's on the word of a file, or one that is no place for a run.
-
-    What lies in it is taken for the run's own.
-    """
-    if place == directory:
-        return
-    if not is_said("run_dir"):
-        instead = "hydra.run.dir=DIR, or hydra.sweep.dir=DIR with -m, on the command line"
-        raise ConfigError([f"run_dir={place} stands in a file; allowed is {instead}"])
-    if problem := entry_problem(place):  # Hydra's own was looked at before its log was begun
-        raise ConfigError([problem])
-
-
 def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
     """Say what was chosen, before anything takes time."""
     opening = _openings.setdefault(name, announcement.Opening(chosen(words["hydra"], name=name)))
@@ -150,9 +116,6 @@ def job() -> None:
     Raises:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    asked = get_args()
-    keep_from_strangers()
-    loader.install(runs=not (asked.help or asked.hydra_help or asked.cfg or asked.info), shows=bool(asked.resolve))
     status: Any = 1
     try:
         _hydra_job()
@@ -160,8 +123,6 @@ def job() -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
-    except HydraException as error:  # of settings that are to be shown, as by --help
-        print(error, file=sys.stderr)
     finally:
         status = sweep.close(status)
     if status:
@@ -184,32 +145,6 @@ def _accounted(execute: Callable[[], float], directory: Path, is_sweep: bool) ->
     except Exception as error:
         activity.note(error=sentence(error))
         return _failed(error, directory, is_sweep)
-
-
-def _begin_log(directory: Path, name: str) -> str | None:
-    """Make the log file, which Hydra opens when the first line is written to it; what stands in the way, if anything.
-
-    Args:
-        directory: The run's.
-        name: Of the job, which is the file's.
-    """
-    if Path(name).name != name:
-        return f"hydra.job.name={name}: allowed is the name of a file, without directories"
-    if problem := entry_problem(directory, f"{name}.log"):
-        return problem
-    try:
-        (directory / f"{name}.log").open("a").close()  # what is there keeps its time: a finished job is not touched
-    except OSError as error:
-        return f"hydra.run.dir={directory}: allowed is a directory that can be written to ({error.strerror})"
-    return None
-
-
-def _leave_log() -> None:
-    """Have no later line of this process, such as a launcher's, open a log file that Hydra would write it to."""
-    for one in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
-        if isinstance(one, logging.Logger):
-            for handler in [each for each in one.handlers if isinstance(each, logging.FileHandler)]:
-                one.removeHandler(handler)
 
 
 def _failed(error: Exception, directory: Path, is_sweep: bool) -> float:

@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from grpo_lightning import start
 from grpo_lightning.allowed import LIVE
 from grpo_lightning.data import PromptData
 from grpo_lightning.environment import Environment, Played
@@ -20,8 +19,6 @@ from grpo_lightning.environment.played import is_generator
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import Weighted
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.trust import beside_brought
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
@@ -98,18 +95,6 @@ def choices(parts: Mapping[str, Any], overrides: Sequence[str]) -> Choices:
         if changed and name not in ("reward", "callbacks"):
             raise ValueError(f"{changed[0]}: {name} is given as an object; allowed is one of the two")
     return made
-
-
-def check_beside_brought(made: Choices) -> None:
-    """Refuse live objects, but plain values, beside settings that are brought along, which may be a stranger's.
-
-    Raises:
-        ConfigError: There are both; names all objects, and what each is or of what class.
-    """
-    own = {key: one for key, one in made.objects.items() if not isinstance(one, str | int | float | list | dict | None)}
-    if start.settings_from() and own:
-        names = {key: getattr(one, "__qualname__", type(one).__qualname__) for key, one in own.items()}
-        raise ConfigError([beside_brought(key, name) for key, name in names.items()])
 
 
 def _whole(made: Choices, name: str, value: Any) -> None:

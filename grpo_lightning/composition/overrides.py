@@ -7,6 +7,7 @@ imported before it is needed.
 import contextlib
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,28 +18,19 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning import start
 from grpo_lightning.composition import CONF, episodes
-from grpo_lightning.composition.callbacks import with_callbacks
 from grpo_lightning.composition.choices import chosen
-from grpo_lightning.composition.directories import check_directory, without_directory
-from grpo_lightning.composition.environment import drawn, remember_secrets
-from grpo_lightning.composition.loader import installed
-from grpo_lightning.composition.resolvers import known_only
-from grpo_lightning.composition.selected import selected
-from grpo_lightning.distributed.caches import use_private_cache
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.settings import ConfigError, trust
-from grpo_lightning.settings.functions import with_targets
-from grpo_lightning.settings.given import ungiven
-from grpo_lightning.settings.suggestions import explain
+from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.suggestions import explain, known_keys
+from grpo_lightning.settings.targets import with_targets
 
 if TYPE_CHECKING:
     from grpo_lightning.run import Run
@@ -46,7 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ONE_AT_A_TIME = threading.RLock()
-"""What is known of the settings that are composed, such as where they come from, is known of the process."""
+"""Hydra has one state for the whole process."""
+_RESOLVERS = ("hydra", "now", "python_version")
+"""What Hydra registers where it begins."""
+_OF_RUN = ("hydra.run.dir=", "run_dir=")
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
 _live: ContextVar[Mapping[str, Any]] = ContextVar("live")
@@ -75,34 +70,26 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
 
 
 def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mapping[str, Any]) -> "Run":
-    from grpo_lightning.composition.live import check_beside_brought, choices, placeholder, raw
+    from grpo_lightning.composition.live import choices, placeholder, raw
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
-    words, named = without_directory(words)
-    if "${" in str(run_dir):
-        raise ValueError(
-            f"run_dir={run_dir}: allowed is a directory without ${{ in its name, which settings give a meaning"
-        )
-    directory = Path(run_dir or named or _new_directory())
-    with _composing():
+    named = [word for word in words if word.lstrip("+").startswith(_OF_RUN)]
+    words = [word for word in words if word not in named]
+    directory = Path(run_dir or (named[-1].partition("=")[2] if named else _new_directory()))
+    with composing(words):
         cfg = hydra_compose("train", words)
         files = chosen(words)
         for name, file in given.files.items():
             own = hydra_compose("train", [f"{name}={file}"])[name]
             kept = raw(cfg[name])
             cfg[name] = {key: own[key] if OmegaConf.is_dict(own[key]) else kept[key] for key in own}
-    check_beside_brought(given)
-    check_directory(str(directory))
-    OmegaConf.set_struct(cfg, False)
-    cfg.run_dir = str(directory)
-    for key, text in given.values.items():
-        if "${" in text:  # which OmegaConf would read, however it is escaped
-            given.objects[key] = text
-        OmegaConf.update(cfg, key, {"_target_": f"{__package__}.part", "name": key} if "${" in text else text)
-    for name in given.whole:
-        cfg[name] = placeholder(name, given.objects[name], cfg[name])
-    with known_only() if start.settings_from() else contextlib.nullcontext():
+        OmegaConf.set_struct(cfg, False)
+        cfg.run_dir = _literal(str(directory))
+        for key, text in given.values.items():
+            OmegaConf.update(cfg, key, _literal(text))
+        for name in given.whole:
+            cfg[name] = placeholder(name, given.objects[name], cfg[name])
         if "reward" in parts:  # an experiment's settings of rewards that are not there
             asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
             for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
@@ -116,7 +103,7 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
             live=given.objects,
             explicit=[*words, *(f"{name}=" for name in parts)],
             overrides=list(overrides),
-            directory_given=(run_dir or named) is not None,
+            directory_given=bool(run_dir or named),
             choices={part: name for part, name in files.items() if part not in given.whole}
             | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
             on_start=lambda place: write_settings(cfg, words, place),
@@ -134,15 +121,31 @@ def swept(hydra: DictConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _composing() -> Iterator[None]:
-    """Inside, Hydra composes this project's settings, also where a program has initialized it for its own."""
-    state = GlobalHydra.instance().hydra
+def composing(words: Sequence[str]) -> Iterator[None]:
+    """Inside, Hydra composes this project's settings, also where a program has initialized it for its own.
+
+    Args:
+        words: The overrides, for the message.
+
+    Raises:
+        ConfigError: They cannot be composed.
+    """
+    state, had = GlobalHydra.instance().hydra, [name for name in _RESOLVERS if OmegaConf.has_resolver(name)]
     GlobalHydra.instance().clear()
     try:
-        with installed(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([explain(error, CONF, known_keys(CONF), words)]) from error
     finally:
         GlobalHydra.instance().hydra = state
+        for name in set(_RESOLVERS) - set(had):
+            OmegaConf.clear_resolver(name)
+
+
+def _literal(text: str) -> str:
+    """A text in which OmegaConf reads ``${`` as it stands."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def part(name: str, **_: Any) -> Any:
@@ -150,43 +153,23 @@ def part(name: str, **_: Any) -> Any:
     return _live.get()[name]
 
 
-def plain(cfg: DictConfig, words: Sequence[str] | None = None) -> dict[str, Any]:
+def plain(cfg: DictConfig) -> dict[str, Any]:
     """The settings, resolved, as plain values, with a precision where they leave it open.
 
     Args:
         cfg: As composed.
-        words: The user's overrides; None: those of the command line.
 
     Raises:
-        ConfigError: A setting has no value, refers to one that is not there, or trusts code that the user does not.
+        ConfigError: A setting has no value, or refers to one that is not there.
     """
     try:
         config: Any = with_targets(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigError([explain(error, CONF)]) from error
-    remember_secrets(cfg, config)
-    check_trust(config, words, drawn=drawn(cfg, config))
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
         trainer["precision"] = natural_precision(trainer)
     return config  # type: ignore[no-any-return]
-
-
-def check_trust(config: Mapping[str, Any], words: Sequence[str] | None = None, **options: Any) -> None:
-    """Refuse resolved settings that trust code on the word of a file, or hold text that is resolved once more.
-
-    Args:
-        config: The settings, or some parts of them.
-        words: As in `plain`.
-        options: Those of `ungiven`.
-
-    Raises:
-        ConfigError: All of them, by key.
-    """
-    # What is built is made from these values, and would be read once more.
-    again = [f"{key}={text}: allowed is text without ${{" for key, text in trust.values(config) if "${" in str(text)]
-    if wrong := again + ungiven(config, words, **options):
-        raise ConfigError(wrong)
 
 
 def made(
@@ -201,29 +184,22 @@ def made(
         options: Those of `grpo_lightning.run.Run`.
     """
     _recall_policy(cfg, options["overrides"] if explicit is None else explicit)
-    config = plain(cfg, explicit)
-    use_private_cache()
+    config = plain(cfg)
     from grpo_lightning.run import Run
 
-    checked = OmegaConf.create(config)  # what is checked is what is built, whatever the environment says by then
-    trusted = trust.packages(config)[1]
-    start.make_importable(*trusted)
-
     def build(name: str, **more: Any) -> Any:
-        for key, target in trust.targets(config[name], name):
-            trust.resolved(target, trusted, key=key)
-        node, objects = checked[name], dict(live or {})
+        node, objects = config[name], dict(live or {})
         talks = name == "module" and config.get("environment") is not None
         if talks:
             environment = build("environment")
             node, objects[episodes.TOOLS] = episodes.with_replies(node, environment), environment.tools
         with _using(objects):
             try:
-                node, more = with_callbacks(node) if name == "trainer" else (node, more)
-                result = instantiate(node, _convert_="all", **({"_partial_": True} if more else {}))
+                node, more = _with_callbacks(node) if name == "trainer" else (node, more)
+                result = instantiated(node, **({"_partial_": True} if more else {}))
                 result = result(**more) if more else result
             except InstantiationException as error:
-                raise _cause(error, name) from error
+                raise cause_of(error, name) from error
         if talks:
             episodes.check_replies(result.policy, environment)
         return result
@@ -231,7 +207,56 @@ def made(
     return Run(config, build, **options)
 
 
-def _cause(error: InstantiationException, name: str) -> Exception:
+def instantiated(node: Any, **options: Any) -> Any:
+    """What resolved settings describe: a text with ``${`` in it is read as it stands."""
+    return instantiate(_escaped(node), _convert_="all", **options)
+
+
+def _escaped(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _escaped(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_escaped(value) for value in node]
+    return _literal(_literal(node)) if isinstance(node, str) else node  # Hydra resolves what it has resolved
+
+
+def _with_callbacks(trainer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A trainer's settings without its callbacks, and arguments with these, made.
+
+    Where none of them keeps checkpoints, Lightning is told to keep none: else it would add a ``ModelCheckpoint`` of its
+    own, which writes where the first logger's texts lead.
+
+    Args:
+        trainer: The settings; without ``callbacks`` they stand for a live trainer.
+    """
+    from lightning.pytorch.callbacks import Checkpoint
+
+    if "callbacks" not in trainer:
+        return trainer, {}
+    rest = dict(trainer)
+    result = instantiated(rest.pop("callbacks"))
+    every = [one for one in (result if isinstance(result, list) else [result]) if one is not None]  # NAME=null
+    return rest, {"callbacks": every, "enable_checkpointing": any(isinstance(one, Checkpoint) for one in every)}
+
+
+def select(cfg: DictConfig, key: str, *, throw_on_missing: bool = False) -> Any:
+    """What stands at a dotted key, resolved, as plain values; None where nothing does.
+
+    Args:
+        cfg: Settings as composed.
+        key: Of a value, a list or a mapping.
+        throw_on_missing: Whether ``???`` is an error.
+
+    Raises:
+        OmegaConfBaseException: It refers to what is not there.
+    """
+    found = OmegaConf.select(cfg, key)
+    if not OmegaConf.is_config(found):
+        return found
+    return OmegaConf.to_container(found, resolve=True, throw_on_missing=throw_on_missing)
+
+
+def cause_of(error: InstantiationException, name: str) -> Exception:
     """What went wrong inside of what settings build, which says it in its own words, or with the key if it is a bug."""
     cause = error.__cause__
     if isinstance(cause, ValueError | OSError):
@@ -246,7 +271,7 @@ def _recall_policy(cfg: DictConfig, explicit: Sequence[str]) -> None:
     from grpo_lightning.checkpoint.own_policy import recalled
 
     named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
-    for key, value in recalled(named, explicit, lambda key: selected(cfg, key)).items():
+    for key, value in recalled(named, explicit, lambda key: select(cfg, key)).items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
 
 

@@ -6,27 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException
-from hydra.utils import instantiate
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning import settings, start
-from grpo_lightning.composition import CONF
-from grpo_lightning.composition.brought_files import is_trusted, word_problems
-from grpo_lightning.composition.environment import drawn, remember_secrets, remember_words
-from grpo_lightning.composition.loader import overrides_of_others
-from grpo_lightning.composition.overrides import _cause, _composing, check_trust
-from grpo_lightning.composition.resolvers import known_only
-from grpo_lightning.composition.selected import selected
+from grpo_lightning import settings
+from grpo_lightning.composition.overrides import cause_of, composing, instantiated, select
 from grpo_lightning.output import redaction
-from grpo_lightning.output.links import leads_elsewhere
-from grpo_lightning.settings import ConfigError, trust
-from grpo_lightning.settings.built import sandbox_problems
-from grpo_lightning.settings.suggestions import explain, known_keys
+from grpo_lightning.settings import ConfigError
+from grpo_lightning.settings.targets import find_targets, resolve, trusted_packages
 
-_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint|trusted|trusted_settings)\b")
+_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint)\b")
 
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 
@@ -37,9 +26,6 @@ Build = Callable[[str, Any], Any]
 def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Any], Build]:
     """Some parts of the settings of the run in a directory, with overrides, and what builds objects from them.
 
-    The run may be a stranger's: what its settings trusted is not trusted here, and they may say what those may that a
-    command brings along, unless ``trusted_settings=true`` is among ``overrides``.
-
     Args:
         directory: A run directory, of which ``.hydra/overrides.yaml`` is read.
         overrides: As on the command line.
@@ -47,58 +33,34 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
     Raises:
         ConfigError: The settings cannot work.
-        ValueError: The directory does not say how its run was set, or its name would be read as a setting.
+        ValueError: The directory does not say how its run was set.
     """
-    if "${" in str(directory):
-        raise ValueError(f"{directory}: allowed is a directory without ${{ in its name, which settings give a meaning")
-    remember_words(overrides)
-    is_known = is_trusted(overrides)
-    then = [
-        word
-        for word in _overrides(directory)
-        if _still_holds(word, overrides) or (is_known and word.startswith("trusted="))
-    ]
-    try:
-        parser = OverridesParser.create()
-        parsed = parser.parse_overrides(then)
-        if not is_known and (wrong := word_problems(parsed, parser.parse_overrides([*overrides]))):
-            raise ConfigError(wrong)
-        with _composing(), overrides_of_others(then):
-            cfg = hydra_compose("train", [*then, *overrides])
-        OmegaConf.set_struct(cfg, False)
-        cfg.run_dir = str(directory)
-        with known_only():
-            remember_secrets(cfg)
-            config = {name: selected(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
-            from_environment = drawn(cfg, config)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain(error, CONF, known_keys(CONF))]) from error
-    if not is_known:
-        start.note_settings_from([str(directory)])  # as those that a command brings along
-    check_trust(
-        config | {"run_dir": str(directory)}, [*then, *overrides] if is_known else overrides, drawn=from_environment
-    )
-    _, trusted = trust.packages(config)
-    if untrusted := [name for _, name in trust.targets(config) if not trust.may_name(str(name), trusted)]:
-        config["trusted"] = [*trusted, *{name.partition(".")[0] for name in untrusted}]  # they may not be needed
+    words = [*(word for word in _overrides(directory) if _still_holds(word, overrides)), *overrides]
+    with composing(words):
+        cfg = hydra_compose("train", words)
+        config = {name: select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
     settings.check(config)
+    trusted = trusted_packages(config)
 
     def build(key: str, node: Any) -> Any:
-        for place, target in trust.targets(node, key):
-            trust.resolved(target, trusted, key=place)
-        if problems := list(sandbox_problems({key: node})):
+        for place, name in find_targets(node, key):
+            try:
+                resolve(name, trusted)
+            except ValueError as error:
+                raise ConfigError([f"{place}={name}: {error}"]) from error
+        if problems := list(settings.sandbox_problems({key: node})):
             raise ConfigError(problems)
         try:
-            return instantiate(OmegaConf.create({"built": node}), _convert_="all")["built"]
+            return instantiated({"built": node})["built"]
         except InstantiationException as error:
-            raise _cause(error, key) from error
+            raise cause_of(error, key) from error
 
     return config, build
 
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run is one of what is computed now: a part that is chosen anew begins afresh."""
-    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word or redaction.FORMERLY in word:
+    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word:
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):
@@ -109,11 +71,8 @@ def _still_holds(word: str, overrides: Sequence[str]) -> bool:
 
 def _overrides(directory: Path) -> list[str]:
     file = directory / ".hydra" / "overrides.yaml"
-    if leads_elsewhere(file, directory):
-        raise ValueError(f"{file} is by a link a file elsewhere; allowed is a run's own")
     try:
-        with known_only():
-            words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set") from None
     except Exception as error:  # a parser of YAML raises many kinds

@@ -18,11 +18,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import filter_overrides
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.redaction import redacted_words
+from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line, show
 
@@ -33,6 +33,9 @@ _MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=", "requeue=")
 """Overrides of a job that another start of it may have otherwise."""
 
 _SUMMARY = "summary.json"
+_BY_DIFFERENCES = "${hydra.job.override_dirname}"
+_LONGEST = 200
+"""Characters of an override that may become a part of the name of a directory."""
 
 _begun: list[tuple[Path, str]] = []
 """Directory and metric of the sweep of this process."""
@@ -48,9 +51,28 @@ class Note(Callback):
 
         directory = Path(config.hydra.sweep.dir)
         _begun.append((directory, str(config.sweep_metric)))
+        _name_by_differences(config)
         page = {"command": shlex.join(redacted_words(sys.argv)), "jobs": jobs(config)}
         directory.mkdir(parents=True, exist_ok=True)
         replace(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
+
+
+def _name_by_differences(config: DictConfig) -> None:
+    """Let the directories of jobs be named by what differs between them alone, or else by numbers.
+
+    Jobs are composed of the overrides of Hydra that ``config`` lists. A value with a slash, or a very long one, makes
+    no name of a directory.
+    """
+    words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides(words)
+    common = [one.key_or_group for one in parsed if not one.is_sweep_override()]
+    excluded = sorted({*config.hydra.job.config.override_dirname.exclude_keys, *common})
+    with open_dict(config):
+        config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(excluded)}]")
+        swept = [str(one.input_line) for one in parsed if one.is_sweep_override()]
+        is_default = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"] == _BY_DIFFERENCES  # type: ignore[call-overload,index]
+        if is_default and any("/" in word or len(word) > _LONGEST for word in swept):
+            config.hydra.overrides.hydra.append("hydra.sweep.subdir=${hydra.job.num}")
 
 
 def jobs(config: DictConfig) -> list[list[str]] | None:
@@ -135,6 +157,7 @@ def close(status: int) -> int:
     from grpo_lightning.report.command import of_sweep, told_command
 
     directory, metric = _begun.pop()
+    _hide_in(directory / "multirun.yaml")
     failed = False
     try:
         runs = find_runs(directory)
@@ -146,3 +169,10 @@ def close(status: int) -> int:
     if status or failed:
         tell(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
     return status or int(failed)
+
+
+def _hide_in(file: Path) -> None:
+    """Take the secrets out of what Hydra has written of a sweep."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if (hidden := hide(text)) != text:
+        replace(file, hidden, by=f".{file.name}")

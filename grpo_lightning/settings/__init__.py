@@ -1,41 +1,42 @@
 """Settings are checked as a whole, before any weights load: every mistake is reported at once, by its key.
 
 Hydra catches keys that do not exist; what it lets through is caught here: values of a wrong type or out of range,
-arguments that a target does not take, targets outside the trusted packages, and settings that contradict one another.
-
-Nothing heavy is imported for it, so that a wrong value is answered at once: signatures are read from source. What that
-cannot tell, `built.check_built` finds out once torch is there.
+targets that settings may not name, and settings that contradict one another. Nothing heavy is imported for it, so that
+a wrong value is answered at once. `check_built` imports the targets, and checks what each is called with.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import hydra_text, typed_key
+from grpo_lightning.output.shell import hydra_text, typed, typed_key
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings import trust
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
 from grpo_lightning.settings.episodes import episode_problems
-from grpo_lightning.settings.given import is_said
-from grpo_lightning.settings.loggers import logger_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
-from grpo_lightning.settings.places import place_problems
-from grpo_lightning.settings.reach import reach_problems
 from grpo_lightning.settings.recorded import recorded_problems
 from grpo_lightning.settings.rewards import reward_problems
-from grpo_lightning.settings.roles import role_problems
 from grpo_lightning.settings.suggestions import unknown_key
-from grpo_lightning.settings.targets import adapter_problems, target_problems
+from grpo_lightning.settings.targets import name_problems
 from grpo_lightning.settings.trainer import trainer_problems
 from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
 from grpo_lightning.settings.walk import BUILT, PARTS, each_target, leaves
-from grpo_lightning.start import settings_from
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
 right, 45 % of groups of 4 and 20 % of groups of 8."""
+
+_PRESETS = ("algorithm", "debug", "experiment", "sweep")
+"""Folders of conf/ whose files set parts, and are none."""
+_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""Class -> the package that it needs, which is also the name of this project's extra that installs it."""
+_SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
+"""What runs programs in the sandbox."""
 
 
 class ConfigError(ValueError):
@@ -52,8 +53,8 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Something is wrong with them; the error lists everything that is.
     """
-    named_so = {f"{key}._target_": node["_target_"] for key, node in each_target(config)}
-    if odd := {key: name for key, name in named_so.items() if not isinstance(name, str)}:
+    named = {f"{key}._target_": node["_target_"] for key, node in each_target(config)}
+    if odd := {key: name for key, name in named.items() if not isinstance(name, str)}:
         raise ConfigError([f"{typed_key(key)}={name}: allowed is a text, a dotted name" for key, name in odd.items()])
     rewards = config.get("reward")
     if plain := {name: one for name, one in (rewards or {}).items() if not isinstance(one, Mapping)}:
@@ -69,25 +70,53 @@ def check(config: Mapping[str, Any]) -> None:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:
             continue  # what it would compare is broken or absent, and reported if broken
-    _, trusted = trust.packages(config)
-    named = [problem for key, node in each_target(config) for problem in target_problems(node, key, trusted)]
     tried = [problem for key, node in each_target(config) for problem in reward_problems(node, key)]
-    adapted = adapter_problems(config.get("policy") or {})
     if problems := [
         *_unknown(config),
-        *_unbuilt(config),
+        *_unchosen(config),
         *values.values(),
-        *trust.problems(config),
-        *role_problems(config),
-        *named,
+        *name_problems(config),
         *tried,
-        *adapted,
         *contradictions,
-        *logger_problems(config),
-        *reach_problems(config),
-        *place_problems(config),
+        *_logger_problems(config),
+        *place_problems(_places(config)),
     ]:
         raise ConfigError(problems)
+
+
+def check_built(config: Mapping[str, Any]) -> None:
+    """Check resolved settings against what they name and against this machine; `check` comes before.
+
+    Nothing is built: targets are imported, and devices are counted.
+
+    Raises:
+        ConfigError: Something is wrong; the error lists everything that is.
+    """
+    from grpo_lightning.distributed.devices import device_problems, offload_problems
+    from grpo_lightning.settings.rewards import key_problems
+    from grpo_lightning.settings.targets import adapter_problems, argument_problems, trusted_packages
+
+    trusted = trusted_packages(config)
+    problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
+    problems += [*adapter_problems(config.get("policy") or {}), *device_problems(config["trainer"])]
+    problems += [*offload_problems(config), *key_problems(config)]
+    if problems := [*problems, *sandbox_problems(config)]:
+        raise ConfigError(problems)
+
+
+def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
+    from grpo_lightning.sandbox import client
+    from grpo_lightning.sandbox.limits import Unavailable
+
+    for key, node in each_target(config):
+        if node["_target_"] in _SANDBOXED:
+            try:
+                client.check()
+            except Unavailable as error:
+                yield one_line(f"{key}: {error}")
+            finally:
+                client.close()  # workers have their own
 
 
 def arithmetic(config: Mapping[str, Any]) -> str:
@@ -150,7 +179,6 @@ TOP = (
         "sweep_metric",
         "run_dir",
         "trusted",
-        "trusted_settings",
         "requeue",
         "print_settings",
         "preflight",
@@ -167,26 +195,80 @@ TOP = (
 
 
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
-    """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere.
-
-    Those that only the user may say are not offered with the value that a stranger has given.
-    """
+    """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
     for key, value in config.items():
-        is_brought = settings_from() and not is_said(str(key))
-        known = [name for name in TOP if not (is_brought and name in ("trusted", "trusted_settings", "run_dir"))]
-        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), known)):
+        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
             yield one_line(said)
 
 
-def _unbuilt(config: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of which nothing says what they are, as where a file of one's own begins with no other."""
-    for part in BUILT:
-        node = config.get(part)
-        if isinstance(node, Mapping) and "_target_" not in node:
+def _unchosen(config: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of which nothing says what they are, and files of one's own that choose nothing, as by ``loss: dapo``."""
+    for name in (*PARTS, *_PRESETS):
+        node = config.get(name)
+        if name in BUILT and isinstance(node, Mapping) and "_target_" not in node:
             yield (
-                f"{part}: no _target_ says what it is; allowed is a file of conf/{part}, or one of your own that "
+                f"{name}: no _target_ says what it is; allowed is a file of conf/{name}, or one of your own that "
                 "begins with 'defaults: [NAME]', the name of one of these"
             )
+        elif isinstance(node, str) and name != "logger":
+            yield (
+                f"{typed(name, node)} chooses nothing in a file; allowed is a line '- override /{name}: NAME' among "
+                "its defaults"
+            )
+        elif name in _PRESETS and node is not None:
+            yield (
+                f"nothing reads the settings below {name}; allowed is a file whose first line is '# @package _global_'"
+            )
+
+
+def _logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Loggers that were not chosen, or whose package is not installed."""
+    loggers = config.get("logger", {})  # replay has some parts of a run's settings only
+    if not isinstance(loggers, Mapping):
+        yield f"logger={loggers}: allowed is one of csv, mlflow, none, tensorboard, wandb, or a list of them"
+        return
+    chosen = [name for name, logger in loggers.items() if isinstance(logger, Mapping) and "_target_" in logger]
+    for name, logger in loggers.items():
+        if name not in chosen:
+            yield f"logger.{name}: no such logger was chosen; allowed is {typed('logger', [*chosen, name])}"
+            continue
+        package = _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])
+        if package and find_spec(package) is None:
+            yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
+
+
+def place_problems(places: Mapping[str, Any]) -> Iterator[str]:
+    """Directories that cannot be made or written to.
+
+    Args:
+        places: Key -> directory; what is no text is passed by.
+    """
+    told: set[str] = set()
+    for key, place in places.items():
+        why = obstacle(Path(place)) if isinstance(place, str) else None
+        if why and why not in told:
+            told.add(why)
+            yield one_line(f"{key}={place}: allowed is a directory that can be written to; {why}")
+
+
+def _places(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Key -> directory that the run and its callbacks write to."""
+    callbacks = (config.get("callbacks") or {}) if config.get("mode") == "fit" else {}
+    return {"hydra.run.dir": config.get("run_dir")} | {
+        f"callbacks.{name}.directory": lookup(node, "directory") for name, node in callbacks.items()
+    }
+
+
+def obstacle(directory: Path) -> str | None:
+    """Why a directory cannot be made or written to; None if nothing is known against it."""
+    there = next((place for place in (directory, *directory.absolute().parents) if os.path.lexists(place)), None)
+    if there is None:
+        return None
+    if not there.exists():
+        return f"{there} is a link to nothing"
+    if not there.is_dir():
+        return f"{there} is no directory"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} must not be written to"
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

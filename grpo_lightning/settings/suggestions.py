@@ -20,7 +20,7 @@ _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException
 _PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or|Did you mean) ")
-"""Of what Hydra says: an address, and offers that may be made of a stranger's words."""
+"""Of what Hydra says: an address, and offers that are worse than those made here."""
 _OPEN = re.compile(r"You must specify '(.*?)', e\.g,.*Available options:(.*)", re.DOTALL)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _INHERITED = re.compile(r"^defaults: \[([\w, ]*)\]", re.MULTILINE)
@@ -71,10 +71,10 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     """One sentence for what Hydra says of overrides that it cannot apply: key, value, and what may have been meant.
 
     Args:
-        error: Raised by composing settings: of Hydra or of OmegaConf. Its text may hold some of a stranger's.
+        error: Raised by composing settings: of Hydra or of OmegaConf.
         conf: The directory of the settings' files, whose folders are the groups.
         keys: Dotted keys of the settings; where there are none, those that the files hold are taken.
-        words: The user's overrides: nothing else becomes a part of a command that is offered.
+        words: The user's overrides.
     """
     text = str(error)
     said = {word.partition("=")[0].lstrip("+~"): word for word in words}
@@ -96,11 +96,9 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
         named, *names = ("/".join(map(typed_key, name.split("/"))) for name in (match[1], *options))
         return f"{named}: a file leaves this choice open; allowed is one of {', '.join(names)}, on the command line"
     if place := _FULL_KEY.search(text):
-        kind = type(error).__name__
-        if kind == "UnsupportedInterpolationType":
-            text = f"{text.splitlines()[0]}; allowed in settings that are brought along are OmegaConf's and Hydra's own"
+        is_missing = type(error).__name__ == "MissingMandatoryValue"
         missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
-        return one_line(f"{place[1]}: {missing if kind == 'MissingMandatoryValue' else text.splitlines()[0]}")
+        return one_line(f"{place[1]}: {missing if is_missing else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
         return one_line(_not_parsed(str(word)))
     cause = str(error.__cause__ or "").splitlines()

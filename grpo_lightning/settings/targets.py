@@ -1,54 +1,124 @@
-"""What a ``_target_`` may name, and which arguments it takes."""
+"""Which code a ``_target_`` may name, and which arguments it takes.
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+Settings may come from somebody else, and a ``_target_`` is imported and called. So what it leads to has to be a part of
+this package, of the libraries in ``LIBRARIES``, the user's own code, which lies outside of Python's library and its
+packages, or of a package in ``trusted=[…]``. What counts is the module in which the object is defined, not how the path
+begins: ``my_rewards.os.system`` is a part of ``os``.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache, partial
 from inspect import Signature
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.signatures import signature
-from grpo_lightning.settings.source import Absent, NoCallable, Unreadable
 from grpo_lightning.settings.suggestions import nearest
-from grpo_lightning.settings.trust import is_of_library, may_name
 from grpo_lightning.settings.values import REWARD, RULES
 
-Read = Callable[[str], Signature]
-"""Dotted path -> signature; raises ``Absent``, ``NoCallable`` or ``Unreadable``."""
+_PARTS = ("callbacks", "loggers", "strategies", "plugins", "profilers", "accelerators", "trainer", "Trainer")
+LIBRARIES = (
+    *("grpo_lightning", "torch.optim", "bitsandbytes.optim", "transformers.optimization", "transformers.Adafactor"),
+    *("lightning.Trainer", "lightning.fabric.plugins", *(f"lightning.pytorch.{part}" for part in _PARTS)),
+)
+"""Packages, modules and classes that settings may name."""
+OF_HYDRA = ("hydra._internal.core_plugins", "hydra.experimental.callbacks", "hydra_plugins", "optuna.samplers")
+"""What Hydra's own settings may name beside: launchers, sweepers and callbacks."""
+ALLOWED = (
+    "allowed are parts of this package, torch's and bitsandbytes' optimizers, Lightning's trainer, callbacks, loggers, "
+    "strategies, plugins, profilers and accelerators, your own Python files, and packages that trusted=[PACKAGE] names"
+)
+_LISTS = {"grpo_lightning.environment.tools.Tools": "tools"}
+"""Target -> its setting that is a list of dotted paths."""
+_PLAIN = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 
-def target_problems(
-    node: Mapping[str, Any], key: str, trusted: Collection[str] = (), *, read: Read = signature
-) -> Iterator[str]:
-    """What is wrong with the ``_target_`` of ``node`` and with its arguments, one text for each mistake.
+def find_targets(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every ``_target_`` in nested settings, as pairs of its dotted key and its value."""
+    pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == "_target_":
+            yield name, value
+        yield from find_targets(value, name)
+
+
+def trusted_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The packages that ``trusted=[…]`` names."""
+    named = config.get("trusted") or ()
+    return tuple(map(str, named)) if isinstance(named, list | tuple) else ()
+
+
+def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRARIES) -> Iterator[str]:
+    """What is wrong with the paths that settings name, by key, as far as it can be said without importing them.
+
+    Args:
+        config: Resolved settings.
+        libraries: What they may name beside the user's own code.
+    """
+    if not isinstance(config.get("trusted") or [], list | tuple):
+        yield f"trusted={config['trusted']}: allowed is a list of packages, such as trusted=[trl]"
+    shortest: dict[str, str] = {}  # a part that others have a copy of is told where it stands
+    for key, name in find_targets(config):
+        shortest[str(name)] = min(shortest.get(str(name), key), key, key=lambda one: one.count("."))
+    for name, key in shortest.items():
+        if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+            yield one_line(f"{key}={name}: allowed is a dotted path, package.module.function")
+        elif not _is_below(name, libraries) and (problem := _top_problem(name, trusted_packages(config))):
+            yield f"{key}={name}: {problem}"
+
+
+def resolve(path: str, trusted: Collection[str] = (), libraries: Collection[str] = LIBRARIES) -> Any:
+    """Import what a path leads to.
+
+    Args:
+        path: Of a function or a class, such as ``torch.optim.AdamW``.
+        trusted: Packages that the user trusts.
+        libraries: What may be named beside the user's own code.
+
+    Raises:
+        ValueError: There is no such object, it is no function or class, or it is defined where settings may name none.
+    """
+    if not _is_below(path, libraries) and (problem := _top_problem(path, trusted)):
+        raise ValueError(problem)
+    try:
+        found = _imported(path)
+    except Exception as error:  # importing a user's file may raise anything
+        told = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"not found ({one_line(str(told))})") from error
+    if isinstance(found, ModuleType) or not callable(found):
+        raise ValueError(f"allowed is a function or a class, and this is a {type(found).__name__}")
+    home = _home(found)
+    if not (_is_below(home, libraries) or home.partition(".")[0] in trusted or _is_own(home)):
+        raise ValueError(f"is defined in {home}; {ALLOWED}")
+    return found
+
+
+def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str] = ()) -> Iterator[str]:
+    """What is wrong with the ``_target_`` of ``node``, which is imported, and with its arguments.
 
     Args:
         node: Settings with a ``_target_``.
         key: The dotted key of these settings.
         trusted: Packages that the user trusts.
-        read: Gives signatures; what it cannot read is not judged.
     """
-    name = node["_target_"]
-    if not isinstance(name, str) or "." not in name:
-        yield f"{key}._target_={one_line(str(name))}: allowed is a dotted path, package.module.function"
-        return
-    if not may_name(name, trusted):
-        return  # reported by `trust.problems`
-    if "_args_" in node and is_of_library(name):
-        yield f"{key}._args_: allowed are arguments by name, as rules look for them"
+    name = str(node["_target_"])
     try:
-        parameters = read(name).parameters
-    except NoCallable as error:
-        yield f"{key}._target_={name}: allowed is a function or a class; {one_line(str(error))}"
+        signature = signature_of(resolve(name, trusted))
+    except ValueError as error:
+        yield f"{key}._target_={name}: {error}"
         return
-    except Absent as error:
-        yield f"{key}._target_={name}: not found ({one_line(str(error))})"
-        return
-    except Unreadable:
+    if signature is None or "_args_" in node:
         return
     missing = [
         parameter.name
-        for parameter in parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.name not in node
@@ -59,13 +129,12 @@ def target_problems(
             "what it returns)"
         )
     given = {argument: value for argument, value in node.items() if not argument.startswith("_")}
-    ruled = {argument for argument in given if _has_rule(key, argument)}
-    yield from argument_problems(Signature(list(parameters.values())), given, key, name, ruled=ruled)
+    yield from _unfit(signature, given, key, name)
 
 
 def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with ``policy.adapter``, which are arguments of a class of peft that no ``_target_`` names."""
-    adapter, name = policy.get("adapter"), "peft.LoraConfig"
+    """What is wrong with ``policy.adapter``, the arguments of peft's ``LoraConfig``, which is imported."""
+    adapter = policy.get("adapter")
     if adapter is None:
         return
     if not isinstance(adapter, Mapping):
@@ -76,26 +145,129 @@ def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
         return
     if "task_type" in adapter:
         yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
-    for module in MODULES_OF_PEFT:
-        if module in adapter:
-            yield f"policy.adapter.{module}: unknown; no adapter may name a module that peft would import"
+    from peft import LoraConfig
+
+    if signature := signature_of(LoraConfig):
+        yield from _unfit(signature, adapter, "policy.adapter", "peft.LoraConfig")
+
+
+def signature_of(member: Any) -> Signature | None:
+    """The signature of a function or class, with types as annotations; None where it does not say what it takes."""
     try:
-        yield from argument_problems(signature(name), adapter, "policy.adapter", name)
-    except (Absent, Unreadable):
-        return
+        found = inspect.signature(member)
+    except (TypeError, ValueError):
+        return None
+    try:
+        hints = get_type_hints(member.__init__ if inspect.isclass(member) else member)
+    except Exception:  # whatever evaluating a foreign annotation raises
+        hints = {}
+    return found.replace(
+        parameters=[
+            one.replace(annotation=hints.get(one.name, _PLAIN.get(str(one.annotation), Any)))
+            for one in found.parameters.values()
+        ]
+    )
 
 
-def argument_problems(
-    signature: Signature, given: Mapping[str, Any], key: str, name: str, *, ruled: Collection[str] = ()
-) -> Iterator[str]:
+def with_targets(node: Any) -> Any:
+    """The same settings, with ``{_target_: PATH, _partial_: true}`` for each dotted path in lists of functions.
+
+    So they are checked and imported as every other ``_target_`` is.
+
+    Args:
+        node: Resolved settings, or a part of them.
+    """
+    if isinstance(node, list):
+        return [with_targets(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    name = _LISTS.get(str(node.get("_target_")))
+    made = {key: with_targets(value) for key, value in node.items()}
+    if name in made and isinstance(made[name], list):
+        made[name] = [{"_target_": one, "_partial_": True} if isinstance(one, str) else one for one in made[name]]
+    return made
+
+
+def _top_problem(path: str, trusted: Collection[str]) -> str | None:
+    """Why settings may not name the package that a path begins with; None if they may."""
+    top = path.partition(".")[0]
+    if top in trusted or _is_own(top):
+        return None
+    if top not in sys.stdlib_module_names and top != "builtins" and _place(top) is None:
+        return f"not found (there is no module {top} in the working directory or on Python's path)"
+    return ALLOWED
+
+
+def _is_own(module: str) -> bool:
+    """Whether a module is the user's: none of Python's library, and of no installed package."""
+    place = _place(module.partition(".")[0])
+    if place is None or {"site-packages", "dist-packages"} & set(place.parts):
+        return False
+    return not any(installed in place.parents for installed in _library())
+
+
+def _place(top: str) -> Path | None:
+    """The file or folder of a top-level module; None if there is none, as of those built into Python."""
+    if top == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        return Path(file).resolve() if file else Path.cwd()
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    file = spec.origin if spec.has_location else folders[0] if folders else None
+    return Path(file).resolve() if file else None
+
+
+@cache
+def _library() -> tuple[Path, ...]:
+    """The folders of Python's own library."""
+    return tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
+
+
+def _imported(path: str) -> Any:
+    """What a path leads to: a member, or where a package has none of that name, its module."""
+    top, *names = path.split(".")
+    found: Any = importlib.import_module(top)
+    for number, name in enumerate(names, start=1):
+        if hasattr(found, name) or not isinstance(found, ModuleType):
+            found = getattr(found, name)
+            continue
+        module = f"{found.__name__}.{name}"
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise AttributeError(f"{'.'.join([top, *names[: number - 1]])} has no member {name!r}") from None
+    return found
+
+
+def _home(member: Any) -> str:
+    """The module in which a function, a class, or the function behind a ``partial`` is defined."""
+    if isinstance(member, partial):
+        return _home(member.func)
+    bound = getattr(member, "__self__", None)
+    if bound is not None and not isinstance(bound, ModuleType):  # a method of a class or of an object
+        return str((bound if inspect.isclass(bound) else type(bound)).__module__)
+    return str(getattr(member, "__module__", None) or type(member).__module__)
+
+
+def _is_below(path: str, prefixes: Collection[str]) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _unfit(signature: Signature, given: Mapping[str, Any], key: str, name: str) -> Iterator[str]:
     """What is wrong with arguments: those that nobody takes, and those of another type than they are declared to be.
 
     Args:
-        signature: With plain types or ``Any`` as annotations.
+        signature: With types or ``Any`` as annotations.
         given: Argument -> value.
         key: The dotted key of these settings.
         name: What takes them.
-        ruled: Arguments whose values have rules, so that their types need no check here.
     """
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -106,7 +278,7 @@ def argument_problems(
                 meant = nearest(argument, named)
                 guess = f"the nearest is {meant}; " if meant else ""
                 yield f"{key}.{one_line(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
-        elif argument not in ruled and not _fits(value, hint := parameters[argument].annotation):
+        elif not _has_rule(key, argument) and not _fits(value, hint := parameters[argument].annotation):
             shown = "null" if value is None else one_line(str(value))
             yield f"{key}.{argument}={shown}: allowed is {_words(hint)}"
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.recording import files
-from grpo_lightning.settings.functions import with_targets
+from grpo_lightning.settings.targets import with_targets
 from tests.support.hydra_memory import files_read_once
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +38,7 @@ def settings(*overrides: str) -> DictConfig:
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
     reading = nullcontext() if any("hydra" in word for word in overrides) else files_read_once()
     with initialize_config_dir(str(CONF), version_base="1.3"), reading:
-        own = [] if any("trusted" in word for word in overrides) else ["trusted=[tests,benchmarks]"]
-        return compose("train", [*own, f"run_dir={NOWHERE}", *overrides])
+        return compose("train", [f"run_dir={NOWHERE}", *overrides])
 
 
 def composed(*overrides: str) -> dict[str, Any]:

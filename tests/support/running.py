@@ -24,7 +24,6 @@ SMALL = (
     "reward.custom.function._target_=tests.support.rewards.vowels",
     "trainer=cpu",
     "steps=1",
-    "trusted=[tests]",
 )
 
 
