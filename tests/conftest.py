@@ -12,7 +12,6 @@ import torch
 
 from grpo_lightning import start
 from grpo_lightning.distributed import fresh
-from grpo_lightning.output import redaction
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
@@ -45,17 +44,6 @@ def _thin_out(items):
             if cases[name] % 7:
                 item.add_marker("slow")
             cases[name] += 1
-
-
-@pytest.fixture(autouse=True)
-def secrets_of_this_test_alone():
-    """No word is hidden in messages any more that was a secret to a test before this one, itself or by its key."""
-    remembered = (redaction._known, redaction._keys)
-    before = [{*known} for known in remembered]
-    yield
-    for known, own in zip(remembered, before, strict=True):
-        known.clear()
-        known.update(own)
 
 
 @pytest.fixture(autouse=True)

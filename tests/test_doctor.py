@@ -8,8 +8,8 @@ import json
 import math
 
 import pytest
-
 from grpo_lightning.callbacks.course import Course
+
 from grpo_lightning.callbacks.doctor import Hopeless
 from grpo_lightning.callbacks.symptoms import RULES, findings
 from tests.support.composed import ROOT

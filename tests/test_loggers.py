@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo_lightning.callbacks.loggers import _BROKEN, guard
 from lightning import Callback
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from grpo_lightning.callbacks.loggers import _BROKEN, guard
 from grpo_lightning.logger.csv import CSVLogger
 from tests.support.provocations import provocation
 from tests.support.running import small_run

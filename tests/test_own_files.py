@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_lightning.output.links import followed, leads_out, linked_part
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.tensorboard import SummaryWriter
 
@@ -18,7 +19,6 @@ from grpo_lightning.checkpoint.io import AtomicCheckpointIO
 from grpo_lightning.checkpoint.lock import Locked, held
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.links import followed, leads_out, linked_part
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.places import link_problem, place_problems
 from grpo_lightning.settings.reach import is_in, reach_problems

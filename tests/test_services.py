@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo_lightning.logger.known import STORE, keep, known
 
 import grpo_lightning
-from grpo_lightning.logger.known import STORE, keep, known
 from grpo_lightning.logger.mlflow import MLFlowLogger, _has_links
 from grpo_lightning.logger.wandb import _without_git
 from grpo_lightning.settings import ConfigError, check

@@ -5,13 +5,12 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from grpo_lightning import start
 from grpo_lightning.checkpoint.command import say_begun
 from grpo_lightning.distributed import fresh
-from grpo_lightning.output.redaction import hide, redacted_words, remember_words
+from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.shell import program, shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, show
 
@@ -46,9 +45,6 @@ def main() -> None:
 
     say_begun()
     if others:
-        words = [word.lstrip("-") for word in sys.argv[1:]]
-        typed = [word.partition("=") for word in (*words, *map("=".join, pairwise(words)))]
-        remember_words([f"{key.replace('-', '_')}={value}" for key, _, value in typed])
         sys.exit(hide(_not_read(sys.argv[1:], others)))
 
     from grpo_lightning.composition.job import job

@@ -11,7 +11,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import ConfigError
@@ -58,10 +57,6 @@ def link_of_sweep(composed: DictConfig) -> str | None:
     """What is wrong with a sweep's directory, in which Hydra and its plug-ins write through links."""
     if composed.hydra.mode != RunMode.MULTIRUN:
         return None
-    with suppress(OmegaConfBaseException):
-        folder = str(composed.hydra.launcher.get("submitit_folder") or "")
-        if link := linked_part(Path(folder)):
-            return one_line(f"hydra.launcher.submitit_folder={folder}: {link} is a link; allowed is a place without")
     with suppress(OmegaConfBaseException):  # such as ${hydra.job.num}, which no sweep as a whole has
         problem = entry_problem(Path(composed.hydra.sweep.dir), "optimization_results.yaml", ".submitit")
         return problem and problem.replace("hydra.run.dir=", "hydra.sweep.dir=", 1)

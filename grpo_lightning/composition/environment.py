@@ -7,14 +7,10 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from grpo_lightning.composition.selected import selected
-from grpo_lightning.output import redaction
-from grpo_lightning.settings import trust
 
 _ENVIRONMENT = re.compile(r"\boc\.env\s*:(?:\s*([A-Za-z_]\w*)\s*[,}])?")
 """What takes a value from the environment, and the variable's name where it stands there as it is."""
@@ -31,42 +27,11 @@ _LIKE_PASSWORD = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w.-]|(?=.*\d)(?=.*[a-z]).*[A
 
 
 def remember_words(words: Sequence[str]) -> None:
-    """Take note of the secrets among overrides, also by keys in what they set, such as ``logger.x={api_key: abc}``."""
-    redaction.remember_words(words)
-    parser = OverridesParser.create()
-    for word in words:
-        with suppress(Exception):  # of which the user is told where they are composed
-            parsed = parser.parse_override(word)
-            redaction.remember({parsed.key_or_group: _texts(parsed.value())})
-
-
-def _texts(value: Any) -> Any:
-    """What an override sets, as plain values; the choices of a sweep as a list."""
-    if isinstance(value, Mapping):
-        return {str(key): _texts(one) for key, one in value.items()}
-    if isinstance(value, ChoiceSweep):
-        value = value.list
-    if isinstance(value, list):
-        return [_texts(one) for one in value]
-    return value.text if isinstance(value, QuotedString) else value
+    """Nothing."""
 
 
 def remember_secrets(cfg: DictConfig, config: Mapping[str, Any] | None = None) -> None:
-    """Take note of the secrets among settings as composed and, if they are known already, as resolved."""
-    composed: Any = OmegaConf.to_container(cfg, resolve=False)
-    named = [key for key, value in trust.values(composed) if _may_be_set(str(value))]
-    own = config or {key: node for key, node in composed.items() if key != "hydra"}
-    redaction.remember(own, keys=named)
-
-
-def _may_be_set(value: str) -> bool:
-    """Whether a value takes something from a variable that is set, or named as secret, as far as one can tell."""
-    return any(not name or _counts(name) for name in _ENVIRONMENT.findall(value))
-
-
-def _counts(name: str) -> bool:
-    """Whether a variable may give a secret: one that is set, or is named so, whatever settings have in its place."""
-    return name in os.environ or redaction.names_secret(name)
+    """Nothing."""
 
 
 def drawn(cfg: DictConfig, config: Mapping[str, Any]) -> set[str]:
@@ -112,27 +77,11 @@ def _other_environment() -> Iterator[None]:
         _is_other.reset(before)
 
 
-def _is_place(value: str) -> bool:
-    """Whether a value is a place, whose name is found in many texts and is no secret by itself: keys have /, too."""
-    return value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
-
-
-def _is_private(name: str, value: str) -> bool:
-    """Whether the value of a variable is hidden wherever it stands, also in a longer one, such as an address."""
-    if _is_place(value):
-        return False
-    is_named = redaction.names_secret(name) or bool(_LIKE_PASSWORD.fullmatch(value) and not _PLAIN.fullmatch(name))
-    return len(value) >= (redaction.SHORTEST if is_named else _SURELY_PRIVATE)
-
-
 def _of_environment(*words: Any) -> Any:
     """OmegaConf's resolver ``oc.env``; what it reads is kept out of all texts."""
     if _is_other.get() and words and os.environ.get(str(words[0])) and not _PLAIN.fullmatch(str(words[0])):
         return _OTHER
-    value = oc.env(*words)
-    if isinstance(value, str) and _counts(str(words[0])) and _is_private(str(words[0]), value):
-        redaction.remember({}, texts=[value])
-    return value
+    return oc.env(*words)
 
 
 OmegaConf.register_new_resolver("oc.env", _of_environment, replace=True)

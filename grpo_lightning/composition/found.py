@@ -9,8 +9,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 
 from grpo_lightning import start
 from grpo_lightning.composition import CONF
-from grpo_lightning.output.links import linked_part
-from grpo_lightning.output.terminal import name_of_file, one_line
+from grpo_lightning.output.terminal import one_line
 
 
 class SettingsRefused(ConfigCompositionException):
@@ -28,11 +27,6 @@ def is_brought(default: ResultDefault, loaded: ConfigResult, *, is_noted: bool) 
         return False
     is_below = file.is_relative_to(root)
     is_file = loaded.path.startswith("file://")
-    if is_noted and is_file and _is_linked(loaded.path.removeprefix("file://"), default):
-        raise SettingsRefused(
-            f"{one_line(str(default.config_path))}: is by a link {name_of_file(str(file))}, which may be no settings "
-            "of its author's; allowed are files by their own names"
-        )
     if not is_file:
         if not is_below:
             raise SettingsRefused(
@@ -52,14 +46,6 @@ def is_hydras_own(default: ResultDefault, loaded: ConfigResult) -> bool:
         return loaded.path == f"file://{CONF}" and path == "train" and not package
     meant = (loaded.header or {}).get("package") or path.rpartition("/")[0].replace("/", ".")
     return path == "hydra/config" or (path.startswith("hydra/") and package == meant)
-
-
-def _is_linked(place: str, default: ResultDefault) -> bool:
-    """Whether settings that are brought along are a link to a file of the user's, whose words would become theirs."""
-    root, name = Path(place), ConfigSource._normalize_file_name(default.config_path or "")
-    if ".." in Path(name).parts:  # only the command says so
-        return linked_part(root / name) is not None
-    return root.resolve() != CONF.resolve() and linked_part(root / name, root) is not None
 
 
 def _place(default: ResultDefault, loaded: ConfigResult) -> tuple[Path | None, Path]:

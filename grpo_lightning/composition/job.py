@@ -28,7 +28,7 @@ from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import hide, redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, say, sentence, show_printable
+from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, say, sentence
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.given import is_said
 from grpo_lightning.settings.places import entry_problem
@@ -56,7 +56,6 @@ def _hydra_job(cfg: DictConfig) -> float:
             raise JobFailed(told)
         print(f"[ERROR] {told}", file=sys.stderr, flush=True)  # not the log, whose file may be somebody else's
         sys.exit(1)
-    show_printable(["root", *logging.Logger.manager.loggerDict])  # formatters of the user's own hide no secrets
     start.pass_by_settings()
     fresh.forget()
     fresh.protect_processes()

@@ -266,5 +266,5 @@ def _listed(wrong: Sequence[str]) -> str:
 def _hide_in(file: Path) -> None:
     """Take the secrets out of what Hydra has written of a sweep."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (hidden := redaction.hide(text, redaction.HIDDEN)) != text:
+    if (hidden := redaction.hide(text)) != text:
         replace(file, hidden, by=f".{file.name}")

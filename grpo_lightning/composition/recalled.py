@@ -21,7 +21,6 @@ from grpo_lightning.composition.overrides import _cause, _composing, check_trust
 from grpo_lightning.composition.resolvers import known_only
 from grpo_lightning.composition.selected import selected
 from grpo_lightning.output import redaction
-from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.settings import ConfigError, trust
 from grpo_lightning.settings.built import sandbox_problems
 from grpo_lightning.settings.suggestions import explain, known_keys
@@ -98,7 +97,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run is one of what is computed now: a part that is chosen anew begins afresh."""
-    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word or redaction.FORMERLY in word:
+    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word:
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):
@@ -109,8 +108,6 @@ def _still_holds(word: str, overrides: Sequence[str]) -> bool:
 
 def _overrides(directory: Path) -> list[str]:
     file = directory / ".hydra" / "overrides.yaml"
-    if leads_elsewhere(file, directory):
-        raise ValueError(f"{file} is by a link a file elsewhere; allowed is a run's own")
     try:
         with known_only():
             words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)

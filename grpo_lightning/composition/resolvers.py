@@ -11,7 +11,6 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError
 
 from grpo_lightning import start
-from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings import trust
 
@@ -46,12 +45,10 @@ def resolver_problems(composed: Mapping[str, Any]) -> list[str]:
 def known_only() -> Iterator[None]:
     """Inside, OmegaConf calls its own resolvers and Hydra's, and none that a program has registered.
 
-    Nor does YAML call what a program has registered for tags.
-
     One that evaluates its argument is usual, and strangers' settings have many ways to a text that is read twice.
     """
     known = {name: call for name, call in BaseContainer._resolvers.items() if name in _KNOWN}
-    with patch.object(BaseContainer, "_resolvers", known), standard_tags():
+    with patch.object(BaseContainer, "_resolvers", known):
         yield
 
 

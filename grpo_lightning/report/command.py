@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.distributed import alone
-from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
@@ -37,9 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plot:
             from grpo_lightning.report.plot import plot
 
-            if part := linked_part(options.plot.parent):
-                told = f"{part} is a link in a folder, through which is not written"
-                raise ReportError(f"--plot={options.plot}: {told}; allowed is where it leads to, by its own name")
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))
@@ -47,17 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def told_command(directory: Path) -> str:
-    """The command that compares the runs below a directory, where this process has been started.
-
-    In a checkout it is the one of the README. Elsewhere a folder may be called as this package is, in which Python does
-    not look with ``-P``; it has to be told where a package is that is not installed, and no more: other
-    folders in a checkout may be called as packages are.
-    """
-    root, place = Path(__file__).resolve().parents[2], shell_word(str(directory))
-    if root == Path.cwd().resolve():
-        return f"python -m grpo_lightning.report {place}"
-    known = "" if root.name in ("site-packages", "dist-packages") else f"PYTHONPATH={shell_word(alone.PLACE)} "
-    return f"{known}python -P -m grpo_lightning.report {place}"
+    """The command that compares the runs below a directory."""
+    return f"python -m grpo_lightning.report {shell_word(str(directory))}"
 
 
 def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:

@@ -1,35 +1,25 @@
 """Curves of a comparison: means over seeds, with a band for their interval."""
 
-import io
 from pathlib import Path
 
-from grpo_lightning import start
-from grpo_lightning.output.files import replace
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import ReportError
 from grpo_lightning.report.statistics import Estimate, estimate
-
-_PICTURES = (".jpg", ".pdf", ".png", ".svg")
-"""Endings of pictures; matplotlib would hand the texts of others to TeX, which runs what stands in them."""
 
 
 def plot(comparison: Comparison, file: Path) -> None:
     """Draw one panel for each metric into a picture, whose kind the file's ending says.
 
     Raises:
-        ReportError: matplotlib is not installed, the ending is unknown, or the picture cannot be written.
+        ReportError: matplotlib is not installed, does not know the ending, or the picture cannot be written.
     """
-    if file.suffix.lower() not in _PICTURES:
-        raise ReportError(f"--plot={file}: allowed are names that end in {', '.join(_PICTURES)}")
-    start.pass_by_settings()
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise ReportError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
     matplotlib.use("Agg")
-    # A dollar in a setting begins no formula, and no text goes to TeX, whatever the user's matplotlibrc says.
-    matplotlib.rcParams.update({"text.parse_math": False, "text.usetex": False})
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a setting begins no formula
     from matplotlib import pyplot
 
     panels = len(comparison.lines)
@@ -51,9 +41,7 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure.tight_layout()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format=file.suffix.removeprefix(".").lower())
-        replace(file, drawing.getvalue())  # not through a link that may lie there
+        figure.savefig(file)
     except (OSError, ValueError) as error:
         raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
     finally:

@@ -19,6 +19,7 @@ OWN = (
     *("environment.gymnasium.Gymnasium", "environment.python.Python", "environment.retry.Retry"),
     "environment.tools.Tools",
     *("logger.csv.CSVLogger", "logger.mlflow.MLFlowLogger", "logger.wandb.WandbLogger"),
+    "logger.tensorboard.TensorBoardLogger",
     *("module.GRPOLightningModule", "module.SFTLightningModule", "policy.hf.HFPolicy", "policy.hf.load"),
     *("policy.plain.PlainPolicy", "policy.scratch.character_llama"),
     *(f"reference.{name}" for name in ("adapter_off", "another_model", "frozen_copy", "none", "of_model")),

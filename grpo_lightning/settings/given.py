@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from grpo_lightning import start
 from grpo_lightning.allowed import CACHE
-from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
 from grpo_lightning.settings.registered import of_user
@@ -206,7 +205,9 @@ def _outside(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         store = node.get(_TRACKING)
         # Servers get a key of the environment, some stores are opened by code that their address names, and a file that
         # came with the settings may say itself where tables and checkpoints are written, by a trigger of its database.
-        is_known = store and (store in (STORE, os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store))
+        is_known = store and (
+            store in ("sqlite:///mlflow.db", os.environ.get("MLFLOW_TRACKING_URI")) or _is_of_this_machine(store)
+        )
         if not is_known and (_TRACKING in node or target.endswith(".MLFlowLogger")):  # it would log to save_dir
             yield f"{key}.{_TRACKING}", store
 

@@ -3,11 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
-from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.walk import each_target
@@ -49,17 +46,13 @@ def logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(place, str) and ":" in place.partition("/")[0] and not _ARTIFACTS.fullmatch(place):
             allowed = "allowed are a directory, file:, mlflow-artifacts:, dbfs:, http, https, s3, gs, wasbs and abfss"
             yield one_line(f"{key}.artifact_location={place}: {allowed}, as others load libraries that lie here")
-        elif isinstance(place, str) and (link := linked_part(Path(unquote(place.removeprefix("file:"))))):
-            yield one_line(f"{key}.artifact_location={place}: {link} is a link; allowed is a place by its own name")
         store = node.get("tracking_uri")
         if not isinstance(store, str):
             continue
         told = "sqlite:///PATH of a database whose name ends in .db, .sqlite or .sqlite3"
         if store.startswith("sqlite"):
-            if not (database := _DATABASE.fullmatch(store)):
+            if not _DATABASE.fullmatch(store):
                 yield one_line(f"{key}.tracking_uri={store}: allowed is {told}")
-            elif link := linked_part(Path(unquote(database[1]))):
-                yield one_line(f"{key}.tracking_uri={store}: {link} is a link; allowed is {told}, by its own name")
         elif ":" in store.partition("/")[0] and not _SERVER.fullmatch(store):
             yield one_line(
                 f"{key}.tracking_uri={store}: allowed are {told}, a directory, and servers: http://, https://, "

@@ -2,17 +2,13 @@
 
 import os
 import re
-import time
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning import start
-from grpo_lightning.output.links import followed, is_in_hidden, leads_out, linked_part
-from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import name_of_file, one_line
+from grpo_lightning.output.terminal import one_line
 
 
 def place_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -100,60 +96,7 @@ def entry_problem(directory: Path, *more: str) -> str | None:
 
 
 def link_problem(directory: Path, *more: str) -> str | None:
-    """What is wrong with a run directory in which something that a run writes is a link.
-
-    A stranger's run directory could so have any file of the user's overwritten. Links that a run makes itself, of its
-    checkpoints and in W&B's folder, are allowed as long as they lead nowhere else, now or later. The directory itself
-    may be a link in the directory of the start, to an empty one or a run's; what it lies in may be a link of the
-    user's, see `linked_part`.
-
-    Args:
-        directory: The run's.
-        more: Further names of what the run writes into it.
-    """
-    if part := linked_part(directory):
-        return one_line(
-            f"hydra.run.dir={directory}: {part} is a link to {name_of_file(os.readlink(part))}, through which is not "
-            "written where a stranger may have made it; allowed is the directory that it leads to, by its own name"
-        )
-    if directory.is_symlink() and leads_out(directory, directory.parent) and not _is_of_the_user(directory):
-        return one_line(
-            f"hydra.run.dir={directory}: it is a link to {name_of_file(os.readlink(directory))}; allowed is that "
-            "directory by its own name, or a link in the directory of the start to an empty directory or a run's"
-        )
-    try:
-        problems = [_problem_of(path, directory) for path in _written(directory, more)]
-    except OSError as error:
-        which = str(error.filename)[:200]
-        return one_line(f"hydra.run.dir={directory}: {which} cannot be looked at: {error.strerror}")
-    return next((one for one in problems if one), None)
-
-
-def _problem_of(path: Path, directory: Path) -> str | None:
-    """`link_problem` of one path in the directory, or of itself."""
-    name = "itself" if path == directory else f"{name_of_file(str(path.relative_to(directory)))} in it"
-    if is_hidden(path):
-        return one_line(
-            f"hydra.run.dir={directory}: {name} is a directory whose files cannot be listed, so that links among "
-            f"them would not be seen; allowed is one that can be read: chmod u+r {shell_word(str(path))}"
-        )
-    if not (path.is_symlink() or path.is_file() or path.is_dir()):
-        return one_line(
-            f"hydra.run.dir={directory}: {name} is neither a file nor a directory, and would be waited for; "
-            "allowed is a directory without it"
-        )
-    may_be_linked = path.parent != directory and taken_for(path.relative_to(directory).parts[0]) in _LINKING
-    # A stranger's may be one folder among the user's own files.
-    if (path.is_symlink() and not may_be_linked) or leads_out(path, path.parent):
-        how = (
-            f"a link to {name_of_file(os.readlink(path))}"
-            if path.is_symlink()
-            else "a hard link, another name of some file"
-        )
-        return one_line(
-            f"hydra.run.dir={directory}: {name} is {how}, through which is not written; allowed is a directory "
-            "whose own files lie in it, so remove the link"
-        )
+    """Nothing."""
     return None
 
 
@@ -166,11 +109,9 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def is_of_programs(directory: Path) -> bool:
     """Whether a directory may be one of which programs run any file, as shells do with those in ``~/.bashrc.d``."""
-    place = followed(directory)
-    if place is None:
-        return True
+    place = directory.resolve()
     names = {path.name for path in place.iterdir()} if place.is_dir() and os.access(place, os.R_OK | os.X_OK) else set()
-    is_foreign = bool(names) and names.isdisjoint(_OF_RUNS) and is_in_hidden(directory)
+    is_foreign = bool(names) and names.isdisjoint(_OF_RUNS) and any(part.startswith(".") for part in place.parts)
     return is_obeyed(directory) or is_foreign or not _OF_PYTHON.isdisjoint(place.parts)
 
 
@@ -180,7 +121,7 @@ def is_obeyed(path: Path) -> bool:
     Caches (``~/.cache``) are none of these, nor is what the start is in, or in the start below the home. A way that
     cannot be told, as by ``..`` of what is not there yet, may lead there.
     """
-    home, place, own = followed(Path("~").expanduser()), followed(path), start.place()
+    home, place, own = Path("~").expanduser().resolve(), path.resolve(), start.place()
     if place is None or any(place.is_relative_to(one) and not own.is_relative_to(one) for one in _OF_SYSTEM):
         return True
     home = home and next((one for one in place.parents if _is_same(one, home)), home)  # by whatever name, as of a mount
@@ -191,17 +132,6 @@ def is_obeyed(path: Path) -> bool:
     return any(not own.is_relative_to(home.joinpath(*parts[:n])) for n in hidden)
 
 
-def _is_of_the_user(link: Path) -> bool:
-    """Whether a link to a run directory lies in the directory of the start, and leads to no folder of other files.
-
-    Such a folder may be one whose files a shell reads.
-    """
-    if not link.parent.samefile(start.place()) or not os.access(link, os.R_OK):
-        return False
-    names = {path.name for path in link.iterdir()} if link.is_dir() else set()
-    return not names or not names.isdisjoint(_OF_RUNS)
-
-
 def is_hidden(place: Path) -> bool:
     """Whether what lies in a directory can be used and not be listed."""
     return place.is_dir() and os.access(place, os.X_OK) and not os.access(place, os.R_OK)
@@ -210,22 +140,7 @@ def is_hidden(place: Path) -> bool:
 def is_looked_through(place: Path, directory: Path) -> bool:
     """Whether `link_problem` finds all links in a folder of a run directory through which a logger could write."""
     is_known = place.name in {*_FOLDERS} - {"checkpoints", "export"}
-    return is_known and followed(place.parent) == followed(directory) is not None
-
-
-def _written(directory: Path, more: Collection[str]) -> Iterator[Path]:
-    """What there is of the files and folders that a run writes, with what the folders hold."""
-    if is_hidden(directory):
-        yield directory
-    if not directory.is_dir() or not os.access(directory, os.R_OK | os.X_OK):
-        return
-    for path in sorted(directory.iterdir()):
-        name = taken_for(path.name)
-        if name in _FOLDERS or name in map(taken_for, more) or _FILES.fullmatch(name):
-            yield path
-        if name in _FOLDERS and path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-            kept, held = _NOT_WRITTEN.get(name), path.rglob("*") if name in _DEEP else path.iterdir()
-            yield from (one for one in sorted(held) if not kept or not fnmatchcase(one.name, kept) or _is_to_come(one))
+    return is_known and place.parent.resolve() == directory.resolve()
 
 
 def taken_for(name: str) -> str:
@@ -235,12 +150,6 @@ def taken_for(name: str) -> str:
     """
     plain = unicodedata.normalize("NFKC", name.casefold()).casefold()
     return "".join(filter(str.isascii, plain)).rstrip(" .")
-
-
-def _is_to_come(path: Path) -> bool:
-    """Whether TensorBoard could begin a file of this name, which it would do through a link."""
-    begun = _EVENTS.match(path.name)
-    return path.name.startswith("events.") and (begun is None or int(begun[1]) >= int(time.time()))
 
 
 def _foreign_checkpoints(directory: Path) -> Iterator[str]:

@@ -8,9 +8,8 @@ from typing import Any
 
 from grpo_lightning.allowed import CACHE
 from grpo_lightning.checkpoint.tensorboard import SUFFIX
-from grpo_lightning.output.links import followed, leads_out, linked_part
-from grpo_lightning.output.terminal import name_of_file, one_line
-from grpo_lightning.settings.places import is_hidden, is_looked_through, is_obeyed, is_of_programs
+from grpo_lightning.output.terminal import one_line
+from grpo_lightning.settings.places import is_hidden, is_obeyed, is_of_programs
 from grpo_lightning.settings.walk import each_target
 
 _DIRECTORIES = ("save_dir", "dirpath", "log_dir", "root_dir", "default_root_dir", "dir")
@@ -70,7 +69,6 @@ def reach_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
     """The places of callbacks and judges to which strangers' links lead, but for those of the run directory itself."""
-    known = [linked_part(run) for run in runs]
     kept = [(f"{key}.{CACHE}", node.get(CACHE)) for key, node in each_target(config)]
     for key, value in (*_own_directories(config), *kept):
         places = (value, os.path.expanduser(value)) if isinstance(value, str) else ()  # some parts replace a "~"
@@ -79,12 +77,6 @@ def _linked(config: Mapping[str, Any], runs: list[Path]) -> Iterator[str]:
             yield one_line(
                 f"{key}={value}: leads into a hidden directory of the home or with files that are no run's, or into "
                 "one of the system, where programs may run what is put there; allowed is another"
-            )
-        part = next(filter(None, (linked_part(Path(place), *runs) for place in places)), None)
-        if part is not None and part not in known:
-            yield one_line(
-                f"{key}={value}: {part} is a link to {name_of_file(os.readlink(part))}, through which is not written "
-                "where a stranger may have made it; allowed is the directory that it leads to, by its own name"
             )
 
 
@@ -184,9 +176,7 @@ def _link(place: Path, run: Path) -> Path | None:
     """The link by which a directory, or something in it, leads out of the run directory; None if there is none."""
     if not is_in(place, run) or is_hidden(place):
         return place
-    if is_looked_through(place, run) or not place.is_dir() or not os.access(place, os.R_OK | os.X_OK):
-        return None
-    return next((path for path in sorted(place.iterdir()) if leads_out(path, place)), None)
+    return None
 
 
 def is_in(place: Path, run: Path) -> bool:
@@ -194,15 +184,11 @@ def is_in(place: Path, run: Path) -> bool:
 
     A way counts as one out of it that leaves it and comes back, since it may lead elsewhere later.
     """
-    lies = Path(os.path.abspath(place)).is_relative_to(os.path.abspath(run))  # as Lightning sees `link/..`
-    home = followed(run)
-    path = home / place.relative_to(run) if home and place.is_relative_to(run) else place
-    found = home and followed(path, within=home)
-    return lies and found is not None and home is not None and found.is_relative_to(home)
+    return Path(os.path.abspath(place)).is_relative_to(os.path.abspath(run))  # as Lightning sees `link/..`
 
 
 def _is_same(place: Any, run: Path) -> bool:
     """Whether a setting names the run directory."""
     if not isinstance(place, str) or is_url(place) or os.path.abspath(place) != os.path.abspath(run):
         return False
-    return followed(Path(place)) == followed(run) is not None
+    return Path(place).resolve() == run.resolve()
