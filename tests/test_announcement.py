@@ -1,17 +1,11 @@
 """What a run says at its start and at its end."""
 
-import pytest
-from hydra import initialize_config_dir
-
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint.command import longer_command
-from grpo_lightning.composition.choices import chosen
-from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.announcement import Opening, greeting, say_once, show_settings
 from grpo_lightning.output.ending import closing, label, outcome
 from grpo_lightning.output.shell import program
-from tests.support.composed import CONF
 
 DEFAULTS = {"algorithm": "grpo", "loss": "grpo", "policy": "tiny", "reward": ["accuracy", "format"]}
 CONFIG = {"mode": "fit", "steps": 120, "seed": 0, "checkpoint": None, "run_dir": "runs/a", "sweep_metric": "val/pass@1"}
@@ -155,38 +149,3 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
     command = longer_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=40)
     assert command == f"{program()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ([], {"algorithm": "grpo", "schedule": "linear", "reward": ["accuracy", "format"], "callbacks": "default"}),
-        (["algorithm=dapo"], {"loss": "dapo", "reference": "none", "reward": ["accuracy", "format", "soft_overlong"]}),
-        (["experiment=gated"], {"experiment": "gated", "algorithm": "dr_grpo", "advantage": "centered"}),
-        (["callbacks=[default,reward_model]"], {"callbacks": ["default", "reward_model"]}),
-        (["experiment=sft_tiny"], {"module": "sft", "data": "demonstrations", "policy": "scratch"}),
-    ],
-)
-def test_the_chosen_files(words, expected):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        found = chosen(words)
-        assert {group: found[group] for group in expected} == expected
-        assert found.keys() <= {path.name for path in CONF.iterdir() if path.is_dir()}
-        assert chosen(words, {"reward": {"mine": {}}})["reward"] == ["mine"]
-    assert "experiment" in found or not any("experiment" in word for word in words)
-
-
-def test_one_process_speaks(monkeypatch):
-    for variables, first in (
-        ({}, True),
-        ({"LOCAL_RANK": "0"}, True),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
-        ({"SLURM_PROCID": "3"}, False),
-    ):
-        with monkeypatch.context() as patch:
-            for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-                patch.delenv(name, raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            assert is_first_process() is first

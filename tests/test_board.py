@@ -5,19 +5,13 @@ import re
 import shutil
 
 import pytest
-from hydra._internal.utils import create_config_search_path
-from hydra.core.utils import setup_globals
-from hydra.types import RunMode
 from lightning import Callback
-from omegaconf import OmegaConf
 
 from grpo_lightning.callbacks.charts import CHARTS, layout
 from grpo_lightning.composition.job_name import job_name
-from grpo_lightning.composition.loader import CheckedLoader
-from grpo_lightning.composition.overrides import swept
 from grpo_lightning.run import Run
 from tests.support.board import Board
-from tests.support.composed import CONF, build, composed
+from tests.support.composed import build, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
@@ -184,44 +178,11 @@ def test_a_job_is_named_by_its_own_words(words, name):
     assert job_name([*words, "steps=5"], hidden=["steps"]) == name
 
 
-@provocation(
-    "`-m` with `+note.token=VALUE`, or with `${oc.env:HF_TOKEN}` in a setting", "no job's directory has it in its name"
-)
-@pytest.mark.slow
-def test_no_name_of_a_job_has_a_secret(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+def test_names_of_different_jobs_differ_suit_file_systems_and_hold_no_secret():
     names = [job_name([f"a.token={value}"], shown=["a.token=REDACTED"]) for value in ("one", "two")]
     assert len(set(names)) == 2
     assert all(re.fullmatch(r"token=REDACTED~\w{8}", name) for name in names)
-    setup_globals()
-    loader = CheckedLoader(create_config_search_path(str(CONF)))
-    words = ["+note.token=hunter22secret", 'policy.system_prompt="${oc.env:HF_TOKEN}"']
-    job = loader.load_sweep_config(loader.load_configuration("train", words, RunMode.MULTIRUN), words)
-    name = OmegaConf.select(job, "hydra.sweep.subdir")
-    assert re.fullmatch(r"token=REDACTED,system_prompt=oc\.env-HF_TOKEN~\w{8}", name)
-
-
-def test_names_of_different_jobs_differ_and_suit_file_systems():
     values = ["a/b", "a b", "a-b", "a\\b", "[a]", "a", "'a'", "[a,b]", "a+b", "é", "..", "x" * 300, "x" * 301, "a:b*?"]
     names = [job_name([f"data.path={value}"]) for value in values]
     assert len(set(names)) == len(values)
     assert all(re.fullmatch(r"path=[\w.+~-]*", name, re.ASCII) and len(name) <= 100 for name in names), names
-
-
-@pytest.mark.slow
-def test_a_job_of_a_sweep_has_the_name_of_what_differs_in_its_directory():
-    setup_globals()
-    loader = CheckedLoader(create_config_search_path(str(CONF)))
-    asked = ["steps=5", "seed=0,1", "algorithm=dapo"]
-    master = loader.load_configuration("train", asked, RunMode.MULTIRUN)
-    for seed in (0, 1):
-        job = loader.load_sweep_config(master, ["steps=5", f"seed={seed}", "algorithm=dapo"])
-        assert OmegaConf.select(job, "hydra.sweep.subdir") == f"seed={seed}"
-        assert swept(job.hydra) == ["seed"]
-    twice = loader.load_configuration("train", ["seed=1", "steps=5", "seed=0,1"], RunMode.MULTIRUN)
-    for seed in (0, 1):
-        job = loader.load_sweep_config(twice, ["seed=1", "steps=5", f"seed={seed}"])
-        assert OmegaConf.select(job, "hydra.sweep.subdir") == f"seed={seed}"
-    alone = loader.load_configuration("train", ["steps=5"], RunMode.MULTIRUN)
-    job = loader.load_sweep_config(alone, ["steps=5"])
-    assert OmegaConf.select(job, "hydra.sweep.subdir") == "steps=5"

@@ -153,7 +153,7 @@ REFUSED = {
     "code of elsewhere": (
         ["reward=[custom]", "reward.custom.function._target_=os.system"],
         "",
-        "reward.custom.function._target_=os.system: allowed are parts of this package",
+        "reward.custom.function._target_=os.system",
     ),
     "a file that is damaged": (["--steps", "2"], "damaged", "000002.jsonl.gz is damaged"),
     "settings that are not there": ([], "bare", "bare has no .hydra/overrides.yaml, which says how its run was set"),
