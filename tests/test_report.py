@@ -14,9 +14,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.checkpoint import lock
 from grpo_lightning.report import curve, find_runs, main
+from grpo_lightning.report.command import mean_curve
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.keys import given
-from grpo_lightning.report.plot import mean_curve
 from grpo_lightning.report.statistics import estimate, paired, t_quantile
 from tests.support.composed import ROOT
 

@@ -51,7 +51,7 @@ class HParams(Callback):
                     shown = columns(settings, self._overrides, self._choices, self.parts)
                     # Lightning's log_hyperparams would also write a value of each metric, which has none yet.
                     for summary in hparams(shown, dict.fromkeys(self.metrics))[:2]:  # the last says that it succeeded
-                        logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
+                        logger.experiment.file_writer.add_summary(summary)
                 elif settings:
                     logger.log_hyperparams(dict(settings))
 

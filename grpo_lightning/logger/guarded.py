@@ -53,7 +53,7 @@ class Guarded(Logger):
 
     def begin(self) -> Any:
         """What writes, made when it is first asked for."""
-        return super().experiment
+        return super().experiment  # type: ignore[misc]
 
     def reset(self) -> None:
         """Make ready to be used again after a failure."""
@@ -70,9 +70,9 @@ class Guarded(Logger):
         with attempt(self):
             super().save()
 
-    def finalize(self, status: str) -> None:
+    def finalize(self, *args: Any, **options: Any) -> None:
         with attempt(self):
-            super().finalize(status)
+            super().finalize(*args, **options)
 
 
 class _Nothing:
