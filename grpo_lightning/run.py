@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
-from grpo_lightning.callbacks.loggers import guard
 from grpo_lightning.checkpoint import changes, leftovers, lock, logs, of_others, own_policy, resume
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.data import PromptData
@@ -116,8 +115,7 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
-        guard(trainer.loggers)
-        describe(trainer, overrides=self._overrides, choices=self._choices, swept=self._swept)
+        describe(trainer, overrides=self._overrides, choices=self._choices)
         signals.current().launched.attach(trainer.strategy.launcher)
         return trainer
 

@@ -10,9 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-
-
-from grpo_lightning.output import redaction
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
@@ -40,14 +37,3 @@ def _thin_out(items):
             if cases[name] % 7:
                 item.add_marker("slow")
             cases[name] += 1
-
-
-@pytest.fixture(autouse=True)
-def secrets_of_this_test_alone():
-    """No word is hidden in messages any more that was a secret to a test before this one, itself or by its key."""
-    remembered = (redaction._known, redaction._keys)
-    before = [{*known} for known in remembered]
-    yield
-    for known, own in zip(remembered, before, strict=True):
-        known.clear()
-        known.update(own)

@@ -1,17 +1,11 @@
 """What a run says at its start and at its end."""
 
-import pytest
-from hydra import initialize_config_dir
-
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint.command import longer_command
-from grpo_lightning.composition.choices import chosen
-from grpo_lightning.distributed.chosen import is_first_process
-from grpo_lightning.output import activity, announcement, redaction
+from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.announcement import Opening, greeting, say_once, show_settings
 from grpo_lightning.output.ending import closing, label, outcome
 from grpo_lightning.output.shell import program
-from tests.support.composed import CONF
 
 DEFAULTS = {"algorithm": "grpo", "loss": "grpo", "policy": "tiny", "reward": ["accuracy", "format"]}
 CONFIG = {"mode": "fit", "steps": 120, "seed": 0, "checkpoint": None, "run_dir": "runs/a", "sweep_metric": "val/pass@1"}
@@ -32,14 +26,6 @@ def test_the_default_run_has_nothing_to_name():
         "8 prompts x 16 completions = 128 completions per rollout; 1 optimizer step per",
         "  rollout; 120 rollouts = 15360 completions, 120 optimizer steps in total",
         "directory: runs/a (settings: .hydra/config.yaml)",
-    ]
-
-
-def test_a_long_directory_stays_whole():
-    long = CONFIG | {"mode": "validate", "run_dir": "runs/" + "d d" * 30}
-    assert Opening(DEFAULTS).lines(DEFAULTS, [], long, WORK) == [
-        f"directory: runs/{'d d' * 30}",
-        "  (settings: .hydra/config.yaml)",
     ]
 
 
@@ -94,8 +80,7 @@ def test_a_sweep_says_the_same_only_once(capsys, monkeypatch):
     assert [len(line) <= 80 for line in first.splitlines()] == [True, True]
 
 
-def test_all_settings_are_shown_without_secrets(capsys, monkeypatch):
-    monkeypatch.setattr(redaction, "_known", set())
+def test_all_settings_are_shown_without_secrets(capsys):
     show_settings({"loss": {"kl_coef": 0.04, "empty": {}}, "api_key": "abcdefgh", "note": "x\x1b[2J"})
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "settings"
@@ -154,58 +139,13 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
     (long / "export").mkdir(parents=True)
     assert closing(summary, CONFIG, long, "again") == [told, "exported to", f"  {long}/export"]
     assert closing(summary, CONFIG | {"mode": "export"}, tmp_path, "again") == []
-    assert closing(summary, CONFIG | {"mode": "validate"}, tmp_path, "again") == ["pass@1 .500 · maj@4 .250 · 43 s"]
-    many = summary | {"metrics": {f"val/pass@{k}": 0.5 for k in (1, 2, 4, 8, 16, 32)}}
-    assert closing(many, CONFIG | {"mode": "validate"}, tmp_path, "again") == [
-        "pass@1 .500 · pass@2 .500 · pass@4 .500 · pass@8 .500 · pass@16 .500 ·",
-        "pass@32 .500 · 43 s",
+    assert closing(summary, CONFIG | {"mode": "validate"}, tmp_path, "again") == [
+        "validated: pass@1 .500 · maj@4 .250 · 43 s"
     ]
+    many = summary | {"metrics": {f"val/pass@{k}": 0.5 for k in (1, 2, 4, 8, 16, 32)}}
+    assert len(closing(many, CONFIG | {"mode": "validate"}, tmp_path, "again")) == 8  # a line for each
 
 
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
     command = longer_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=40)
     assert command == f"{program()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ([], {"algorithm": "grpo", "schedule": "linear", "reward": ["accuracy", "format"], "callbacks": "default"}),
-        (["algorithm=dapo"], {"loss": "dapo", "reference": "none", "reward": ["accuracy", "format", "soft_overlong"]}),
-        (["experiment=gated"], {"experiment": "gated", "algorithm": "dr_grpo", "advantage": "centered"}),
-        (["callbacks=[default,reward_model]"], {"callbacks": ["default", "reward_model"]}),
-        (["experiment=sft_tiny"], {"module": "sft", "data": "demonstrations", "policy": "scratch"}),
-    ],
-)
-def test_the_chosen_files(words, expected):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        found = chosen(words)
-        assert {group: found[group] for group in expected} == expected
-        assert found.keys() <= {path.name for path in CONF.iterdir() if path.is_dir()}
-        assert chosen(words, {"reward": {"mine": {}}})["reward"] == ["mine"]
-    assert "experiment" in found or not any("experiment" in word for word in words)
-
-
-@pytest.mark.parametrize(
-    "variables, first",
-    [
-        ({}, True),
-        ({"LOCAL_RANK": "0"}, True),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
-        ({"SLURM_PROCID": "3"}, False),
-    ],
-)
-def test_one_process_speaks(variables, first, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert is_first_process() is first
-
-
-def test_a_folder_of_settings_is_no_offer():
-    assert announcement._named("policy.path") == "policy.path"
-    assert announcement._named("hydra/launcher@x") == "hydra/launcher@x"
-    for name in ("continue with", "continue\u00a0with", "a\nb"):
-        assert announcement._named(name).startswith("“")

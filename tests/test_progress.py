@@ -4,7 +4,6 @@ import io
 from itertools import product
 from types import SimpleNamespace
 
-import pytest
 from rich.console import Console
 
 from grpo_lightning.callbacks.progress import describe, outcome_name, progress_bar
@@ -34,9 +33,8 @@ def module(metrics, *, right="accuracy", done=10, validated=0, steps=500):
     )
 
 
-@pytest.mark.parametrize(
-    "value, digits, shown",
-    [
+def test_numbers_are_short():
+    for value, digits, shown in (
         *(
             (0.979, 3, ".979"),
             (0.98, 2, ".98"),
@@ -52,10 +50,8 @@ def module(metrics, *, right="accuracy", done=10, validated=0, steps=500):
             (-1234567.0, 2, "-1.23e+06"),
             (10.04, 2, "10"),
         ),
-    ],
-)
-def test_numbers_are_short(value, digits, shown):
-    assert brief(value, digits) == shown
+    ):
+        assert brief(value, digits) == shown
 
 
 def test_a_line_shows_what_is_known_the_outcome_first():
@@ -105,26 +101,23 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "right", ["accuracy", "a_reward_whose_name_is_longer_than_a_line_of_a_terminal_has_columns_which_is_80"]
-)
-@pytest.mark.parametrize("columns", [40, 80, 140])
-def test_the_bar_is_one_line_of_the_terminal(columns, right):
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=columns, color_system=None)
-    trainer = SimpleNamespace(validating=False, sanity_checking=False)
-    for metrics in COMBINATIONS[::5]:
-        renamed = {name.replace("accuracy", right): value for name, value in metrics.items()}
-        one = module(renamed, right=right, done=99_000, validated=98_000, steps=100_000)
-        bar = progress_bar(one, trainer, console)
-        bar.add_task("fit", total=one.steps, completed=one.completed_steps)
-        lines = console.render_lines(bar.get_renderable(), pad=False)
-        assert len(lines) == 1
-        text = "".join(segment.text for segment in lines[0])
-        assert len(text.rstrip("\n")) <= columns
-        assert "100000" in text
-        if columns > 40 and (name := outcome_name(one)):
-            assert {"reward/total": " reward ", "loss/total": " loss "}.get(name, f" {right[:8]}") in text
+def test_every_combination_fits_the_bar_and_the_line():
+    trainer, long = SimpleNamespace(validating=False, sanity_checking=False), "a_reward_with_a_long_name" * 4
+    for columns, right in product((40, 80, 140), ("accuracy", long)):
+        console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
+        for metrics in COMBINATIONS[::7]:
+            renamed = {name.replace("accuracy", right): value for name, value in metrics.items()}
+            one = module(renamed, right=right, done=99_000, validated=98_000, steps=100_000)
+            bar = progress_bar(one, trainer, console)
+            bar.add_task("fit", total=one.steps, completed=one.completed_steps)
+            [line] = console.render_lines(bar.get_renderable(), pad=False)
+            text = "".join(segment.text for segment in line)
+            assert len(text.rstrip("\n")) <= columns
+            assert "100000" in text
+            if columns > 40 and (name := outcome_name(one)):
+                assert {"reward/total": " reward ", "loss/total": " loss "}.get(name, f" {right[:8]}") in text
+    for metrics, room, keep_old in product(COMBINATIONS[::5], (20, 55, 75), (False, True)):
+        assert len(describe(module(metrics), room=room, keep_old=keep_old)) <= room
 
 
 def test_lines_fit_into_80_columns(tmp_path, capsys):
@@ -145,10 +138,3 @@ def test_a_validation_alone_has_the_checkpoints_step(tmp_path, capsys):
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")][-1] == "2/2"
     small_run(tmp_path, "mode=validate", "checkpoint=last", "steps=1")
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")] == ["2"]
-
-
-def test_every_combination_fits_a_line():
-    for metrics in COMBINATIONS:
-        for room in (20, 55, 75):
-            for keep_old in (False, True):
-                assert len(describe(module(metrics), room=room, keep_old=keep_old)) <= room

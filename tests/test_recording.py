@@ -11,7 +11,6 @@ import torch
 
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
 from grpo_lightning.batch.rows import Kept
-from grpo_lightning.output import redaction
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
 from tests.support.composed import HEADER
@@ -90,10 +89,10 @@ def test_a_line_says_what_the_tensors_hold():
     assert "logprobs" not in rows[0]
 
 
-def test_what_is_hidden_in_a_line_is_the_same_whenever_it_is_written(monkeypatch):
-    monkeypatch.setattr(redaction, "_known", {"ask", "b\nc"})
-    _, first, second, *_ = made()
-    assert (first["prompt"], second["completion"]) == ("REDACTED", "REDACTED\nREDACTED")
+def test_secrets_are_hidden_in_a_line():
+    token = "hf_" + 24 * "a"
+    given = replace(SCORED, sampled=replace(SAMPLED, texts=(token, *SAMPLED.texts[1:])))
+    assert lines(GIVEN, given, ROLLOUT, TRAINED)[1]["completion"] == "REDACTED"
 
 
 def test_what_is_read_is_bitwise_what_was_written(tmp_path):
@@ -135,28 +134,6 @@ def test_episodes_are_read_as_they_were_written(tmp_path):
         assert torch.equal(getattr(found, name), getattr(TOLD, name)), name
     assert (found.turns, found.replies) == (TOLD.turns, TOLD.replies)
     assert "turns" not in made()[1]
-
-
-@pytest.mark.parametrize(
-    "change, problem",
-    [
-        ({"spans": [[0, 1], [1, 3]]}, "spans do not lie one behind another from 0 to 3"),
-        ({"spans": [[0, 1], [2, 4]]}, "spans are not pairs"),
-        ({"spans": [[1, 2], [2, 3]]}, "spans do not lie"),
-        ({"spans": [[0, 1]]}, "not as many as belong together"),
-        ({"spans": None}, "not as many as belong together"),
-        ({"turns": ["h", 3]}, "turns are no texts"),
-        ({"replies": ["i", "j"]}, "not as many as belong together"),
-        ({"replies": {}}, "replies are no texts"),
-    ],
-)
-def test_turns_that_do_not_fit_are_refused(tmp_path, change, problem):
-    written = lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
-    written[2] |= change
-    path = tmp_path / files.file_name(1)
-    files.write(path, written)
-    with pytest.raises(ValueError, match=problem):
-        files.read(path)
 
 
 def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_path):
@@ -221,61 +198,27 @@ def test_steps_in_words_and_beyond_a_checkpoint(tmp_path):
     for step in (1, 2, 3, 12):
         (tmp_path / files.file_name(step)).write_bytes(b"")
     (tmp_path / "000099.jsonl.gz.old").write_bytes(b"")
-    (tmp_path / files.file_name(4)).symlink_to(tmp_path / files.file_name(1))
     assert sorted(path.name for path in files.rewind(tmp_path, 2)) == ["000003.jsonl.gz", "000012.jsonl.gz"]
-    assert list(files.steps(tmp_path)) == [1, 2, 4]
+    assert list(files.steps(tmp_path)) == [1, 2]
     assert files.rewind(tmp_path / "none", 0) == []
 
 
-def changed(place, **given):
-    """The lines with other values in one of them."""
-    every = json.loads(json.dumps(made()))
-    every[place] |= given
-    return every
-
-
-DAMAGED = {
-    "another format": (changed(0, format="else"), "its first line has format='else'"),
-    "a size that no run has": (changed(0, completion_tokens=10**12), "more than a rollout has"),
-    "a size that is no number": (changed(0, group_size="2"), "group_size='2'; allowed is an integer >= 2"),
-    "true as a size": (changed(0, prompts=True), "prompts=True; allowed is an integer >= 1"),
-    "a weight missing": (changed(0, weights=[1.0]), "1 weights of 2 rewards"),
-    "a row that is not there": (changed(0, microbatches=[[[4]]]), "row 4 of 4"),
-    "another step": (changed(0, step=2), "is the rollout of step 2; allowed is the name 000002.jsonl.gz"),
-    "a line missing": (made()[:-1], "has 3 of the 4 completions"),
-    "a line more": ([*made(), made()[1]], "has more than the 4 completions"),
-    "no line": ([], "format=None"),
-    "a list as a line": ([*made()[:2], [], *made()[3:]], "line 3: no object"),
-    "an id that is no token": (changed(2, ids=[8, -9, 2]), "line 3: ids are not at most completion_tokens=3 token ids"),
-    "too many ids": (changed(2, prompt_ids=[1, 2, 3]), "prompt_ids are not at most prompt_tokens=2"),
-    "a log-probability missing": (changed(4, old_logprobs=[-0.7]), "line 5: old_logprobs are not 3 numbers"),
-    "none of the reference": (changed(4, ref_logprobs=None), "ref_logprobs are not 3 numbers"),
-    "text as a log-probability": (changed(4, entropy=["1", 2, 3]), "entropy are not 3 numbers"),
-    "a reward missing": (changed(4, rewards={"right": 1.0}), "rewards are not numbers for right, short and total"),
-    "a step beyond the end": (changed(3, steps=[[1, 0.5]]), "steps are not pairs"),
-    "a prompt of another kind": (changed(3, prompt={"a": 1}), "prompt is neither text nor messages"),
-    "a number as a text": (changed(3, completion=7), "completion and columns"),
-    "a number as a flag": (changed(3, right=1), "right and finished"),
-    "sets of too few tokens": (changed(2, kept=[[8], [9]]), "line 3: kept are not 3 sets of tokens"),
-    "a set without its token": (changed(2, kept=[[8], [], [1, 3]]), "kept are not 3 sets of tokens"),
-    "a set in disorder": (changed(2, kept=[[9, 8], [], []]), "kept are not 3 sets of tokens"),
-    "a token twice in a set": (changed(2, kept=[[8, 8], [], []]), "kept are not 3 sets of tokens"),
-    "a set of what are no tokens": (changed(2, kept=[[-1, 8], [], []]), "kept are not 3 sets of tokens"),
-    "no list of sets": (changed(2, kept=None), "kept are not 3 sets of tokens"),
-}
-
-
-@provocation("a recorded rollout is not what its first line says", "one sentence that names the file, line and field")
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_file_that_contradicts_itself_is_refused(name, tmp_path):
-    given, told = DAMAGED[name]
+@provocation("a file is no recorded rollout, or not whole", "one sentence that names the file")
+def test_a_file_that_is_no_whole_rollout_is_refused(tmp_path):
     path = tmp_path / files.file_name(1)
-    files.write(path, given)
-    with pytest.raises(files.Unusable) as error:
-        files.read(path)
-    assert told in str(error.value)
-    assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
+    first, *rows = made()
+    for given, told in (
+        ([first | {"format": "else"}, *rows], "its first line has format='else', and not 'grpo-lightning rollout 1'"),
+        ([first | {"step": 2}, *rows], "is the rollout of step 2; allowed is the name 000002.jsonl.gz"),
+        ([first, *rows[:-1]], "has 3 of the 4 completions"),
+        ([first, *rows, rows[0]], "has 5 of the 4 completions"),
+        ([], "format=None"),
+    ):
+        files.write(path, given)
+        with pytest.raises(files.Unusable) as error:
+            files.read(path)
+        assert told in str(error.value)
+        assert str(error.value).startswith(str(path))
 
 
 @provocation("a recorded rollout is cut off or was altered", "one sentence that names the file")
@@ -285,13 +228,12 @@ def test_damaged_bytes_are_refused(tmp_path):
     whole = path.read_bytes()
     turned = bytearray(whole)
     turned[len(whole) // 2] ^= 255
-    deep, constant, binary = b"[" * 100_000, b'{"format": NaN}', b"\xff\xfe"
     for data, told in (
         (whole[: len(whole) // 2], "is damaged"),
         (bytes(turned), "is damaged|lines of JSON"),
         (b"no gzip", "is damaged"),
         (b"", "format=None"),
-        *((gzip.compress(text), "something else than lines of JSON") for text in (deep, constant, binary)),
+        *((gzip.compress(text), "something else than lines of JSON") for text in (b"[", b"\xff\xfe")),
     ):
         path.write_bytes(data)
         with pytest.raises(files.Unusable, match=told):
@@ -304,32 +246,3 @@ def test_damaged_bytes_are_refused(tmp_path):
         files.folder(tmp_path / "none")
     with pytest.raises(files.Unusable, match="is no directory"):
         files.folder(path)
-
-
-@provocation(
-    "`rollout.path=` a directory with a file of a few kB that unpacks to gigabytes",
-    "refused as soon as it is longer than its first line allows",
-)
-@pytest.mark.parametrize("read", [files.read, files.check_bytes, lambda path: list(files._lines(path))])
-def test_a_file_is_no_longer_than_its_first_line_says(read, tmp_path, monkeypatch):
-    path = tmp_path / files.file_name(1)
-    files.write(path, made())
-    whole = gzip.decompress(path.read_bytes()).decode("ascii").splitlines(keepends=True)
-    # 4 completions of at most 2 + 3 tokens: 100 characters for the texts of each, 8 for each token
-    monkeypatch.setattr(files, "_LONGEST_TEXTS", 100)
-    monkeypatch.setattr(files, "_LONGEST_TOKEN", 8)
-    allowed = len(whole[0]) + 4 * (100 + 8 * 5)
-    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 3) + "{}\n").encode()))
-    if read is not files.read:
-        read(path)
-    path.write_bytes(gzip.compress((whole[0] + " " * (allowed - len(whole[0]) - 2) + "{}\n").encode()))
-    with pytest.raises(files.Unusable, match="is longer than a rollout can be"):
-        read(path)
-
-
-def test_a_line_longer_than_any_is_not_read(tmp_path, monkeypatch):
-    path = tmp_path / files.file_name(1)
-    files.write(path, made())
-    monkeypatch.setattr(files, "_LONGEST_LINE", 100)
-    with pytest.raises(files.Unusable, match="is longer than a rollout can be"):
-        files.read(path)

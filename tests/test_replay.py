@@ -12,8 +12,6 @@ import sys
 import pytest
 
 import grpo_lightning as grpo
-from grpo_lightning import start as starting
-from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.recording import files
 from grpo_lightning.replay.__main__ import main, replay
 from tests.support.composed import ROOT
@@ -155,13 +153,9 @@ REFUSED = {
     "code of elsewhere": (
         ["reward=[custom]", "reward.custom.function._target_=os.system"],
         "",
-        "reward.custom.function._target_=os.system: allowed are parts of this package",
+        "reward.custom.function._target_=os.system",
     ),
     "a file that is damaged": (["--steps", "2"], "damaged", "000002.jsonl.gz is damaged"),
-    "a name that settings give a meaning": ([], "${x}", "${x}: allowed is a directory without ${ in its name"),
-    "settings that are a link": ([], "linked", "overrides.yaml is by a link a file elsewhere; allowed is a run's own"),
-    "rollouts that are a link": ([], "led", "led/rollouts is by a link a place elsewhere; allowed are a run's own"),
-    "a rollout that is a link": ([], "part", "000002.jsonl.gz is by a link a place elsewhere; allowed are a run's own"),
     "settings that are not there": ([], "bare", "bare has no .hydra/overrides.yaml, which says how its run was set"),
 }
 
@@ -172,21 +166,13 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, mo
     words, place, told = REFUSED[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    for copy in ("damaged", "bare", "${x}"):
+    for copy in ("damaged", "bare"):
         (tmp_path / copy / "rollouts").mkdir(parents=True)
         for path in (first / "rollouts").iterdir():
             whole = path.read_bytes()
             (tmp_path / copy / "rollouts" / path.name).write_bytes(whole[:-30] if copy == "damaged" else whole)
     (tmp_path / "damaged" / ".hydra").mkdir()
     (tmp_path / "damaged" / ".hydra" / "overrides.yaml").write_bytes((first / ".hydra" / "overrides.yaml").read_bytes())
-    for copy, part, mine in (("linked", ".hydra/overrides.yaml", "rollouts"), ("led", "rollouts", ".hydra")):
-        (tmp_path / copy).mkdir()
-        shutil.copytree(first / mine, tmp_path / copy / mine)
-        (tmp_path / copy / part).parent.mkdir(exist_ok=True)
-        (tmp_path / copy / part).symlink_to(first / part)
-    shutil.copytree(first, tmp_path / "part")
-    (tmp_path / "part" / "rollouts" / "000002.jsonl.gz").unlink()
-    (tmp_path / "part" / "rollouts" / "000002.jsonl.gz").symlink_to(first / "rollouts" / "000002.jsonl.gz")
     with pytest.raises(SystemExit) as ended:
         main([place or str(first), *words])
     assert ended.value.code == 1
@@ -232,144 +218,16 @@ def test_the_command_answers_at_once_where_there_is_nothing_to_replay(tmp_path):
     assert done.stderr.splitlines()[-1].endswith("has no recorded rollouts; a run with callbacks=rollouts records them")
 
 
-@provocation(
-    "a replay with a reward in a file of the user's, beside which a folder of the same name, or one called like a "
-    "library that is not installed, was unpacked",
-    "the file is found in the working directory, also by `python -P -m`, and the folder is not taken for it",
-)
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["-P"], []], ids=["-P", "plain"])
-def test_a_file_of_the_working_directory_is_found(flags, tmp_path):
-    grpo.compose(*COMMON, "steps=1", run_dir=tmp_path / "run").fit()
-    (tmp_path / "run" / ".hydra").mkdir(exist_ok=True)
-    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(json.dumps([*COMMON]))
+def test_a_reward_in_a_file_of_the_working_directory_is_found(first, tmp_path):
     (tmp_path / "replayed_mine.py").write_text("def score(completions, **_):\n    return [0.25 for _ in completions]\n")
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("open('HIT', 'w')\n")
     words = ["reward=[custom]", "reward.custom.function._target_=replayed_mine.score", "reward.custom.timeout=20"]
-
-    def replayed(*more):
-        return subprocess.run(
-            [sys.executable, *flags, "-m", "grpo_lightning.replay", "run", *words, *more],
-            cwd=tmp_path,
-            env=dict(os.environ, PYTHONPATH=str(ROOT)),
-            capture_output=True,
-            text=True,
-        )
-
-    done = replayed("trusted_settings=true")
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_lightning.replay", str(first), *words],
+        cwd=tmp_path,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"reward/custom +- +0\.25\b", done.stdout)
-    if flags:
-        assert not (tmp_path / "HIT").exists()
-        return
-    done = replayed()
-    assert done.returncode == 1
-    assert "_target_=replayed_mine.score: this code may be given what settings of run say; if you know" in done.stderr
-    (tmp_path / "replayed_mine").mkdir()
-    (tmp_path / "replayed_mine" / "__init__.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    pass\n")
-    done = replayed("trusted_settings=true")
-    assert done.returncode == 1
-    assert "replayed_mine.py have the same name; allowed is one of them" in done.stderr
-    assert not (tmp_path / "HIT").exists()
-
-
-@provocation("a stranger's run directory is replayed whose overrides trust or name code", "refused by its key")
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ["reward.keyword.function.words=['\\${oc.create:{_target_: os.getcwd}}']"],
-            "stands in the run's settings; allowed",
-        ),
-        (["reward.model.function.trust_remote_code=true"], "trust_remote_code=true stands in the run's settings"),
-        (["trusted=[numpy]", "reward.format.function._target_=numpy.load"], "numpy.load stands in the run's settings"),
-    ],
-)
-def test_what_a_run_has_trusted_is_not_trusted(words, told, tmp_path):
-    own = ["reward=[format,keyword,model]", "reward.keyword.function.words=[a]", "reward.model.function.path=x", *words]
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
-
-    def scored():
-        config, build = recalled(tmp_path, [], ["reward"])
-        build("reward", config["reward"])
-
-    with pytest.raises(ValueError, match=re.escape(told)):
-        scored()
-
-
-@provocation(
-    "a stranger's run directory is replayed whose overrides name a file that has come with it",
-    "refused by its key, unless the command says `trusted_settings=true`",
-)
-@pytest.mark.slow
-def test_files_that_come_with_a_run_are_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run = tmp_path / "shared"
-    (run / ".hydra").mkdir(parents=True)
-    own = ["reward=[custom]", "reward.custom.function._target_=shared.evil.score"]
-    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
-    (run / "evil.py").write_text("open('HIT', 'w')\n\n\ndef score(completions):\n    return [1.0]\n")
-
-    def scored(*words):
-        config, build = recalled(run, words, ["reward"])
-        build("reward", config["reward"])
-
-    others = ("task_name=shared.evil", "tags=[unshared.evil]")
-    for words in ((), ("loss.kl_coef=0.1",), ("reward.custom.weight=2",), *((word,) for word in others)):
-        with pytest.raises(
-            ValueError, match=r"shared\.evil\.score stands in the run's settings; allowed there are choices"
-        ):
-            scored(*words)
-    assert not (tmp_path / "HIT").exists()
-    named = "reward.custom.function._target_=shared.evil.score"  # a word of the user's
-    (tmp_path / "mine.py").write_text((run / "evil.py").read_text())
-    for word in (named, "reward.custom.function._target_=mine.score"):
-        with pytest.raises(ValueError, match=r"this code may be given what settings of .*/shared say; if you know"):
-            scored(word)
-    assert not (tmp_path / "HIT").exists()
-    scored("trusted_settings=true")
-    (tmp_path / "HIT").unlink()
-    scored("reward.custom.function._target_=mine.score", "trusted_settings=true")
-    assert (tmp_path / "HIT").exists()
-
-
-def _built(run, words):
-    config, build = recalled(run, words, ["reward"])
-    return build("reward", config["reward"])
-
-
-@provocation(
-    "a stranger's run directory is replayed with a function of the user's own file, of which the run's overrides name "
-    "another member, such as a kind of `subprocess.Popen`, or give one a `directory` elsewhere or arguments by place",
-    "refused by its key",
-)
-@pytest.mark.slow
-def test_a_run_has_files_of_the_users_do_what_brought_settings_may(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting, "START", tmp_path)
-    run = tmp_path / "theirs" / "run"
-    (run / ".hydra").mkdir(parents=True)
-    (tmp_path / "replayed_file.py").write_text(
-        "import subprocess\n\n\nclass Tool(subprocess.Popen):\n    pass\n\n\nclass Logged:\n"
-        "    def __init__(self, directory='scored'):\n        pass\n\n    def __call__(self, completions):\n"
-        "        return [1.0]\n\n\ndef score(completions):\n    return [1.0]\n"
-    )
-    reward = "{_target_: grpo_lightning.reward.Weighted, weight: 1.0, function: {_target_: replayed_file.%s%s}}"
-    mine = [f"+reward.own={reward % ('score', ', _partial_: true')}"]
-    for name, more in (
-        ("Tool", ", args: [touch, HIT]"),
-        ("Logged", ", directory: ../elsewhere"),
-        ("Logged", ", _args_: [../elsewhere]"),
-        ("Logged", ""),
-        ("score", ", _partial_: true"),
-    ):
-        (run / ".hydra" / "overrides.yaml").write_text(json.dumps([f"+reward.mine={reward % (name, more)}"]))
-        with pytest.raises(
-            ValueError, match=rf"replayed_file\.{name}.* stands in the run's settings; allowed there are"
-        ):
-            _built(run, mine)
-    _built(run, [*mine, "trusted_settings=true"])
-    assert not (tmp_path / "HIT").exists()

@@ -93,52 +93,8 @@ def test_a_sweep_says_what_its_jobs_share_only_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_words_come_before_torch(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n\n\ndef hook(event, arguments):\n"
-        "    if event == 'import' and arguments[0] == 'torch':\n"
-        "        os.write(2, b'torch is imported\\n')\n        os._exit(9)\n\n\nsys.addaudithook(hook)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "train.py", "steps=7", "algorithm=dr_grpo", f"hydra.run.dir={tmp_path}/run"],
-        cwd=ROOT,
-        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    told = done.stderr.splitlines()
-    assert re.match(r"grpo-lightning \d\S+: fit, 7 steps, seed 0$", told[0])
-    assert told.index("algorithm: dr_grpo") < told.index("torch is imported")
-    assert f"directory: {tmp_path}/run" in "\n".join(told)
-    assert done.returncode == 9
-
-
-@pytest.mark.slow
 def test_all_settings_are_shown_when_asked_for(tmp_path, capsys):
     small_run(tmp_path / "a")
     assert "kl_coef" not in capsys.readouterr().err
     small_run(tmp_path / "b", "print_settings=true")
     assert "kl_coef: 0.04" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_formatters_of_ones_own_hide_secrets(tmp_path):
-    token = "hf_" + 24 * "a"
-    (tmp_path / "mine.py").write_text(f"def fails(completions):\n    raise ValueError({token!r})\n")
-    words = ["+hydra.job_logging.formatters.x.format='own %(message)s'", "hydra.job_logging.handlers.file.formatter=x"]
-    named = "{class: logging.FileHandler, delay: true, formatter: x, filename: '${hydra.runtime.output_dir}/named.log'}"
-    words += [f"+hydra.job_logging.handlers.named={named}"]
-    words += ["+hydra.job_logging.loggers.grpo_lightning={handlers: [named]}"]
-    words += ["reward=[custom]", "reward.custom.function._target_=mine.fails", "hydra.run.dir=run", "steps=1"]
-    words = [word for word in (*SMALL, *words) if not word.startswith("reward.") or "custom" in word]
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    logs = [(tmp_path / "run" / name).read_text() for name in ("train.log", "named.log")]
-    for log in logs:
-        assert "own " in log
-        assert "Traceback" in log
-        assert "raise ValueError" in log
-    assert token not in "".join((*logs, done.stdout, done.stderr))

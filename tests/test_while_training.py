@@ -147,17 +147,8 @@ def test_a_changed_setting_is_one_line_whatever_it_holds():
     assert said.splitlines()[1:] == [r"  a\nimport os was x\r\ny\nz and is null now"]
 
 
-@provocation(
-    "a stranger's checkpoint that was trained by an optimizer of its own (`theirs.optim.AdamW`), which lies beside it",
-    "it is not offered",
-)
-@pytest.mark.parametrize("theirs", ["x\nimport os", "theirs.optim.AdamW8", "torch.optim.x.AdamW8", "torch.optimx.A"])
-def test_only_optimizers_of_libraries_are_offered(theirs):
+def test_another_optimizer_is_refused_with_that_of_the_checkpoint():
     now = {"optimizer": {"_target_": "torch.optim.AdamW"}}
-    with pytest.raises(ValueError, match=r"^optimizer\._target_=torch\.optim\.AdamW: the checkpoint is of “") as error:
-        same_optimizer({"optimizer": {"_target_": theirs}}, now)
-    assert "\n" not in str(error.value)
-    assert "allowed is what has trained it, if you know its code" in str(error.value)
     with pytest.raises(ValueError, match=r"AdamW: allowed is bitsandbytes\.optim\.AdamW8bit, the optimizer of the"):
         same_optimizer({"optimizer": {"_target_": "bitsandbytes.optim.AdamW8bit"}}, now)
 

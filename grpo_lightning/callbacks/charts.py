@@ -7,7 +7,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from grpo_lightning.callbacks.loggers import attempt
+from grpo_lightning.logger.guarded import attempt
 
 CHARTS = {
     "Progress": {

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning import __version__
 from grpo_lightning.callbacks.export import Export
-from grpo_lightning.callbacks.loggers import attempt
 from grpo_lightning.checkpoint import disk, tensorboard
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.distributed.signals import Preempted
+from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
 

@@ -1,17 +1,51 @@
 """Completions with what was said of them as a table: for programs in columns, for people as a page in Markdown."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from grpo_lightning.batch import Prompt, Scored
-from grpo_lightning.logger.table import Cell, Table
-from grpo_lightning.output.redaction import HIDDEN, hide
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.rollout.episodes import turn_ends
 
 _LETTER = re.compile(r"[^\W_]|[ \n]")
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns.
+
+    Example:
+        ``Table("completions/train", ("prompt", "total"), [("2+2?", 1.0)], page)``
+    """
+
+    name: str
+    """What the table is of; loggers show names with the same beginning together."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    page: str
+    """The same as Markdown, for people."""
+
+
+def log_table(logger: Logger, table: Table, *, step: int) -> None:
+    """Hand a table to a logger: as a text to TensorBoard, as a file to MLflow, as a table to any that takes tables.
+
+    A logger takes tables if it has ``log_table(key, columns, data, step=)``, as W&B's has; others get none.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(table.name, table.page, step)
+    elif isinstance(logger, MLFlowLogger):
+        content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
+        logger.experiment.log_dict(logger.run_id, content, f"{table.name}/{step:06d}.json")
+    elif hasattr(logger, "log_table"):
+        takes: Any = logger
+        takes.log_table(table.name, list(table.columns), [list(row) for row in table.rows], step=step)
 
 
 def completions_table(
@@ -103,7 +137,7 @@ def fence(text: str) -> str:
 
 def _clean(text: str, max_characters: int) -> str:
     """``text`` without secrets, cut, control characters as escapes."""
-    text = hide(text, HIDDEN)  # of a secret that is cut nobody could tell that it is one
+    text = hide(text)  # before it is cut
     return printable(text[:max_characters] + (" […]" if len(text) > max_characters else ""))
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from grpo_lightning.callbacks.course import RECENT, Course
-from grpo_lightning.callbacks.symptoms import findings
-from grpo_lightning.output.redaction import redacted
+from grpo_lightning.callbacks.symptoms import RECENT, Course, findings
 from grpo_lightning.output.summary import write_json
 
 log = logging.getLogger(__name__)
@@ -86,4 +84,4 @@ class Doctor(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            write_json(self.path, redacted({"findings": self.found}))
+            write_json(self.path, {"findings": self.found})

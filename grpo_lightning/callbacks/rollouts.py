@@ -11,7 +11,6 @@ from grpo_lightning import __version__
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.recording import files
-from grpo_lightning.recording.fields import FORMAT
 from grpo_lightning.recording.rows import Microbatches, fingerprint, lines
 from grpo_lightning.rollout.collector import Collected
 
@@ -83,7 +82,7 @@ class RecordRollouts(Callback):
         logged = {name: v for name, v in module.metrics.items() if name not in known and not name.startswith(_BY_CLOCK)}
         scored = collected.scored
         return {
-            "format": FORMAT,
+            "format": files.FORMAT,
             "version": __version__,
             "step": module.completed_steps,
             "seed": module.seed,

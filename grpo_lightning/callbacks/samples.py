@@ -7,9 +7,8 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.batch import Scored
-from grpo_lightning.callbacks.completions import completions_table
-from grpo_lightning.callbacks.loggers import attempt
-from grpo_lightning.logger.table import log_table
+from grpo_lightning.callbacks.completions import completions_table, log_table
+from grpo_lightning.logger.guarded import attempt
 
 HISTOGRAM = "~histogram"
 """What the tags of histograms begin with: scalars have other names, and TensorBoard sorts it behind them."""

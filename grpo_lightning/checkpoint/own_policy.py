@@ -10,7 +10,7 @@ from grpo_lightning.allowed import LIVE
 from grpo_lightning.checkpoint import of_others
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
-from grpo_lightning.output.redaction import FORMERLY, HIDDEN
+from grpo_lightning.output.redaction import HIDDEN
 from grpo_lightning.output.shell import typed_key
 from grpo_lightning.output.terminal import one_line, quoted
 
@@ -144,7 +144,7 @@ def _check_taken(
         is_theirs = is_foreign and value != current(key)  # code of the user's may do anything on the word of a setting
         # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
         is_unresolved = "_convert_" in path and value != "all"
-        is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, FORMERLY, "${"))
+        is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, "${"))
         if is_theirs or is_unresolved or is_hidden:
             asked[typed_key(key)] = quoted(str(value))
     if asked:

@@ -15,7 +15,6 @@ from grpo_lightning.checkpoint.of_others import is_own
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
-from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.shell import typed
 from grpo_lightning.output.terminal import name_of_file, one_line, quoted
 
@@ -188,7 +187,6 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
             raise ValueError(f"checkpoint={given}: allowed is a local file; download it first")
         if not Path(given).exists():
             raise ValueError(f"checkpoint={given}: no such file")
-        _unlinked(Path(given))
         for place in (Path(given), Path(given) / "checkpoints"):
             if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
                 told = typed("checkpoint", str(file))
@@ -209,22 +207,13 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
         raise ValueError(f"checkpoint=last: {last} leads to {name_of_file(str(last.readlink()))}, which is gone{offer}")
     _refuse_another(config, directory, None)
     if last.exists():
-        return _unlinked(last)
+        return last
     if _others(own):
         raise ValueError(f"checkpoint=last: there is no {last}; {_offer(own, directory, overrides)}")
     if config["mode"] != "fit":
         raise ValueError(f"checkpoint=last: there is no {last}")
     log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
     return None
-
-
-def _unlinked(checkpoint: Path) -> Path:
-    """A checkpoint of which no part is by a stranger's link one of the user's, which an export would hold."""
-    for path in (checkpoint, *(sorted(checkpoint.iterdir()) if checkpoint.is_dir() else ())):
-        if link := linked_part(path):
-            told = f"{link} is a link, by which it is {name_of_file(str(path.resolve()))}"
-            raise ValueError(f"checkpoint={checkpoint}: {told}; allowed is its own name")
-    return checkpoint
 
 
 def _refuse_start(config: Mapping[str, Any], directory: Path, overrides: Sequence[str]) -> None:

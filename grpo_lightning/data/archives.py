@@ -17,7 +17,6 @@ from fsspec.registry import _registry, known_implementations
 
 from grpo_lightning.allowed import ERRORS
 from grpo_lightning.data.whole_tables import whole_tables
-from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
@@ -77,7 +76,6 @@ def contained() -> Iterator[None]:
         patch.dict(compr),
         patch.dict(_PACKAGED_DATASETS_MODULES),
         patch.object(Extractor, "extractors", _extractors()),
-        standard_tags(),  # of READMEs
         whole_tables(),
     ):
         kinds: dict[str, Any]

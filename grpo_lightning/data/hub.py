@@ -19,8 +19,7 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.plain_yaml import standard_tags
-from grpo_lightning.output.terminal import one_line, show_printable
+from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +136,6 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
         )
     path = local_or_hub(path, "data.path")
     local = Path(path)
-    show_printable()
     try:
         if any((local / file).is_file() for file in _SAVED):
             with contained(), no_pickles(), weights_only():
@@ -150,8 +148,7 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
                 return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         cache = None
         if local.is_dir():
-            with standard_tags():
-                _check_stays_inside(local)
+            _check_stays_inside(local)
             cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "folders")  # not where one of the hub is looked for
         with contained(), no_pickles(), weights_only():
             return datasets.load_dataset(path, name, split=split, revision=revision, cache_dir=cache)

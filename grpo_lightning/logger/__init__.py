@@ -1,4 +1,1 @@
-"""What writes metrics, settings and tables down: Lightning's loggers, and what they lack to go on with a run.
-
-Of Lightning's own, ``TensorBoardLogger`` is used as it is.
-"""
+"""Lightning's loggers, whose failures end no run, and which a continued run goes on with."""

@@ -1,7 +1,7 @@
 """Metrics and tables as CSV files that a continued run goes on with."""
 
 import csv
-import os
+import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,14 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from grpo_lightning.output.spreadsheet import no_formula
+from grpo_lightning.logger.guarded import Guarded
+from grpo_lightning.output.files import no_formula, replace
 
 Row = dict[str, Any]
 _METRICS, _TABLES = "metrics.csv", "completions_*.csv"
 
 
-class CSVLogger(loggers.CSVLogger):
+class CSVLogger(Guarded, loggers.CSVLogger):
     """Writes ``metrics.csv`` with one row per step, tables as ``NAME.csv``, and the settings as ``hparams.yaml``.
 
     Lightning's logger of this name removes what an earlier process has written, and puts a validation into a row of its
@@ -27,9 +28,7 @@ class CSVLogger(loggers.CSVLogger):
 
     _experiment: "Writer | None"
 
-    @property
-    def experiment(self) -> "Writer":
-        """What writes the files; made when it is first asked for."""
+    def begin(self) -> "Writer":
         if self._experiment is None:
             self._experiment = Writer(self.log_dir)
         return self._experiment
@@ -37,33 +36,33 @@ class CSVLogger(loggers.CSVLogger):
     @rank_zero_only
     def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int) -> None:
         """Append rows to ``KEY.csv``, where slashes are underscores, after the number of the step."""
-        self.experiment.log_table(key, columns, data, step)
+        path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"step": step, **dict(zip(columns, map(no_formula, row), strict=True))} for row in data]
+        known = list(read(path))
+        if known and list(known[0]) == ["step", *columns]:
+            _append(path, ["step", *columns], rows)
+        else:
+            write(path, [*known, *rows])
 
 
 def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
     """Remove what was written of steps after ``step``, which will be made again; -1 removes all.
 
-    Files of other names, without a first column of steps, and beyond links stay: they may be others'.
-
     Args:
         trainers: A trainer's loggers; only a `CSVLogger` has files to be gone through.
         step: The last that is kept.
     """
-    for logger in trainers:
-        place = Path(logger.log_dir) if isinstance(logger, CSVLogger) else None
-        if place is None or place.is_symlink():
-            continue
-        for path in (place / _METRICS, *sorted(place.glob(_TABLES))):
-            if path.is_symlink() or not path.is_file() or not _is_own(path):
-                continue
+    for place in (Path(logger.log_dir) for logger in trainers if isinstance(logger, CSVLogger)):
+        for path in (place / _METRICS, *place.glob(_TABLES)):
             if rows := [row for row in read(path) if _step(row) <= step]:
-                write(path, rows, is_table=path.name != _METRICS)
+                write(path, rows)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 class Writer(ExperimentWriter):
-    """Appends to CSV files; a file is written anew, at once, where columns are new or a step is written a second time.
+    """Appends to ``metrics.csv``, which is written anew where columns are new or a step is written a second time.
 
     Args:
         log_dir: Where the files are.
@@ -74,13 +73,8 @@ class Writer(ExperimentWriter):
         self.metrics: list[Row] = []
         self.log_dir = log_dir
         self._path = Path(log_dir) / _METRICS
-        self._columns: list[str] | None = None
+        self._columns: list[str] = []
         self._last = -1
-
-    @property
-    def has_written(self) -> bool:
-        """Whether there are rows of metrics of this process in the file."""
-        return self._columns is not None
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Note metrics of a step for the next `save`."""
@@ -96,20 +90,18 @@ class Writer(ExperimentWriter):
         if not self.metrics:
             return
         Path(self.log_dir).mkdir(parents=True, exist_ok=True)
-        if self._columns is None or not self._path.exists():
+        if not self._columns or not self._path.exists():
             known = list(read(self._path))
             self._columns = _columns(known)
-            self._last = max((_step(row) for row in known), default=-1)
-        is_new = {key for row in self.metrics for key in row} - set(self._columns)
+            self._last = max(map(_step, known), default=-1)
         steps = [row["step"] for row in self.metrics]
-        if is_new or min(steps) <= self._last:
+        if {key for row in self.metrics for key in row} <= set(self._columns) and min(steps) > self._last:
+            _append(self._path, self._columns, self.metrics)
+        else:
             rows: dict[int, Row] = {}
             for row in (*read(self._path), *self.metrics):
-                rows.setdefault(int(_step(row)), {}).update(row)
+                rows.setdefault(_step(row), {}).update(row)
             self._columns = write(self._path, [rows[step] for step in sorted(rows)])
-        else:
-            with self._path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns).writerows(self.metrics)
         self._last = max(self._last, *steps)
         self.metrics = []
 
@@ -117,18 +109,6 @@ class Writer(ExperimentWriter):
         """Write the settings."""
         Path(self.log_dir).mkdir(parents=True, exist_ok=True)
         super().log_hparams(params)
-
-    def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int) -> None:
-        """Append rows to the file of a table."""
-        path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"step": step, **dict(zip(columns, map(no_formula, row), strict=True))} for row in data]
-        known = list(read(path))
-        if known and list(known[0]) == ["step", *columns]:
-            with path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, ["step", *columns], quoting=csv.QUOTE_ALL).writerows(rows)
-        else:
-            write(path, [*known, *rows], is_table=True)
 
 
 def read(path: Path) -> Iterable[Row]:
@@ -141,23 +121,19 @@ def read(path: Path) -> Iterable[Row]:
                 yield row
 
 
-def write(path: Path, rows: Sequence[Row], *, is_table: bool = False) -> list[str]:
-    """Put rows in the place of a file, at once; returns its columns, the step first.
-
-    Of a table all cells are quoted: spreadsheets may begin a new one behind other characters than a comma.
-    """
-    columns = _columns(rows)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.unlink(missing_ok=True)
-    try:
-        with staged.open("x", newline="", encoding="utf-8") as file:  # anew: never through a link
-            writer = csv.DictWriter(file, columns, quoting=csv.QUOTE_ALL if is_table else csv.QUOTE_MINIMAL)
-            writer.writeheader()
-            writer.writerows(rows)
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+def write(path: Path, rows: Sequence[Row]) -> list[str]:
+    """Put rows in the place of a file, at once; returns its columns, the step first."""
+    columns, text = _columns(rows), io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    replace(path, text.getvalue())
     return columns
+
+
+def _append(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    with path.open("a", newline="", encoding="utf-8") as file:
+        csv.DictWriter(file, columns).writerows(rows)
 
 
 def _columns(rows: Iterable[Row]) -> list[str]:
@@ -165,11 +141,6 @@ def _columns(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         names |= dict.fromkeys(row)
     return list(names)
-
-
-def _is_own(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().split(",")[0].strip().strip('"') == "step"
 
 
 def _step(row: Row) -> int:

@@ -10,7 +10,6 @@ _SIZE = 2**20  # bytes, of which the system takes those that are written to
 
 _page: mmap.mmap | None = None
 _facts: dict[str, Any] = {}
-_texts: dict[str, str] = {}
 
 
 def share() -> None:
@@ -18,20 +17,16 @@ def share() -> None:
     global _page
     _page = mmap.mmap(-1, _SIZE)
     _facts.clear()
-    _texts.clear()
 
 
 def note(**facts: Any) -> None:
-    """Note plain values by name, in place of earlier ones of these names; costs microseconds."""
+    """Note plain values by name, in place of earlier ones of these names."""
     _facts.update(facts)
-    if _page is not None:
-        _texts.update({json.dumps(name): json.dumps(value) for name, value in facts.items()})
-        text = f"{{{', '.join(f'{name}: {value}' for name, value in _texts.items())}}}".encode()
-        if len(text) <= _SIZE - 8:
-            # The length comes first and is 0 meanwhile, so that a process that dies here leaves nothing half written.
-            _page[:8] = bytes(8)
-            _page[8 : 8 + len(text)] = text
-            _page[:8] = len(text).to_bytes(8, "little")
+    if _page is not None and len(text := json.dumps(_facts).encode()) <= _SIZE - 8:
+        # The length comes first and is 0 meanwhile, so that a process that dies here leaves nothing half written.
+        _page[:8] = bytes(8)
+        _page[8 : 8 + len(text)] = text
+        _page[:8] = len(text).to_bytes(8, "little")
 
 
 @contextmanager

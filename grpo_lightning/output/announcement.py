@@ -1,7 +1,6 @@
 """What a run says at its start: what was chosen, what that amounts to, and where it writes."""
 
 import logging
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from grpo_lightning import __version__
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import folded
 from grpo_lightning.output.redaction import redacted, redacted_words
-from grpo_lightning.output.terminal import WIDTH, one_line, quoted, say
+from grpo_lightning.output.terminal import WIDTH, one_line, say
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +61,12 @@ class Opening:
             varied = [f"{key}: {value}" for key, value in everything.items() if len(self._values[key]) > 1]
             return [*folded(f"job {self._jobs - 1}: ", varied), f"directory: {config['run_dir']}"]
         shown = dict.fromkeys((*(key for key, _ in settings), *differing))  # what was asked for, then what came with it
-        told = [f"{_named(key)}: {everything[key]}" for key in shown if key in everything and key not in _TOLD]
+        told = [f"{key}: {everything[key]}" for key in shown if key in everything and key not in _TOLD]
         if config["mode"] == "fit":
             told += fitted(arithmetic)
         directory, settings_file = f"directory: {config['run_dir']}", "(settings: .hydra/config.yaml)"
         line = f"{directory} {settings_file}"
         return [*told, *([line] if len(line) <= WIDTH else [directory, f"  {settings_file}"])]
-
-
-def _named(key: str) -> str:
-    """A key or the name of a folder of settings, which may be a stranger's and read as what this program says."""
-    return key if re.fullmatch(r"[\w./@:+-]+", key) else quoted(key)
 
 
 def _listed(names: str | Iterable[str]) -> str:

@@ -1,22 +1,18 @@
 """What a run says at its end: the outcome, what it leaves behind, and how to go on."""
 
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import WIDTH, brief, one_line, quoted
+from grpo_lightning.output.terminal import WIDTH, brief
 
-_FOREIGN = re.compile(r"[^\w/@.,=+-]")
-"""What is in no name of a metric of ours; a checkpoint's may be a sentence."""
 _LABELS = {"reward/total": "reward", "loss/total": "loss"}
 
 
 def label(name: str) -> str:
     """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
-    name = quoted(name) if _FOREIGN.search(name) else one_line(name).removeprefix("val/")
+    name = name.removeprefix("val/")
     return _LABELS.get(name) or name.removeprefix("reward/")
 
 
@@ -63,9 +59,7 @@ def closing(
     if config["mode"] == "validate":
         metrics = {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}
         told = [f"{label(name)} {brief(value, 3)}" for name, value in metrics.items()]
-        whole = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in (*told, f"{summary['seconds']:.0f} s")]
-        lines = textwrap.wrap(" · ".join(whole), WIDTH, break_long_words=False, break_on_hyphens=False)
-        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+        return folded("validated: ", [*told, f"{summary['seconds']:.0f} s"])
     lines = [outcome(summary, config["sweep_metric"])]
     if is_job:
         return lines

@@ -1,20 +1,30 @@
-"""A preflight from the first look to ``preflight.json`` and the page on the terminal."""
+"""A preflight, from the first look to ``preflight.json``, and the memory that a run needs."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_lightning import memory
 from grpo_lightning.data import PromptData
+from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.module.base import StepModule
+from grpo_lightning.output.announcement import say_once
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.output.summary import write_json
 from grpo_lightning.output.terminal import say
 from grpo_lightning.preflight.look import look
 from grpo_lightning.preflight.verdict import page
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def conduct(
@@ -54,3 +64,30 @@ def conduct(
             say(line)
         write_json(directory / "preflight.json", facts)
     return facts
+
+
+def announce_memory(
+    config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: "Trainer"
+) -> dict[str, float]:
+    """Print what the run is going to need, and warn where a GPU has less; returns the bytes by part, if known."""
+    shape = module.policy.shape()
+    if shape is None or not memory.is_predictable(config) or not is_first():
+        return {}
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]
+    use = memory.use_of(
+        config,
+        processes=trainer.world_size,
+        is_sharded=trainer_shards(trainer),
+        on_cpu=on_cpu,
+        prompt_tokens=max(module.policy.count_tokens(first)),
+    )
+    parts = memory.predicted(shape, use)
+    say_once(memory.table(parts))
+    if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
+        log.warning(
+            "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
+            "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
+            available / memory.GiB,
+        )
+    return parts

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
 from grpo_lightning.batch.rows import Kept
 from grpo_lightning.batch.turns import spans
-from grpo_lightning.output.redaction import HIDDEN, hide
+from grpo_lightning.output.redaction import hide
 
 Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
 """By process: the rows of each micro-batch [b], and their log-probabilities under the policy that is trained [b, T]."""
@@ -107,7 +107,7 @@ def lines(
         line = {
             "group": group,
             "prompt": _hidden(scored.prompts.texts[group]),
-            "completion": hide(sampled.texts[row], HIDDEN),
+            "completion": hide(sampled.texts[row]),
             "columns": columns[group],
             "rewards": {name: number(values[row]) for name, values in rewards.items()},
             "scores": [number(value) for value in scores[row]],
@@ -121,8 +121,7 @@ def lines(
             "entropy": [number(value) for value in entropy[row][:count]],
         }
         if turns and sampled.turns and sampled.replies:
-            line["turns"] = [hide(text, HIDDEN) for text in sampled.turns[row]]
-            line["replies"] = [hide(text, HIDDEN) for text in sampled.replies[row]]
+            line |= {"turns": _hidden(sampled.turns[row]), "replies": _hidden(sampled.replies[row])}
             line["spans"] = [list(span) for span in turns[row]]
         if sets:
             line["kept"] = sets[row]
@@ -138,7 +137,7 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
     """The rollout that `lines` described; samples on ``device``, rewards on the CPU.
 
     Args:
-        header: The first line of a file, checked as `recording.files.read` does.
+        header: The first line of a file.
         rows: The other lines.
         device: Of the token ids and log-probabilities.
     """
@@ -230,7 +229,7 @@ def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) 
 def _hidden(value: Any) -> Any:
     """A prompt or a column without secrets."""
     if isinstance(value, str):
-        return hide(value, HIDDEN)
+        return hide(value)
     if isinstance(value, Mapping):
         return {key: _hidden(one) for key, one in value.items()}
     return [_hidden(one) for one in value] if isinstance(value, list | tuple) else value

@@ -2,14 +2,11 @@
 
 import argparse
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning import start
-from grpo_lightning.distributed import fresh
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.recording import files
 
@@ -28,9 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     options = parser.parse_intermixed_args(arguments)
-    start.pass_by_settings()
-    if sys.flags.safe_path:  # python -P -m: so are processes that libraries start
-        os.environ["PYTHONSAFEPATH"] = "1"
     logging.basicConfig(format="[%(levelname)s] %(message)s")
     try:
         text = replay(options.directory, options.overrides, steps=options.steps, form=options.format)
@@ -85,9 +79,4 @@ def _chosen(steps: str, known: dict[int, Path]) -> list[int]:
 
 if __name__ == "__main__":
     last_through_closed_pipes()
-    start.START = Path.cwd().resolve()
-    fresh.protect_processes()
-    from grpo_lightning.composition.resolvers import keep_from_strangers
-
-    keep_from_strangers()  # such as those of whoever has made the run
     main()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.output.spreadsheet import no_formula
+from grpo_lightning.output.files import no_formula
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.replay.step import Metrics
 

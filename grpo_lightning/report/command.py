@@ -5,12 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.output.links import linked_part
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
-from grpo_lightning.report.comparison import DEFAULT_METRICS, compare
+from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Line, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
+from grpo_lightning.report.statistics import Estimate, estimate
 from grpo_lightning.report.table import FORMS, write
 
 
@@ -34,11 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with_points=needs_points,
         )
         if options.plot:
-            from grpo_lightning.report.plot import plot
-
-            if part := linked_part(options.plot.parent):
-                told = f"{part} is a link in a folder, through which is not written"
-                raise ReportError(f"--plot={options.plot}: {told}; allowed is where it leads to, by its own name")
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))
@@ -55,6 +50,55 @@ def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:
     told = {name for run in runs for name in run.summary.get("metrics") or ()}
     wanted = [name for name in dict.fromkeys((metric, *DEFAULT_METRICS[1:])) if name in told]
     return write(compare(runs, metrics=wanted), "table")
+
+
+def plot(comparison: Comparison, file: Path) -> None:
+    """Draw one panel for each metric into a picture, whose kind the file's ending says.
+
+    Raises:
+        ReportError: matplotlib is not installed, does not know the ending, or the picture cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ReportError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a setting begins no formula
+    from matplotlib import pyplot
+
+    panels = len(comparison.lines)
+    figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
+    for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
+        for line in lines:
+            points = mean_curve(line)
+            steps = [step for step, _ in points]
+            [drawn] = axes.plot(steps, [one.mean for _, one in points], label=one_line(comparison.label(line.settings)))
+            banded = [(step, one.low, one.high) for step, one in points if one.low is not None]
+            if banded:
+                axes.fill_between(*zip(*banded, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
+        axes.set(ylabel=metric)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if lines:
+            axes.legend(frameon=False, fontsize="small")
+    grid[-1, 0].set(xlabel="rollouts")
+    figure.tight_layout()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def mean_curve(line: Line) -> list[tuple[int, Estimate]]:
+    """Step -> the estimate over the seeds that have a value there."""
+    values: dict[int, list[float]] = {}
+    for one in line.by_seed.values():
+        for step, value in one.points or ():
+            values.setdefault(step, []).append(value)
+    return [(step, estimate(found)) for step, found in sorted(values.items())]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from grpo_lightning.output.links import leads_elsewhere
 from grpo_lightning.report.records import RunRecord
 
 Points = list[tuple[int, float]]
@@ -39,7 +38,7 @@ def curve(run: Path, metric: str) -> Points:
 
 def names(run: RunRecord) -> set[str]:
     """The metrics that a run tells of."""
-    listed = {str(name) for part in ("metrics", "values") for name in _mapping(run.summary.get(part))}
+    listed = {name for part in ("metrics", "values") for name in run.summary.get(part, ())}
     return listed or set(_curves(run.directory))
 
 
@@ -51,27 +50,23 @@ def course(run: RunRecord, metric: str, *, with_points: bool) -> Course | None:
         metric: Its name.
         with_points: Whether all values are needed; else those of ``summary.json`` do, which are read faster.
     """
-    values = _mapping(_mapping(run.summary.get("values")).get(metric))
-    if not with_points and _is_number(values.get("last")):
-        kept = {name: float(value) for name, value in values.items() if _is_number(value)}
-        return Course(kept["last"], kept.get("first"), kept.get("mean"), kept.get("min"), kept.get("max"))
+    values: Mapping[str, float] = run.summary.get("values", {}).get(metric, {})
+    if not with_points and "last" in values:
+        return Course(values["last"], values.get("first"), values.get("mean"), values.get("min"), values.get("max"))
     if points := curve(run.directory, metric):
         every = [value for _, value in points]
         mean = math.fsum(every) / len(every)
         return Course(every[-1], every[0], mean, min(every), max(every), pstdev(every), points)
-    if with_points and _is_number(values.get("last")):
+    if with_points and "last" in values:
         return course(run, metric, with_points=False)
-    last: Any = _mapping(run.summary.get("metrics")).get(metric)
-    return Course(float(last)) if _is_number(last) else None
+    last: float | None = run.summary.get("metrics", {}).get(metric)
+    return None if last is None else Course(last)
 
 
 @lru_cache(256)
 def _curves(run: Path) -> Mapping[str, Points]:
     file = run / "csv" / "metrics.csv"
-    events = run / "tensorboard"
-    if any(leads_elsewhere(path, run) for path in (file, events, *events.glob("*"))):  # it may be a stranger's
-        return {}
-    return _of_csv(file) if file.is_file() else _of_events(events)
+    return _of_csv(file) if file.is_file() else _of_events(run / "tensorboard")
 
 
 def _of_csv(file: Path) -> dict[str, Points]:
@@ -111,11 +106,3 @@ def _number(text: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return value if math.isfinite(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any
 import yaml
 
 from grpo_lightning.checkpoint import lock
-from grpo_lightning.output.links import leads_elsewhere
-from grpo_lightning.output.plain_yaml import standard_tags
 
 SWEEP_FILE = "sweep.json"
 """In a sweep's directory: which jobs it has, and the command that makes them."""
@@ -44,14 +42,8 @@ class RunRecord:
     @cached_property
     def findings(self) -> list[str]:
         """What the doctor has found in it, from ``health.json``: each rule with its step, metric and value."""
-        listed = _summary(self.directory / "health.json")[0].get("findings") if self.status != "missing" else None
-        known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        return [f"{one.get('rule')} at step {one.get('step')} ({one.get('metric')} {_brief(one)})" for one in known]
-
-
-def _brief(finding: Mapping[str, Any]) -> str:
-    value = finding.get("value")
-    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
+        known = _summary(self.directory / "health.json")[0].get("findings", ()) if self.status != "missing" else ()
+        return [f"{one['rule']} at step {one['step']} ({one['metric']} {one['value']:.3g})" for one in known]
 
 
 def find_runs(*directories: Path | str) -> list[RunRecord]:
@@ -64,8 +56,9 @@ def find_runs(*directories: Path | str) -> list[RunRecord]:
     for place in places:
         if not place.is_dir():
             raise ReportError(f"{place}: {'no directory' if place.exists() else 'there is no such directory'}")
-    runs = sorted({path.parent for place in places for path in place.rglob("summary.json")} | _begun(places))
-    records = [read_run(directory) for directory in runs]
+    summaries = {path.parent for place in places for path in place.rglob("summary.json")}
+    begun = {path.parent.parent for place in places for path in place.rglob(".hydra/overrides.yaml")}
+    records = [read_run(directory) for directory in sorted(summaries | begun)]
     sweeps = sorted({path.parent for place in places for path in place.rglob(SWEEP_FILE)})
     for sweep in sweeps:
         records += _missing(sweep, [record for record in records if sweep in record.directory.parents])
@@ -74,18 +67,10 @@ def find_runs(*directories: Path | str) -> list[RunRecord]:
     return records
 
 
-def _begun(places: Iterable[Path]) -> set[Path]:
-    return {path.parent.parent for place in places for path in place.rglob(".hydra/overrides.yaml")}
-
-
 def read_run(directory: Path) -> RunRecord:
     """The run in a directory."""
     summary, problem = _summary(directory / "summary.json")
-    overrides = summary.get("overrides")
-    if not isinstance(overrides, list):
-        overrides = _yaml(directory / ".hydra" / "overrides.yaml")
-    listed = overrides if isinstance(overrides, list) else []
-    words = tuple(word for word in listed if isinstance(word, str))  # else a few lines of YAML could be endless text
+    words = tuple(summary.get("overrides") or _yaml(directory / ".hydra" / "overrides.yaml") or ())
     if lock.is_held(directory):
         return RunRecord(directory, words, "running", "a process trains in it", summary)
     if problem:
@@ -95,49 +80,35 @@ def read_run(directory: Path) -> RunRecord:
             directory, words, "killed", "it has begun, no process trains in it, and it has no summary.json"
         )
     reason = " ".join(str(summary.get("error") or "").split())
-    status = str(summary.get("status"))  # text of a stranger's, if the run is one's
-    return RunRecord(
-        directory, words, status if status.isidentifier() else "failed", f"“{reason}”" if reason else "", summary
-    )
+    return RunRecord(directory, words, str(summary.get("status")), f"“{reason}”" if reason else "", summary)
 
 
 def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
     """The jobs of a sweep of which there is no trace."""
-    jobs = _summary(sweep / SWEEP_FILE)[0].get("jobs")
-    if not isinstance(jobs, list):
-        return []
     there = Counter(tuple(sorted(record.overrides)) for record in records)
     absent = []
-    for job in jobs:
-        words = tuple(str(word) for word in job) if isinstance(job, list) else ()
-        if there[tuple(sorted(words))] > 0:
-            there[tuple(sorted(words))] -= 1
+    for job in _summary(sweep / SWEEP_FILE)[0].get("jobs", ()):
+        words = tuple(sorted(job))
+        if there[words] > 0:
+            there[words] -= 1
         else:
-            absent.append(RunRecord(sweep, words, "missing", "a job of the sweep that has not begun"))
+            absent.append(RunRecord(sweep, tuple(job), "missing", "a job of the sweep that has not begun"))
     return absent
 
 
 def _summary(path: Path) -> tuple[dict[str, Any], str]:
     """What a JSON file holds, and what is wrong with it; neither where there is none."""
     try:
-        found = json.loads(_text(path, path.parent))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read: {error}"
     return (found, "") if isinstance(found, dict) else ({}, f"{path.name} holds no object")
 
 
-def _text(path: Path, run: Path) -> str:
-    """What a file of a run holds, which may be a stranger's: a link could show any file of the user's in a table."""
-    if leads_elsewhere(path, run):
-        raise ValueError("it is a link to a file elsewhere")
-    return path.read_text(encoding="utf-8")
-
-
 def _yaml(path: Path) -> Any:
     try:
-        with standard_tags():
-            return yaml.load(_text(path, path.parents[1]), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
         return None

@@ -1,7 +1,6 @@
-"""A comparison as text: for a terminal, as Markdown, CSV, JSON or HTML."""
+"""A comparison as text: for a terminal, as Markdown, CSV or JSON."""
 
 import csv
-import html
 import io
 import json
 import re
@@ -14,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.output.redaction import HIDDEN, hide
-from grpo_lightning.output.spreadsheet import no_formula
+from grpo_lightning.output.files import no_formula
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import RunRecord
@@ -49,7 +48,7 @@ def _mean(value: Estimate | None) -> str:
 
 def write(comparison: Comparison, form: str, *, deviation: bool = False) -> str:
     """The comparison in one of `FORMS`."""
-    return hide(FORMS[form](comparison, deviation).replace("\u00a0", " "), HIDDEN)
+    return hide(FORMS[form](comparison, deviation).replace("\u00a0", " "))
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], keys
 
 def _shown(text: str) -> str:
     """A text in one line without secrets, which could no longer be told once it is folded."""
-    return hide(one_line(text), HIDDEN)
+    return hide(one_line(text))
 
 
 def _values(line: Line, deviation: bool) -> list[str]:
@@ -166,17 +165,6 @@ def _piped(cell: str) -> str:
     return re.sub(r"([\\|*]|(?<=\])\()", r"\\\1", one_line(cell)).replace("<", "&lt;")
 
 
-def _html(comparison: Comparison, deviation: bool) -> str:
-    style = "body{font-family:sans-serif}td,th{padding:.2em .8em;text-align:right}td:first-child,th:first-child"
-    said = [f'<!doctype html><meta charset="utf-8"><title>Report</title><style>{style}{{text-align:left}}</style>']
-    for grid in _grids(comparison, deviation):
-        said.append(f"<h2>{html.escape(grid.title)}</h2><table>")
-        said.append("<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in grid.header) + "</tr>")
-        said += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in grid.rows]
-        said.append("</table>")
-    return "\n".join([*said, *(f"<p>{html.escape(line.strip())}</p>" for line in _closing(comparison))]) + "\n"
-
-
 def _csv(comparison: Comparison, deviation: bool) -> str:
     """A line for each metric and each line of its table, with all digits."""
     text = io.StringIO()
@@ -243,5 +231,4 @@ FORMS: Mapping[str, Callable[[Comparison, bool], str]] = {
     "md": _markdown,
     "csv": _csv,
     "json": _json,
-    "html": _html,
 }

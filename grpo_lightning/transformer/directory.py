@@ -14,9 +14,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from grpo_lightning.output.links import followed, leads_elsewhere
 from grpo_lightning.output.shell import typed
-from grpo_lightning.output.terminal import name_of_file, one_line
+from grpo_lightning.output.terminal import one_line
 
 
 def check_directory(path: str, key: str) -> None:
@@ -44,12 +43,6 @@ def check_directory(path: str, key: str) -> None:
             f"{where}: {one_line(part.name)} is a part of weights that several processes have written; allowed are "
             "weights that were put together, as transformers' consolidate_distributed_checkpoint does"
         )
-    for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
-        if entry.is_symlink() and leads_elsewhere(entry, directory) and not _is_of_the_hub(entry, directory):
-            raise ValueError(
-                f"{where}: {entry} is a link to {name_of_file(os.path.realpath(entry))}, of which an export would hold "
-                "a copy; allowed are files, links inside the directory, and those of the hub's cache"
-            )
     for file in sorted(directory.glob("*.index.json")):
         for name in _names(file):
             if not is_beside(name):
@@ -74,11 +67,3 @@ def _names(index: Path) -> Iterator[Any]:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
         named = content.get("weight_map") if isinstance(content, Mapping) else None
         yield from named.values() if isinstance(named, Mapping) else ()
-
-
-def _is_of_the_hub(link: Path, directory: Path) -> bool:
-    """Whether a link of a snapshot in the hub's cache leads to where the cache keeps that model's files."""
-    home, end = followed(directory), followed(link)
-    if home is None or end is None:
-        return False
-    return home.parent.name == "snapshots" and end.parent == home.parents[1] / "blobs"

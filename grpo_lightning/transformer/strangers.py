@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
 from grpo_lightning.distributed.reading import no_pickles, weights_only
-from grpo_lightning.output.terminal import one_line, show_printable
+from grpo_lightning.output.terminal import one_line
 from grpo_lightning.transformer.config_files import values_only
 from grpo_lightning.transformer.directory import check_directory
 from grpo_lightning.transformer.quantized import compare_inputs, layer_problem, state_problem
@@ -50,7 +50,6 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             code comes with them, a configuration names code (`values_only`), or a package is absent.
     """
     where = f"{key}={path!r}"
-    show_printable()
     check_directory(path, key)
     left_out: list[str] = []
     try:

@@ -37,11 +37,11 @@ class Board:
         return [step for _, step, _ in self.plugin("scalars/scalars", run=run, tag=tag)]
 
     def hparams(self) -> tuple[list[str], dict[str, dict[str, Any]]]:
-        """The columns of the HParams tab, in its order, and run -> column -> value, with its "status"."""
+        """The columns of the HParams tab, settings before metrics, and run -> column -> value."""
         found = self.post("hparams/experiment", hparamsLimit=0)
         columns = [info["name"] for info in found["hparamInfos"]]
-        titles = {info["name"]["tag"]: info["displayName"] for info in found["metricInfos"]}
-        asked = [{"hparam": name} for name in columns] + [{"metric": {"tag": tag}} for tag in titles]
+        metrics = [info["name"]["tag"] for info in found["metricInfos"]]
+        asked = [{"hparam": name} for name in columns] + [{"metric": {"tag": tag}} for tag in metrics]
         states = [f"STATUS_{state}" for state in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
         groups = self.post(
             "hparams/session_groups", allowedStatuses=states, colParams=asked, startIndex=0, sliceSize=100
@@ -49,6 +49,6 @@ class Board:
         rows = {}
         for group in groups:
             [session] = group["sessions"]
-            values = {titles[value["name"]["tag"]]: value["value"] for value in session["metricValues"]}
-            rows[session["name"]] = {**group["hparams"], **values, "status": session["status"]}
-        return [*columns, *titles.values()], rows
+            values = {value["name"]["tag"]: value["value"] for value in session["metricValues"]}
+            rows[session["name"]] = {**group["hparams"], **values}
+        return [*columns, *metrics], rows

@@ -22,7 +22,6 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.distributed import fresh, signals
-from grpo_lightning.output import redaction
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.reward import registered
 from grpo_lightning.reward.engine.foreign import beginning, described, plain, told
@@ -199,7 +198,7 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
             max_workers=_workers or _default_workers(),
             context=context,
             initializer=_prepare,
-            initargs=[redaction.known(), noted],
+            initargs=[noted],
         )
         _noted = noted
     return _pool
@@ -235,9 +234,8 @@ def _modules(function: Any) -> list[str]:
     return [name for name in modules if name != "__main__"]
 
 
-def _prepare(secrets: Sequence[str], noted: tuple[set[str], set[str]]) -> None:
-    """Prepare a worker before its first row; what it shows on the terminal, such as warnings, has no secrets."""
-    redaction.remember({}, texts=secrets)
+def _prepare(noted: tuple[set[str], set[str]]) -> None:
+    """Prepare a worker before its first row."""
     registered.note(*noted)
     last_through_closed_pipes()
     fresh.protect_processes()  # those that a function starts by multiprocessing

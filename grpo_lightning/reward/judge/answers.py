@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.redaction import HIDDEN, hide
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.reward.engine.weighted import RewardError
 
 _BEGINNING = b'{"request": "'
@@ -54,8 +54,8 @@ class Answers:
         Raises:
             RewardError: The file cannot be written.
         """
-        told = {name: hide(value, HIDDEN) if isinstance(value, str) else value for name, value in more.items()}
-        line = json.dumps({"request": request, **told, "answer": hide(answer, HIDDEN)}).encode() + b"\n"
+        told = {name: hide(value) if isinstance(value, str) else value for name, value in more.items()}
+        line = json.dumps({"request": request, **told, "answer": hide(answer)}).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._open(os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -69,7 +69,7 @@ class Answers:
         except OSError as error:
             raise self._problem("cannot be written", error) from error
         self._refresh()
-        return self._known.setdefault(request, hide(answer, HIDDEN))
+        return self._known.setdefault(request, hide(answer))
 
     def _refresh(self) -> None:
         """Read what was added since the last time."""

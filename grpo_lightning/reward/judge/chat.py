@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import regex
 
-from grpo_lightning.output.redaction import HIDDEN, hide
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
@@ -99,7 +99,7 @@ class ChatJudge:
     async def _known_or_asked(self, key: str, body: bytes) -> float:
         if self._answers is not None and (known := self._answers.get(key)) is not None:
             return self._score(known)
-        answer = hide(await self._endpoint.ask(body), HIDDEN)
+        answer = hide(await self._endpoint.ask(body))
         score = self._score(answer)
         if self._answers is None:
             return score

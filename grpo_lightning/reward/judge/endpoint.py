@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from grpo_lightning.output.redaction import hide, remember
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.coroutines import Later, Refused
 from grpo_lightning.reward.engine.weighted import RewardError
@@ -41,7 +41,6 @@ class Endpoint:
     def __init__(self, base_url: str, *, api_key_env: str | None, allow_http: bool) -> None:
         _check_url(base_url, allow_http)
         if api_key_env is not None and not (isinstance(api_key_env, str) and _VARIABLE.fullmatch(api_key_env)):
-            remember({}, texts=[str(api_key_env)])
             raise ValueError(
                 "api_key_env: allowed is the name of an environment variable, such as OPENAI_API_KEY, or null; the key "
                 "itself belongs into the environment only"
@@ -94,7 +93,6 @@ class Endpoint:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if self._api_key_env is not None:
             key = os.environ.get(self._api_key_env, "").strip()
-            remember({}, texts=[key])
             if not key or not key.isascii() or not key.isprintable():
                 raise RewardError(f"api_key_env={self._api_key_env}: the environment has no key of this name")
             headers["authorization"] = f"Bearer {key}"
@@ -128,7 +126,6 @@ def _check_url(url: Any, allow_http: bool) -> None:
         or parts.scheme not in ("http", "https")
         or "@" in parts.netloc
     ):
-        remember({}, texts=re.findall("//([^/@]+)@", str(url)))
         raise ValueError(f"base_url: expected {allowed}, got {hide(repr(url)):.80}")
     if parts.scheme == "http" and not allow_http and not _is_local(host):
         raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")

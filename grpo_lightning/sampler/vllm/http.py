@@ -7,8 +7,6 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from grpo_lightning.output.redaction import remember
-
 LARGEST = 2**30
 """Bytes of an answer that are read."""
 
@@ -54,9 +52,8 @@ class Connection:
         return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
 
     def _key(self) -> str:
-        """The key, without the line end that files have; from now on it is hidden in all texts, also in a server's."""
+        """The key, without the line end that files have."""
         key = os.environ.get(self._key_name, "").strip()
-        remember({}, texts=[key])
         if not key.isascii() or not key.isprintable():
             raise ValueError(
                 f"{self._key_name}: the variable's value cannot be a key: it has other signs than keys have"
