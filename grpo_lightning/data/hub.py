@@ -86,7 +86,7 @@ class Hub(Rows):
             try:
                 if filter and not filter(row):
                     continue
-                mapped = map_row(row) if map_row else row
+                mapped = dict(map_row(row)) if map_row else row
             except Exception as error:
                 raise ValueError(f"{source}, row {number}: data.filter or data.map_row: {error!r}") from error
             if columns:
