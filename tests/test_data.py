@@ -27,7 +27,7 @@ from grpo_lightning.data.hub import prompts as hub_prompts
 from grpo_lightning.data.jsonl import Inline, JsonLines
 from grpo_lightning.data.jsonl import prompts as jsonl_prompts
 from grpo_lightning.data.order import StepSampler, even_batches, permutation, prompt_index
-from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, _VALIDATION_SEED, DATASETS, ReasoningGym
+from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, DATASETS, ReasoningGym
 from grpo_lightning.data.reasoning_gym import prompts as gym_prompts
 from grpo_lightning.reward.accuracy import reasoning_gym
 
@@ -378,12 +378,8 @@ def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
     unused = {"name": None, "revision": None, "filter": None, "map_row": None}
     build = functools.partial(hub_prompts, path=str(tmp_path / "d"), split="train", columns=COLUMNS, **unused)
     both, one = (build(validation_split=split, **settings()) for split in ("test", None))
-    assert both.describe() == {
-        "training prompts": 3,
-        "held-out prompts": 3,
-        "dropped prompts": 0,
-        "columns": ["answer"],
-    }
+    facts = {"training prompts": 3, "held-out prompts": 3, "dropped prompts": 0, "columns": ["answer"]}
+    assert both.describe() == facts
     assert (both.train[0][0], both.validation[0][0]) == ("one?", "three?")
     assert (len(one.train), len(one.validation)) == (2, 1)
 
@@ -452,11 +448,10 @@ def test_what_is_wrong_with_a_task_is_named():
 
 
 def test_unfit_entries_are_replaced_the_same_way_every_time():
+    longest = len("State the final answer to the following arithmetic problem: 1 - 1 =")
+
     def fits(prompts):
-        return [
-            len(prompt) <= len("State the final answer to the following arithmetic problem: 1 - 1 =")
-            for prompt in prompts
-        ]
+        return [len(prompt) <= longest for prompt in prompts]
 
     config = {**SUM, "max_digits": 2}
     source = ReasoningGym("chain_sum", config, 40, 5)
@@ -486,47 +481,14 @@ def test_training_never_meets_a_held_out_question_while_there_are_others():
 
 
 def test_held_out_questions_that_are_replaced_are_avoided_too():
-    data = gym_prompts(
-        task="chain_sum",
-        task_config=SUM,
-        levels={},
-        train_size=300,
-        **settings(validation_size=40, max_prompt_length=1),
-    )
+    changed = settings(validation_size=40, max_prompt_length=1)
+    data = gym_prompts(task="chain_sum", task_config=SUM, levels={}, train_size=300, **changed)
     assert data.train[0]  # what is known of the held-out questions before the limit no longer holds after it
     data.limit_prompts(lambda prompts: ["+" in prompt for prompt in prompts])
     held_out, train = ([s[i][0] for i in range(len(s))] for s in (data.validation, data.train))
     assert (len(held_out), len(train)) == (40, 300)
     assert all("+" in prompt for prompt in held_out + train)
     assert not set(held_out) & set(train)
-
-
-def test_slow_entries_are_made_once(monkeypatch):
-    calls = Counter()
-    made = DATASETS["chain_sum"][0].__getitem__
-    monkeypatch.setattr(
-        DATASETS["chain_sum"][0], "__getitem__", lambda self, i: calls.update([self.seed + i]) or made(self, i)
-    )
-    data = gym_prompts(task="chain_sum", task_config=None, levels={}, train_size=50, **settings(validation_size=20))
-    attach(data).train_dataloader()
-    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}  # before a worker could start
-    for _ in range(2):
-        texts(data.val_dataloader())
-        texts(data.train_dataloader())
-    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy.random.random_sample])
-def test_a_task_that_draws_from_a_global_generator_is_still_a_function_of_the_index(monkeypatch, draw):
-    def entry(*_):
-        return {"question": str(draw()), "answer": "", "metadata": {}}
-
-    monkeypatch.setattr(DATASETS["gcd"][0], "__getitem__", entry)
-    source, again = (ReasoningGym("gcd", {}, 3, 0) for _ in range(2))
-    rows = [source[i] for i in range(3)]
-    draw()
-    assert [again[i] for i in reversed(range(3))] == rows[::-1]
-    assert len({prompt for prompt, _ in rows}) == 3
 
 
 def test_a_prompt_length_nothing_meets_is_an_error_before_training():
