@@ -251,7 +251,7 @@ def test_a_saved_data_set_with_filter_map_and_columns(tmp_path):
     assert gsm8k_row({"answer": "3 #### 4\n#### -1,234.5 "}) == {"answer": "-1234.5"}
     source = Hub(str(tmp_path / "d"), "train", columns=COLUMNS, filter=lambda row: row["level"] > 1, map_row=gsm8k_row)
     assert [source[i] for i in range(len(source))] == [("two?", {"answer": "2000"}), ("three?", {"answer": "3"})]
-    saved()["test"].with_format("numpy").save_to_disk(tmp_path / "one")
+    saved()["test"].with_format("pandas").save_to_disk(tmp_path / "one")
     assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("one?", {})
 
 
@@ -342,6 +342,7 @@ def test_a_downloaded_data_set_runs_no_code(kind, tmp_path):
 def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     saved().save_to_disk(tmp_path / "d")
     (tmp_path / "a.txt").touch()
+    write(tmp_path / "b.jsonl", "{")
 
     def shorter(row):  # empty in row 3
         return {**row, "question": "x" * (3 - row["level"])}
@@ -366,6 +367,7 @@ def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for path, message in [
         (str(tmp_path / "a.txt"), r"a\.txt', data.split='train': allowed: a file ending in \.json, "),
+        (str(tmp_path / "b.jsonl"), r"b\.jsonl', data.split='train': .*JSON"),
         ("no/such", "data.path='no/such', data.split='train': "),
         ("./date", r"^data.path='./date': no such file"),
     ]:
