@@ -184,7 +184,8 @@ class Inline(Rows):
     def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts") -> None:
         rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
         for row in rows:
-            if hasattr(prompt := row.get("prompt"), "tolist"):
+            prompt: Any = row.get("prompt")
+            if hasattr(prompt, "tolist"):
                 row["prompt"] = prompt.tolist()
             elif isinstance(prompt, tuple):
                 row["prompt"] = list(prompt)
