@@ -661,8 +661,6 @@ def test_a_module_is_made_by_settings(tmp_path):
     torch.save({"step": {"completed": 1}}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
     with pytest.raises(TypeError, match=r"GRPOLightningModule.load_from_checkpoint: allowed is compose\('checkpoint=P"):
         grpo.GRPOLightningModule.load_from_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(TypeError, match=r"PromptData.load_from_checkpoint: allowed is compose\('checkpoint=P"):
-        PromptData.load_from_checkpoint("http://127.0.0.1/x.ckpt")
 
 
 @pytest.mark.slow

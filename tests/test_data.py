@@ -1,11 +1,13 @@
 """Order, sources and the data module, on small real files."""
 
 import functools
-import itertools
+import io
 import json
 import logging
 import operator
+import pickle
 import random
+import tarfile
 from collections import Counter
 from types import SimpleNamespace
 
@@ -20,13 +22,14 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.batch import Prompts
 from grpo_lightning.data import PromptData, hold_out, keep
-from grpo_lightning.data.hub import Hub, gsm8k_answer, gsm8k_row
+from grpo_lightning.data.hub import Hub, gsm8k_row
 from grpo_lightning.data.hub import prompts as hub_prompts
 from grpo_lightning.data.jsonl import Inline, JsonLines
 from grpo_lightning.data.jsonl import prompts as jsonl_prompts
 from grpo_lightning.data.order import StepSampler, even_batches, permutation, prompt_index
-from grpo_lightning.data.reasoning_gym import _SPARE_OFFSET, _TRAIN_SEED, _VALIDATION_SEED, DATASETS, ReasoningGym
+from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, DATASETS, ReasoningGym
 from grpo_lightning.data.reasoning_gym import prompts as gym_prompts
+from grpo_lightning.reward.accuracy import reasoning_gym
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 100 sums and 100 differences
 CHAT = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
@@ -71,24 +74,14 @@ def texts(loader) -> list[tuple]:
 
 
 def test_every_epoch_is_another_permutation_whatever_the_seed():
-    epochs = [[prompt_index(seed, e * 7 + i, 7) for i in range(7)] for seed in (0, 1) for e in range(3)]
+    epochs = [[prompt_index(seed, e * 7 + i, 7) for i in range(7)] for seed in (0, 1, 2**32) for e in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == 6
+    assert len(set(map(tuple, epochs))) == 9
 
 
 def test_the_order_is_pinned_because_a_resumed_run_relies_on_it():
     assert [prompt_index(3, i, 5) for i in range(12)] == [prompt_index(3, i, 5) for i in reversed(range(12))][::-1]
     assert permutation(0, 0, 5).tolist() == [1, 3, 2, 4, 0]
-
-
-def test_seeds_that_agree_in_their_low_32_bits_give_different_orders():
-    assert permutation(1, 0, 50).tolist() != permutation(1 + 2**32, 0, 50).tolist()
-
-
-def test_no_more_than_two_epochs_are_kept():
-    for epoch in range(5):
-        prompt_index(0, epoch * 9, 9)
-    assert permutation.cache_info().currsize == 2
 
 
 def test_steps_consume_the_run_in_order_whatever_the_start_and_the_split():
@@ -100,26 +93,20 @@ def test_steps_consume_the_run_in_order_whatever_the_start_and_the_split():
     assert len(StepSampler(10, 4, 5, 2, 3)) == 3
 
 
-def test_fewer_prompts_than_processes_are_refused():
-    with pytest.raises(ValueError, match=r"data.prompts_per_step=2: allowed: at least the number of processes, 3"):
-        attach(inline(5), world_size=3).setup("fit")
-
-
-@pytest.mark.parametrize(
-    ("size", "batch_size", "processes", "expected"),
-    [
+def test_validation_batches_by_hand():
+    for size, batch_size, processes, expected in [
         (5, 2, 1, [[0], [1, 2], [3, 4]]),  # ceil(5 / 2) = 3 batches
         (4, 9, 1, [[0, 1, 2, 3]]),
         (7, 2, 2, [[0, 1, 2], [3, 4, 5, 6]]),  # ceil(7 / 4) = 2 batches
         (5, 1, 2, [[0, 1], [2, 3, 4]]),  # three batches of at most 2 would leave a process with none
         (2, 4, 2, [[0, 1]]),
-    ],
-)
-def test_validation_batches_by_hand(size, batch_size, processes, expected):
-    assert even_batches(size, batch_size, processes) == expected
+    ]:
+        assert even_batches(size, batch_size, processes) == expected
 
 
-def test_more_processes_than_held_out_prompts_are_refused():
+def test_fewer_prompts_than_processes_are_refused():
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=2: allowed: at least the number of processes, 3"):
+        attach(inline(5), world_size=3).setup("fit")
     with pytest.raises(ValueError, match=r"data.validation_size=3: allowed: at least the number of processes, 4"):
         even_batches(3, 2, 4)
 
@@ -136,6 +123,17 @@ def test_rows_of_json_lines_are_text_or_messages_and_the_rest_are_columns(tmp_pa
     assert JsonLines(write(tmp_path / "d.jsonl", {"prompts": "x"}), "prompts")[0] == ("x", {})
 
 
+def test_every_column_but_arguments_of_rewards_is_data_whatever_its_name(tmp_path):
+    row = {"output": 1, "path": "x", "_target_": "os.system", "log_file": ["y", 2, None, {"z": [None, 9]}]}
+    path = write(tmp_path / "a.jsonl", {"prompt": "p", **row}, {"prompt": "p", **row, "output": "mixed"})
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for source in (JsonLines(str(tmp_path / "link.jsonl")), Hub(str(tmp_path / "link.jsonl"), "train")):
+        assert [source[i] for i in range(2)] == [("p", row), ("p", {**row, "output": "mixed"})]
+    for name in ("self", "prompts", "completions", "completion_ids"):
+        with pytest.raises(ValueError, match=rf"a.jsonl, line 1, column '{name}': allowed: any name but .*: rename it"):
+            JsonLines(write(tmp_path / "a.jsonl", {"prompt": "p", name: 1}))
+
+
 def test_rows_of_parquet(tmp_path):
     messages = [{**message, "name": None} for message in CHAT]
     table = pyarrow.table({"prompt": [CHAT, messages], "answer": ["1", "2"], "info": [{"k": 1}, {"k": 2}]})
@@ -146,6 +144,11 @@ def test_rows_of_parquet(tmp_path):
         (CHAT, {"answer": "2", "info": {"k": 2}}),
     ]
 
+    table = pyarrow.table({"prompt": ["p", "q", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 3, column 'prompt': null"):
+        JsonLines(str(tmp_path / "a.parquet"))
+
 
 GOOD = {"prompt": "p", "answer": "1"}
 
@@ -155,32 +158,23 @@ GOOD = {"prompt": "p", "answer": "1"}
     [
         ('{"prompt": "p"', r"line 3: no JSON: Expecting"),
         ("[1, 2]", r"line 3: list '\[1, 2\]'; allowed: a JSON object"),
-        ("[" * 100_000, r"line 3: nested too deeply"),
         ({"prompt": "p"}, r"line 3, column 'answer': missing, while .*a.jsonl, line 1 has it"),
-        ({"answer": "1"}, r"line 3, column 'prompt': missing, while"),
         ({**GOOD, "late": 1}, r"line 1, column 'late': missing, while .*a.jsonl, line 3 has it"),
-        ({**GOOD, "completions": 1}, r"line 3, column 'completions': allowed: any name but"),
         ({**GOOD, "prompt": " \n"}, r"line 3, column 'prompt': empty; allowed: text or a list of chat messages"),
         ({**GOOD, "prompt": None}, r"line 3, column 'prompt': null; allowed: text or"),
-        ({**GOOD, "prompt": 7}, r"line 3, column 'prompt': int '7'; allowed: text or"),
         ({**GOOD, "prompt": "\ud800"}, r"line 3, column 'prompt': half a surrogate pair at character 0"),
         ({**GOOD, "prompt": []}, r"line 3, column 'prompt': empty"),
         ({**GOOD, "prompt": [CHAT[0]]}, r"line 3, column 'prompt': empty"),
         ({**GOOD, "prompt": [*CHAT, "hi"]}, r"line 3, column 'prompt', message 3: str 'hi'; allowed: an object with"),
-        ({**GOOD, "prompt": [{"role": "user"}]}, r"line 3, column 'prompt', message 1: an object with \['role'\]"),
         (
             {**GOOD, "prompt": [{**CHAT[1], "tool": "x"}]},
             r"line 3, column 'prompt', message 1: an object with \['content', 'role', 'tool'\]",
         ),
         (
             {**GOOD, "prompt": [{"role": "user", "content": 3}]},
-            r"line 3, column 'prompt', message 1: content is int '3'; allowed",
+            r"line 3, column 'prompt', message 1: content is int '3'",
         ),
         ({**GOOD, "prompt": [{"role": " ", "content": "x"}]}, r"line 3, column 'prompt', message 1: role is empty"),
-        (
-            {**GOOD, "prompt": [{"role": "user", "content": "\udfff"}]},
-            r"line 3, column 'prompt', message 1: half a surrogate",
-        ),
     ],
 )
 def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path, bad, message):
@@ -189,45 +183,19 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path, bad, message
         JsonLines(path)
 
 
-def test_bytes_that_are_no_utf8_are_named_by_line(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "p"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no JSON: 'utf-8' codec"):
-        JsonLines(str(tmp_path / "a.jsonl"))
-
-
-def test_a_malformed_parquet_row_is_named_by_row(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p", "q", None]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet, row 3, column 'prompt': null"):
-        JsonLines(str(tmp_path / "a.parquet"))
-
-
-def test_a_parquet_file_whose_words_are_not_there_is_named(tmp_path):
-    """An index that leads behind the words of a column is found when rows are made of it."""
-    words = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([300] * 9, pyarrow.int32()), pyarrow.array(map(str, range(301)))
-    )
-    table = pyarrow.table({"prompt": ["p"] * 9, "word": words})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="none", write_statistics=False)
-    content, index = (tmp_path / "a.parquet").read_bytes(), b"\x12\x2c\x01"  # nine times 300
-    assert content.count(index) == 1
-    (tmp_path / "a.parquet").write_bytes(content.replace(index, b"\x12\x2f\x01"))
-    with pytest.raises(ValueError, match=r"a\.parquet: not a parquet file, or damaged: .*out of bounds"):
-        JsonLines(str(tmp_path / "a.parquet"))
-
-
 def test_files_that_cannot_be_read_are_named(tmp_path):
     for name, content, message in [
-        ("a.jsonl", "\n", r"a\.jsonl: there is no row"),
-        ("a.csv", "", r"data.path=.*a\.csv: allowed: a file ending in \.jsonl, .*\.parquet"),
-        ("a.parquet", "junk", r"a\.parquet: not a parquet file"),
+        ("a.jsonl", b"\n", r"a\.jsonl: there is no row"),
+        ("a.jsonl", b'{"q": "x"}\n', r"a\.jsonl, line 1, column 'prompt': missing; the columns are \['q'\]"),
+        ("a.jsonl", b'{"prompt": "p"}\n{"prompt": "\xff"}\n', r"a\.jsonl, line 2: no JSON: 'utf-8' codec"),
+        ("a.csv", b"", r"data.path=.*a\.csv: allowed: a file ending in \.jsonl, .*\.parquet"),
+        ("a.parquet", b"junk", r"a\.parquet: not a parquet file"),
     ]:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             JsonLines(str(tmp_path / name))
     with pytest.raises(ValueError, match=r"none\.jsonl: there is no such file"):
         JsonLines(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1, column 'prompt': missing; the columns are \['q'\]"):
-        JsonLines(write(tmp_path / "a.jsonl", {"q": "x"}))
 
 
 def test_prompts_in_the_config():
@@ -280,18 +248,11 @@ COLUMNS = {"prompt": "question", "answer": "answer"}
 
 def test_a_saved_data_set_with_filter_map_and_columns(tmp_path):
     saved().save_to_disk(tmp_path / "d")
+    assert gsm8k_row({"answer": "3 #### 4\n#### -1,234.5 "}) == {"answer": "-1234.5"}
     source = Hub(str(tmp_path / "d"), "train", columns=COLUMNS, filter=lambda row: row["level"] > 1, map_row=gsm8k_row)
     assert [source[i] for i in range(len(source))] == [("two?", {"answer": "2000"}), ("three?", {"answer": "3"})]
-    saved()["test"].save_to_disk(tmp_path / "one")
+    saved()["test"].with_format("pandas").save_to_disk(tmp_path / "one")
     assert Hub(str(tmp_path / "one"), "anything", columns={"prompt": "question"})[2] == ("one?", {})
-    with pytest.raises(ValueError, match=r"data.split='dev': no such split in .*; allowed: \['test', 'train'\]"):
-        Hub(str(tmp_path / "d"), "dev", columns=COLUMNS)
-
-
-@pytest.mark.parametrize("form", ["pandas", "numpy", "torch"])
-def test_rows_are_plain_whatever_form_they_were_saved_in(form, tmp_path):
-    saved()["train"].with_format(form).save_to_disk(tmp_path / "d")
-    assert Hub(str(tmp_path / "d"), "train", columns=COLUMNS)[0] == ("one?", {"answer": "so #### 1"})
 
 
 def test_a_folder_is_not_taken_for_a_data_set_of_the_hub_later(tmp_path, monkeypatch):
@@ -307,38 +268,111 @@ def test_a_folder_is_not_taken_for_a_data_set_of_the_hub_later(tmp_path, monkeyp
         Hub("squad", "train")
 
 
-@pytest.mark.parametrize(("name", "split"), [("d.jsonl", "test"), ("folder/train.jsonl", "train")])
-def test_a_local_file_or_folder_is_loaded_by_datasets(tmp_path, name, split):
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / name, {"prompt": "a", "level": 1}, {"prompt": CHAT[1]["content"], "level": 2})
-    source = Hub(str(tmp_path / name.split("/")[0]), f"{split}[1:]")
-    assert (len(source), source[0]) == (1, ("hi", {"level": 2}))
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "txt", "parquet", "arrow"])
+def test_files_and_folders_are_read(ending, tmp_path, monkeypatch):
+    """The folder has the name of a format, and its files may be links."""
+    (tmp_path / "json").mkdir()
+    rows, file = datasets.Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]), tmp_path / f"x.{ending}"
+    if ending == "parquet":
+        rows.to_parquet(file)
+    elif ending == "arrow":
+        rows.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(file)
+    elif ending == "jsonl":
+        rows.to_json(file)
+    else:
+        file.write_text("one\ntwo\n" if ending == "txt" else "prompt\none\ntwo\n")
+    (tmp_path / "json" / file.name).symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    columns = {"prompt": "text"} if ending == "txt" else None
+    for path in ["json", *([str(file)] if ending != "txt" else [])]:
+        source = Hub(path, "train[1:]", columns=columns)
+        assert (len(source), source[0]) == (1, ("two", {}))
+
+
+def test_columns_of_media_are_left_out(tmp_path, caplog):
+    features = {"prompt": datasets.Value("string"), "image": datasets.Image(), "sounds": [datasets.Audio()]}
+    features |= {"kind": datasets.ClassLabel(names=["a", "b"]), "numbers": datasets.List(datasets.Value("int32"))}
+    row = {"prompt": "own", "image": {"path": "x", "bytes": None}, "sounds": [], "kind": 1, "numbers": [3]}
+    table = pyarrow.Table.from_pylist([row], schema=datasets.Features(features).arrow_schema)
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    assert Hub(str(tmp_path / "x.parquet"), "train")[0] == ("own", {"kind": 1, "numbers": [3]})
+    assert "the columns image, sounds are left out" in caplog.text
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def __reduce__(self):
+        return open, (str(self.ran), "w")
+
+
+@pytest.mark.parametrize("kind", ["script", "yaml", "pickle", "archive", "type"])
+def test_a_downloaded_data_set_runs_no_code(kind, tmp_path):
+    place, ran, content = tmp_path / "theirs", tmp_path / "ran", pickle.dumps(Payload(tmp_path / "ran"))
+    place.mkdir()
+    if kind == "script":
+        (place / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    elif kind == "yaml":
+        write(place / "x.jsonl", GOOD)
+        write(place / "README.md", "---", f"configs: !!python/object/apply:os.system ['touch {ran}']", "---")
+    elif kind == "pickle":
+        (place / "train.pkl").write_bytes(content)
+        write(place / "README.md", "---", "configs: [{config_name: default, data_files: train.pkl}]", "---")
+    elif kind == "archive":
+        with tarfile.open(place / "train-0.tar", "w") as archive:
+            for ending in ("txt", "pyd", "pickle", "pth", "npy"):
+                member = tarfile.TarInfo(f"0001.{ending}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    else:
+        datasets.Dataset.from_list([GOOD]).save_to_disk(place)
+        info = json.loads((place / "dataset_info.json").read_text())
+        info["features"] = {"prompt": {"_type": "os.system", "dtype": f"touch {ran}"}}
+        write(place / "dataset_info.json", info)
+    with pytest.raises(ValueError, match=r"^data.path='.*theirs', data.split='train': ") as error:
+        Hub(str(place), "train")
+    assert "\n" not in str(error.value)
+    assert not ran.exists()
 
 
 def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     saved().save_to_disk(tmp_path / "d")
-    path = str(tmp_path / "d")
-    with pytest.raises(
-        ValueError, match=r"data.columns=.*: nope not in .*; allowed: .*\['answer', 'level', 'question'"
-    ):
-        Hub(path, "train", columns={"prompt": "nope"})
-    with pytest.raises(ValueError, match=r"data.columns=.*: nothing is mapped to prompt"):
-        Hub(path, "train", columns={"answer": "answer"})
-    with pytest.raises(ValueError, match=r"\(train\), row 1, column 'prompt': missing; the columns are \['answer'"):
-        Hub(path, "train")
-    with pytest.raises(ValueError, match=r"\(train\), row 3: data.filter or data.map_row: ZeroDivisionError"):
-        Hub(path, "train", columns=COLUMNS, filter=lambda row: 1 / (row["level"] - 3))
-    late = {"filter": lambda row: row["level"] > 1, "map_row": lambda r: {**r, "question": "x" * (3 - r["level"])}}
-    with pytest.raises(ValueError, match=r"\(train\), row 3, column 'prompt': empty"):  # its number before filtering
-        Hub(path, "train", columns=COLUMNS, **late)
-    with pytest.raises(ValueError, match=r"\(train\): there is no row"):
-        Hub(path, "train", columns=COLUMNS, filter=lambda row: row["level"] > 3)
     (tmp_path / "a.txt").touch()
-    with pytest.raises(ValueError, match=r"a\.txt', data.split='train': allowed: a file ending in \.json, "):
-        Hub(str(tmp_path / "a.txt"), "train")
+    write(tmp_path / "b.jsonl", "{")
+
+    def shorter(row):  # empty in row 3
+        return {**row, "question": "x" * (3 - row["level"])}
+
+    hub = functools.partial(Hub, str(tmp_path / "d"), "train")
+    for given, message in [
+        (
+            {"columns": {"prompt": "nope"}},
+            r"data.columns=.*: nope not in .*; allowed: .*\['answer', 'level', 'question'",
+        ),
+        ({"columns": {"answer": "answer"}}, r"data.columns=.*: nothing is mapped to prompt"),
+        ({"columns": None}, r"\(train\), row 1, column 'prompt': missing; the columns are \['answer'"),
+        ({"filter": lambda row: 1 / (row["level"] - 3)}, r"row 3: data.filter or data.map_row: ZeroDivisionError"),
+        ({"map_row": lambda _: 1.0}, r"row 1: data.filter or data.map_row: TypeError"),
+        ({"filter": lambda row: row["level"] > 1, "map_row": shorter}, r"\(train\), row 3, column 'prompt': empty"),
+        ({"filter": lambda row: row["level"] > 3}, r"\(train\): there is no row"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hub(**{"columns": COLUMNS} | given)
+    with pytest.raises(ValueError, match=r"data.split='dev': no such split in .*; allowed: \['test', 'train'\]"):
+        Hub(str(tmp_path / "d"), "dev", columns=COLUMNS)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"data.path='no/such', data.split='train': "):
-        Hub("no/such", "train")
+    for path, message in [
+        (str(tmp_path / "a.txt"), r"a\.txt', data.split='train': allowed: a file ending in \.json, "),
+        (str(tmp_path / "b.jsonl"), r"b\.jsonl', data.split='train': .*JSON"),
+        ("no/such", "data.path='no/such', data.split='train': "),
+        ("./date", r"^data.path='./date': no such file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Hub(path, "train")
 
 
 def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
@@ -346,29 +380,16 @@ def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
     unused = {"name": None, "revision": None, "filter": None, "map_row": None}
     build = functools.partial(hub_prompts, path=str(tmp_path / "d"), split="train", columns=COLUMNS, **unused)
     both, one = (build(validation_split=split, **settings()) for split in ("test", None))
-    assert both.describe() == {
-        "training prompts": 3,
-        "held-out prompts": 3,
-        "dropped prompts": 0,
-        "columns": ["answer"],
-    }
+    facts = {"training prompts": 3, "held-out prompts": 3, "dropped prompts": 0, "columns": ["answer"]}
+    assert both.describe() == facts
     assert (both.train[0][0], both.validation[0][0]) == ("one?", "three?")
     assert (len(one.train), len(one.validation)) == (2, 1)
-
-
-def test_gsm8k_answer():
-    assert gsm8k_answer("3 #### 4\n#### -1,234.5 ") == "-1234.5"
-    for text in ("1234", "1 #### "):
-        with pytest.raises(ValueError, match="no answer after '####'"):
-            gsm8k_answer(text)
 
 
 # reasoning_gym
 
 
-@pytest.mark.parametrize(
-    "task", ["chain_sum", "spell_backward", "gcd", "gsm_symbolic", "list_functions", "pool_matrix", "boxnet"]
-)
+@pytest.mark.parametrize("task", ["chain_sum", "gsm_symbolic", "pool_matrix", "boxnet"])
 def test_entries_are_the_same_whenever_they_are_asked_for(task):
     source, again = (ReasoningGym(task, {}, size=12, seed=10) for _ in range(2))
     rows = [source[i] for i in range(12)]
@@ -394,16 +415,25 @@ def test_settings_reach_the_task_and_go_before_its_level():
     assert build(task_config=None, levels={"gcd": {}}).validation[0][1]["task_config"] == {}
 
 
-def test_a_composite_takes_plain_values():
+def test_a_composite_and_a_data_set_of_ones_own_are_scored_by_their_own_verifiers(monkeypatch):
     spec = {"name": "chain_sum", "weight": 1, "config": SUM}
     assert ReasoningGym("composite", {"datasets": [spec]}, 3, 0)[0][1]["metadata"]["source_dataset"] == "chain_sum"
 
+    class Own(DATASETS["gcd"][0]):
+        def __getitem__(self, index):
+            return {"question": "?", "answer": "1", "metadata": {}}
 
-@pytest.mark.parametrize(
-    ("task", "config", "size", "message"),
-    [
+        def score_answer(self, answer, entry):
+            return 0.5
+
+    monkeypatch.setitem(DATASETS, "own", (Own, DATASETS["gcd"][1]))
+    row = ReasoningGym("own", {"max_numbers": 2}, 3, 0)[1][1]
+    assert reasoning_gym(["<answer>x</answer>"], **{name: [value] for name, value in row.items()}) == [0.5]
+
+
+def test_what_is_wrong_with_a_task_is_named():
+    for task, config, size, message in [
         ("chain_sums", {}, 3, "data.task='chain_sums': allowed: a name of a reasoning_gym data set, such as chain_sum"),
-        ("??", {}, 3, "such as ab, acre, "),
         (
             "chain_sum",
             {"terms": 2},
@@ -412,22 +442,18 @@ def test_a_composite_takes_plain_values():
         ),
         ("chain_sum", {"size": 2}, 3, "data.task_config: size: no setting"),
         ("chain_sum", {"max_terms": 1}, 3, r"data.task_config=\{'max_terms': 1\}: refused by .*: max_terms must be"),
-        ("chain_sum", {"max_terms": "x"}, 3, r"data.task_config=.*: refused by data.task='chain_sum'"),
         ("composite", {"datasets": [{"nam": "x"}]}, 3, r"data.task_config=.*: refused by data.task='composite'"),
         ("chain_sum", {}, 0, r"data.train_size, data.validation_size: got 0: allowed: 1 to 268435456"),
-    ],
-)
-def test_what_is_wrong_with_a_task_is_named(task, config, size, message):
-    with pytest.raises(ValueError, match=message):
-        ReasoningGym(task, config, size, 0)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ReasoningGym(task, config, size, 0)
 
 
 def test_unfit_entries_are_replaced_the_same_way_every_time():
+    longest = len("State the final answer to the following arithmetic problem: 1 - 1 =")
+
     def fits(prompts):
-        return [
-            len(prompt) <= len("State the final answer to the following arithmetic problem: 1 - 1 =")
-            for prompt in prompts
-        ]
+        return [len(prompt) <= longest for prompt in prompts]
 
     config = {**SUM, "max_digits": 2}
     source = ReasoningGym("chain_sum", config, 40, 5)
@@ -457,62 +483,14 @@ def test_training_never_meets_a_held_out_question_while_there_are_others():
 
 
 def test_held_out_questions_that_are_replaced_are_avoided_too():
-    data = gym_prompts(
-        task="chain_sum",
-        task_config=SUM,
-        levels={},
-        train_size=300,
-        **settings(validation_size=40, max_prompt_length=1),
-    )
+    changed = settings(validation_size=40, max_prompt_length=1)
+    data = gym_prompts(task="chain_sum", task_config=SUM, levels={}, train_size=300, **changed)
     assert data.train[0]  # what is known of the held-out questions before the limit no longer holds after it
     data.limit_prompts(lambda prompts: ["+" in prompt for prompt in prompts])
     held_out, train = ([s[i][0] for i in range(len(s))] for s in (data.validation, data.train))
     assert (len(held_out), len(train)) == (40, 300)
     assert all("+" in prompt for prompt in held_out + train)
     assert not set(held_out) & set(train)
-
-
-def test_training_and_validation_seeds_are_disjoint_whatever_the_sizes():
-    half = _SPARE_OFFSET
-    blocks = [(start, start + half) for base in (_TRAIN_SEED, _VALIDATION_SEED) for start in (base, base + half)]
-    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(blocks))
-    assert blocks[-1][1] == 2**30 < 2**32  # where the demonstrations' seeds begin
-
-
-def test_slow_entries_are_made_once(monkeypatch):
-    calls = Counter()
-    made = DATASETS["chain_sum"][0].__getitem__
-    monkeypatch.setattr(
-        DATASETS["chain_sum"][0], "__getitem__", lambda self, i: calls.update([self.seed + i]) or made(self, i)
-    )
-    data = gym_prompts(task="chain_sum", task_config=None, levels={}, train_size=50, **settings(validation_size=20))
-    attach(data).train_dataloader()
-    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}  # before a worker could start
-    for _ in range(2):
-        texts(data.val_dataloader())
-        texts(data.train_dataloader())
-    assert {calls[_VALIDATION_SEED + i] for i in range(20)} == {1}
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy.random.random_sample])
-def test_a_task_that_draws_from_a_global_generator_is_still_a_function_of_the_index(monkeypatch, draw):
-    def entry(*_):
-        return {"question": str(draw()), "answer": "", "metadata": {}}
-
-    monkeypatch.setattr(DATASETS["gcd"][0], "__getitem__", entry)
-    source, again = (ReasoningGym("gcd", {}, 3, 0) for _ in range(2))
-    rows = [source[i] for i in range(3)]
-    draw()
-    assert [again[i] for i in reversed(range(3))] == rows[::-1]
-    assert len({prompt for prompt, _ in rows}) == 3
-
-
-def test_memory_of_entries_is_bounded(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.data.reasoning_gym._REMEMBERED", 4)
-    source = ReasoningGym("chain_sum", SUM, 11, 0)
-    rows = [source[i] for i in range(11)]
-    assert len(source._remembered) == 3  # emptied when the fifth and the ninth came
-    assert [source[i] for i in range(11)] == rows
 
 
 def test_a_prompt_length_nothing_meets_is_an_error_before_training():
@@ -526,31 +504,21 @@ def test_a_prompt_length_nothing_meets_is_an_error_before_training():
 
 @pytest.mark.parametrize(
     ("every", "completed", "num_steps"),
-    [
-        (4, 0, 4),
-        (4, 3, 1),  # resumed in the middle of a stretch
-        (4, 4, 4),
-        (4, 8, 2),  # 10 steps in all
-        (4, 10, 0),
-        (None, 3, 7),
-        (0, 0, 10),
-        (50, 9, 1),
-    ],
+    [(4, 0, 4), (4, 3, 1), (4, 8, 2), (4, 10, 0), (None, 3, 7), (0, 0, 10), (50, 9, 1)],
 )
 def test_an_epoch_lasts_to_the_next_validation(every, completed, num_steps):
+    """Also of a run that is resumed in the middle of a stretch; it has 10 steps in all."""
+
+    def prompts(steps):
+        return [tuple(f"p{prompt_index(3, 2 * step + j, 5)}" for j in range(2)) for step in steps]
+
     data = attach(inline(5, validate_every=every, seed=3), completed)
-    expected = [
-        tuple(f"p{prompt_index(3, 2 * step + j, 5)}" for j in range(2))
-        for step in range(completed, completed + num_steps)
-    ]
     loader = data.train_dataloader()
-    assert texts(loader) == expected
+    assert texts(loader) == prompts(range(completed, completed + num_steps))
     data.trainer.lightning_module.completed_steps = 1  # the same loader goes on where the steps are by then
-    stop = min(every, 10) if every else 10
-    later = [tuple(f"p{prompt_index(3, 2 * step + j, 5)}" for j in range(2)) for step in range(1, stop)]
-    assert texts(loader) == later
+    assert texts(loader) == prompts(range(1, min(every, 10) if every else 10))
     data.follow(lambda: completed)
-    assert texts(loader) == expected
+    assert texts(loader) == prompts(range(completed, completed + num_steps))
 
 
 def test_a_batch_carries_the_columns_of_its_prompts():
@@ -587,12 +555,6 @@ def test_long_prompts_are_dropped_with_a_count(caplog):
     assert "dropped 1400 training and 1 held-out prompts longer than data.max_prompt_length=3 tokens" in caplog.text
 
 
-def test_no_limit_measures_nothing():
-    data = inline(5)
-    data.limit_prompts(lambda _: pytest.fail("measured"))
-    assert len(data.train) == 5
-
-
 def test_too_few_prompts_are_refused_before_and_after_the_limit():
     with pytest.raises(ValueError, match=r"data.prompts_per_step=6: allowed: at most 5 \(the training prompts there"):
         inline(5, prompts_per_step=6).load()
@@ -602,20 +564,6 @@ def test_too_few_prompts_are_refused_before_and_after_the_limit():
     with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.validation: no held-out prompt is left"):
         data.limit_prompts(lambda prompts: [prompt[0] == "p" for prompt in prompts])
     assert len(data.train) == 5  # a limit that failed changed nothing
-
-
-def test_sources_are_opened_once_and_only_when_needed():
-    opened = []
-
-    def train():
-        opened.append("train")
-        return Inline([{"prompt": "a", "x": 1}, {"prompt": "b", "x": 2}])
-
-    data = PromptData(train=train, validation=train, **settings())
-    assert opened == []
-    assert data.columns == ("x",)
-    data.load()
-    assert (len(data.train), len(data.validation), len(opened)) == (2, 2, 2)
 
 
 def test_all_numbers_out_of_range_are_named_at_once():

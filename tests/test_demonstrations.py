@@ -39,20 +39,17 @@ def test_completions_stand_in_a_column_a_message_or_at_the_end_of_a_conversation
     assert OwnDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_what_is_no_demonstration_is_named_by_its_row(tmp_path):
+    for row in (
         {"prompt": "one"},
         {"prompt": "one", "completion": ""},
         {"prompt": "one", "completion": 3},
         {"prompt": "one", "completion": [message("user", "x")]},
         {"prompt": [message("user", "x"), message("user", "y")]},
-    ],
-)
-def test_what_is_no_demonstration_is_named_by_its_row(tmp_path, row):
-    rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
-    with pytest.raises(ValueError, match=rf"row {len(rows)}, column 'completion': .*; allowed: text, one message"):
-        OwnDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
+    ):
+        rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
+        with pytest.raises(ValueError, match=rf"row {len(rows)}, column 'completion': .*; allowed: text, one message"):
+            OwnDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
 
 
 def test_right_is_what_the_demonstration_answers():

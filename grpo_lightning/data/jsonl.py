@@ -1,10 +1,8 @@
-"""Prompts from JSON lines, parquet or the config itself; every row is checked once, when it is read."""
+"""Prompts from JSON lines, parquet, the config or memory; every row is checked once, when it is read."""
 
 import functools
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import pyarrow.parquet
 
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import PromptData, Row
-from grpo_lightning.data.columns import check_columns, parquet_schema
-from grpo_lightning.distributed.reading import no_pickles
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
 _RESERVED = ("prompts", "completions", "completion_ids", "self")
@@ -151,19 +147,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         try:
-            # By its name, such as hdfs:/x.parquet, it could be a place elsewhere.
-            with _plain_types(), no_pickles(), path.open("rb") as file:
-                check_columns(parquet_schema(file))  # it fills lists up to the length that files say
-                file.seek(0)
-                table = pyarrow.parquet.read_table(file)
-            check_columns(table.schema)
-            table.validate(full=True)
-            with no_pickles():
-                rows = table.to_pylist()
+            with path.open("rb") as file:
+                rows = pyarrow.parquet.read_table(file).to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
         return [
@@ -173,20 +160,9 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         ]
 
 
-def _plain_types() -> AbstractContextManager[None]:
-    """Inside, a file names no function of pyarrow's as the type of a column, as datasets' own types would let it."""
-    if "datasets" not in sys.modules:  # which nothing has registered then
-        return nullcontext()
-    from grpo_lightning.data.archives import contained
-
-    return contained()
-
-
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested too deeply") from error
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from error
     if not isinstance(row, dict):
@@ -195,18 +171,25 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
 
 
 class Inline(Rows):
-    """Prompts written in the config, for open questions and small experiments.
+    """Prompts in the config or in memory: texts, chat messages, token ids, or mappings with "prompt" and any columns.
 
     Args:
-        prompts: Texts, lists of chat messages, or objects with the key "prompt" and any columns.
+        prompts: A list of them, or a data set of the datasets library.
+        name: What messages call them.
 
     Raises:
-        ValueError: If there is none, or one is malformed.
+        ValueError: If there is none, or one is malformed; names its number and column.
     """
 
-    def __init__(self, prompts: Sequence[Any]) -> None:
-        rows = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
-        super().__init__(rows, "prompt", lambda i: f"data.train.prompts, item {i + 1}")
+    def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts") -> None:
+        rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
+        for row in rows:
+            prompt: Any = row.get("prompt")
+            if hasattr(prompt, "tolist"):
+                row["prompt"] = prompt.tolist()
+            elif isinstance(prompt, tuple):
+                row["prompt"] = list(prompt)
+        super().__init__(rows, "prompt", lambda i: f"{name}, item {i + 1}")
 
 
 def prompts(

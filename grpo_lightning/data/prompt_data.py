@@ -4,22 +4,48 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from grpo_lightning.allowed import problems
 from grpo_lightning.batch import Prompts
-from grpo_lightning.data.batches import Batches, SizedBatches
 from grpo_lightning.data.order import StepSampler, even_batches
 from grpo_lightning.data.rules import RULES
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
-from grpo_lightning.reward import registered
 
 _log = logging.getLogger(__name__)
 _LOOKED_AT = 32  # rows of a source, to see whether it has changed
+
+
+class Batches:
+    """Batches of prompts, from a loader that is made anew each time they are iterated over.
+
+    It has no length, since an epoch may be shorter than the one before, and is no ``DataLoader``, of which a trainer
+    would replace the sampler.
+
+    Args:
+        open_loader: Makes the loader.
+    """
+
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
+        self._open_loader = open_loader
+
+    def __iter__(self) -> Iterator[Prompts]:
+        return iter(self._open_loader())
+
+
+class SizedBatches(Batches):
+    """Batches of which there are as many each time, so that they have a length."""
+
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
+        super().__init__(open_loader)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
 
 
 class PromptData(LightningDataModule):
@@ -82,15 +108,6 @@ class PromptData(LightningDataModule):
         self.dropped = 0
         self._sources: tuple[Source, Source] | None = None
         self._followed: Callable[[], int] | None = None
-
-    @classmethod
-    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
-        """Not a way to get data, which are made of settings.
-
-        Raises:
-            TypeError: Always, with the way there is.
-        """
-        raise TypeError(f"{cls.__name__}.load_from_checkpoint: allowed is compose('checkpoint=PATH', …).data")
 
     @property
     def train(self) -> Source:
@@ -185,25 +202,18 @@ class PromptData(LightningDataModule):
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
         self._begin()
-        return Batches(lambda: self._loader(self.train, self._stretch()), self._let_rows_name)
+        return Batches(lambda: self._loader(self.train, self._stretch()))
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
         self._begin()
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
-        return SizedBatches(lambda: self._loader(self.validation, batches), self._let_rows_name, len(batches))
+        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
 
     def _begin(self) -> None:
-        """Make a row of each source, so that workers inherit what it computes once, and see what rows may name."""
-        registered.forget()
+        """Make a row of each source, so that workers inherit what it computes once."""
         for source in self.load():
             _ = source[0]
-        self._may_name = registered.noted()
-
-    def _let_rows_name(self) -> None:
-        """Let rows name the data sets of the program's that these data are made of, and no others."""
-        registered.forget()
-        registered.note(*self._may_name)
 
     def _stretch(self) -> StepSampler:
         start = self._completed_steps()

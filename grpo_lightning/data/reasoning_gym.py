@@ -16,8 +16,6 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
-from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.registered import note_own
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -25,7 +23,6 @@ _TRAIN_SEED, _VALIDATION_SEED, _SPARE_OFFSET = 0, 2**29, 2**28
 _NUM_SPARES = 2**14
 _SPARE_STRIDE = 167  # odd, so that successive tries of an entry meet different spares
 _TRIES = 100
-_OPERATORS = ("operators", "operations")
 _REMEMBERED = 1024  # entries; some tasks need a second for each
 
 
@@ -44,7 +41,6 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         raise ValueError(
             f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}; allowed: {sorted(allowed)}"
         )
-    check_operators(task, config)
     try:
         given = dict(config)
         if "datasets" in given:  # of the task "composite"
@@ -54,30 +50,6 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         raise ValueError(
             f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}; settings: {sorted(allowed)}"
         ) from error
-
-
-def check_operators(task: str, config: Any, *, key: str = "data.task_config") -> None:
-    """Refuse operators that are none: some tasks evaluate them, after a check that ``python -O`` leaves out.
-
-    Args:
-        task: Name of a reasoning_gym data set.
-        config: Its configuration.
-        key: Where that stands in the settings.
-
-    Raises:
-        ValueError: There are such, also in the settings of a data set that the task is composed of.
-    """
-    if not isinstance(config, Mapping):
-        return
-    for field in dataclasses.fields(DATASETS[task][1]) if task in DATASETS else ():
-        if field.name in _OPERATORS and (given := config.get(field.name)) is not None:
-            allowed = {*"+-*/", *(field.default if isinstance(field.default, tuple) else ())}
-            if wrong := [one for one in given if one not in allowed]:
-                listed = " ".join(sorted(allowed))
-                raise ValueError(f"{key}.{field.name}: {one_line(str(wrong[0]))}: allowed are {listed}")
-    for spec in config.get("datasets") or ():
-        if isinstance(spec, Mapping):
-            check_operators(str(spec.get("name")), spec.get("config"), key=key)
 
 
 @contextlib.contextmanager
@@ -145,7 +117,6 @@ class ReasoningGym:
         """
         if not 0 <= index < self._size:
             raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
-        note_own(self._task, self._task_config)
         for attempt in range(_TRIES):
             entry = self._candidate(index, attempt)
             if self._suits(entry["question"]):

@@ -1,10 +1,9 @@
 """Prompts that a program has in memory: rows, or a data set."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.data import PromptData, Source
-from grpo_lightning.data.jsonl import Rows
+from grpo_lightning.data import PromptData
+from grpo_lightning.data.jsonl import Inline
 
 FEW = 5
 """From how many rows on some are held out; fewer all serve for both, as a fifth of them would be none."""
@@ -22,23 +21,9 @@ def prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
     Raises:
         ValueError: A row is malformed; names its number and column.
     """
-    rows = source(train, "data")
+    rows = Inline(train, "data")
     if validation is not None:
-        return PromptData(train=rows, validation=source(validation, "data, validation"), **settings)
+        return PromptData(train=rows, validation=Inline(validation, "data, validation"), **settings)
     held_out = min(settings["validation_size"], len(rows) // 5)
     few = len(rows) < FEW or len(rows) - held_out < settings["prompts_per_step"]
     return PromptData(train=rows, validation=rows if few else None, **settings)
-
-
-def source(rows: Any, name: str) -> Source:
-    """Rows in memory as a source, each checked once; ``name`` says in messages what they are."""
-    listed = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-    for row in listed:
-        if not isinstance(prompt := row.get("prompt"), str | list | None):
-            row["prompt"] = prompt.tolist() if hasattr(prompt, "tolist") else _listed(prompt)
-    return Rows(listed, "prompt", lambda i: f"{name}, item {i + 1}")
-
-
-def _listed(prompt: Any) -> Any:
-    """Token ids or messages in a tuple as a list; anything else as it is, for the error that names it."""
-    return list(prompt) if isinstance(prompt, tuple) else prompt

@@ -36,45 +36,42 @@ def check_prompts(data: PromptData, policy: _Counts, config: Mapping[str, Any]) 
         ValueError: A prompt does not fit into the model's context together with the longest completion; names its
             place, its length, and what to do.
     """
-    is_sampled = "rollout" in config["module"]
-    if is_sampled and config.get("environment") is None:
-        _warn_if_equal(data.train)  # else the same prompt may be continued, or replied to, in another way
-    if not is_sampled:
+    if "rollout" not in config["module"]:  # supervised
         return
-    for source, part in ((data.train, "rollout"), (data.validation, "validation")):
-        if part == "rollout" and config["mode"] not in ("fit", "preflight"):
-            continue
-        _check_lengths(source, policy, config[part]["max_new_tokens"], f"{part}.max_new_tokens", data.max_prompt_length)
+    train = data.train
+    if config.get("environment") is None:  # else the same prompt may be replied to in another way
+        first = train[0][0]
+        if len(train) > 1 and all(train[i][0] == first for i in _looked_at(train)):
+            log.warning(
+                "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
+                "column that differs?",
+                len(train),
+                first,
+            )
+    for part, source in {"rollout": train, "validation": data.validation}.items():
+        if part == "validation" or config["mode"] in ("fit", "preflight"):
+            new = config[part]["max_new_tokens"]
+            _check_lengths(source, policy, new, f"{part}.max_new_tokens", data.max_prompt_length)
 
 
-def _warn_if_equal(source: Source) -> None:
-    size = len(source)
-    some = range(min(size, _LOOKED_AT)) if isinstance(source, Generated) else range(size)
-    if size > 1 and all(source[i][0] == source[0][0] for i in some):
-        log.warning(
-            "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
-            "column that differs?",
-            size,
-            source[0][0],
-        )
+def _looked_at(source: Source) -> range:
+    return range(min(len(source), _LOOKED_AT) if isinstance(source, Generated) else len(source))
 
 
 def _check_lengths(source: Source, policy: _Counts, new: Any, key: str, limit: int | None) -> None:
     context = policy.context
     if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
         return
-    size = min(len(source), _LOOKED_AT) if isinstance(source, Generated) else len(source)
-    for first in range(0, size, _CHUNK):
-        numbers = range(first, min(first + _CHUNK, size))
-        for number, length in zip(numbers, policy.count_tokens([source[i][0] for i in numbers]), strict=True):
-            if length + new <= context:
-                continue
-            remedy = (
-                f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
-                if new < context
-                else f"{key} below {context}"
-            )
-            raise ValueError(
-                f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more than the "
-                f"model's context of {context}; allowed is {remedy}"
-            )
+    numbers = _looked_at(source)
+    for chunk in (numbers[first : first + _CHUNK] for first in range(0, len(numbers), _CHUNK)):
+        for number, length in zip(chunk, policy.count_tokens([source[i][0] for i in chunk]), strict=True):
+            if length + new > context:
+                remedy = (
+                    f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
+                    if new < context
+                    else f"{key} below {context}"
+                )
+                raise ValueError(
+                    f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more than "
+                    f"the model's context of {context}; allowed is {remedy}"
+                )
