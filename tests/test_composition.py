@@ -221,19 +221,12 @@ def test_an_advantage_is_looked_at(tmp_path):
     grpo.compose(*settings, **more, advantage=centered, callbacks=Callback(), run_dir=tmp_path / "fine").fit()
 
 
+@pytest.mark.slow
 def test_names_of_directories_are_not_resolved(tmp_path):
-    called = []
-    OmegaConf.register_new_resolver("noted", called.append)
-    more = {"reward": letters, "data": ROWS}
-    try:
-        with pytest.raises(ValueError, match=r"^run_dir=.*noted.*: allowed is a directory without \$\{"):
-            grpo.compose(*SMALL, **more, run_dir=tmp_path / "${noted:1}")
-        trainer = lightning.Trainer(default_root_dir=tmp_path / "${noted:1}", accelerator="cpu", logger=False)
-        words = [word for word in SMALL if not word.startswith("trainer")]
-        assert grpo.compose(*words, **more, trainer=trainer, run_dir=tmp_path / "run").config["trainer"]
-    finally:
-        OmegaConf.clear_resolver("noted")
-    assert not called
+    place = tmp_path / "${oc.env:HOME} $ {b} ${"
+    grpo.compose(*SMALL, reward=letters, data=ROWS, run_dir=place).fit()
+    assert {"checkpoints", "export", "summary.json"} <= {path.name for path in place.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == [place.name]
 
 
 def test_one_of_object_and_setting(checkpoint):

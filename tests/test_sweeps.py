@@ -11,16 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning.composition import sweep
-from grpo_lightning.composition.hydra_settings import problems
-from grpo_lightning.report import command
-from grpo_lightning.report.command import told_command
 from grpo_lightning.settings import check
 from grpo_lightning.settings.suggestions import explain
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
-LOG = "${hydra.runtime.output_dir}/own.log"
 FAST = (*SMALL[:11], "trainer=cpu", "steps=4", "logger=csv", "validation.every=2", "callbacks.checkpoint.every=1")
 KILLING = '''
 import os
@@ -33,7 +29,7 @@ calls = []
 def vowels(prompts, completions, **columns):
     """As many calls as Path("calls") says end this process, and what started it, in the third job."""
     calls.append(1)
-    limit, third = Path("limit"), Path("sweep/lr=0.001,seed=1/checkpoints/last.ckpt")
+    limit, third = Path("limit"), Path("sweep/optimizer.lr=0.001,seed=1/checkpoints/last.ckpt")
     if limit.exists() and third.exists() and len(calls) > int(limit.read_text()):
         limit.unlink()
         os.kill(os.getppid(), signal.SIGKILL)
@@ -73,7 +69,7 @@ def test_a_killed_sweep_is_continued(tmp_path):
     killed = start(tmp_path, *words)
     assert killed.returncode == -9
     place = tmp_path / "sweep"
-    first, second, third, fourth = (f"lr={rate},seed={seed}" for seed in (0, 1) for rate in (0.001, 0.002))
+    first, second, third, fourth = (f"optimizer.lr={rate},seed={seed}" for seed in (0, 1) for rate in (0.001, 0.002))
     assert [(place / job / "summary.json").exists() for job in (first, second, third)] == [True, True, False]
     printed = subprocess.run(
         [sys.executable, "-m", "grpo_lightning.report", str(place)], cwd=ROOT, capture_output=True, text=True
@@ -96,26 +92,10 @@ def test_a_killed_sweep_is_continued(tmp_path):
     assert (place / third / "train.log").read_text().count("step 4/4") == 1
     assert "val/pass@1 by optimizer.lr" in again.stdout
     (told,) = re.findall(r"this table again: (.*)", again.stderr)
-    (tmp_path / "grpo_lightning").mkdir()
-    (tmp_path / "grpo_lightning" / "__init__.py").write_text("open('HIT', 'w')\n")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    shown = subprocess.run(["bash", "-c", told], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True)
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(["bash", "-c", told], cwd=tmp_path, env=environment, capture_output=True)
     assert "val/pass@1 by optimizer.lr" in shown.stdout.decode(), shown.stderr
-    assert not (tmp_path / "HIT").exists()
-
-
-@provocation(
-    "the command that a sweep offers at its end, where a stranger's folder is called `grpo_lightning`",
-    "the folder is not run; outside of a checkout the command has `-P`, and says where the package is",
-)
-def test_the_command_for_the_table_is_the_one_that_works_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert told_command(Path("a b")) == "python -m grpo_lightning.report 'a b'"
-    monkeypatch.chdir(tmp_path)
-    place = f"{ROOT}/grpo_lightning/distributed/alone"
-    assert told_command(Path("a")) == f"PYTHONPATH={place} python -P -m grpo_lightning.report a"
-    monkeypatch.setattr(command, "__file__", "/env/site-packages/grpo_lightning/report/command.py")
-    assert told_command(Path("a")) == "python -P -m grpo_lightning.report a"
 
 
 @pytest.mark.slow
@@ -201,53 +181,6 @@ def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("hydra", "message"),
-    [
-        ({"sweeper": {"direction": "minimize"}}, "hydra.sweeper.direction=minimize: allowed is maximize"),
-        ({"sweeper": {"custom_search_space": "os.system"}}, "hydra.sweeper.custom_search_space=os.system: allowed"),
-        ({"sweeper": {"sampler": {"_target_": "optuna.samplers.os.system"}}}, "allowed are Hydra's own"),
-        ({"sweeper": {"sampler": {"_target_": "optuna.storages.RDBStorage"}}}, "allowed are Hydra's own"),
-        (
-            {"launcher": {"_target_": "hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher"}},
-            "the launchers joblib",
-        ),
-        ({"sweeper": {"_target_": "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper"}}, "the sweeper optuna"),
-        ({"launcher": {"setup": ["rm -r x"]}}, "hydra.launcher.setup: allowed is null"),
-        ({"sweeper": {"storage": "sqlite:///x.db"}}, "hydra.sweeper.storage: allowed is null"),
-        ({"launcher": {"additional_parameters": {"x\ntouch y": 1}}}, "touch y: allowed are account"),
-        ({"launcher": {"additional_parameters": {"export": "ALL,X=1"}}}, "export: allowed are account"),
-        ({"launcher": {"partition": "${now:p%ntouch y%nx}"}}, "%nx}: allowed are now:"),
-        ({"launcher": {"partition": "${oc.env:X,a}"}}, "{oc.env:X,a}: allowed are now:"),
-        ({"launcher": {"comment": "a\nrm -r x"}}, "hydra.launcher.comment: allowed are texts of one line"),
-        *(
-            ({part: {"_target_": f"hydra_plugins.hydra_{target}", key: {}}}, f"hydra.{part}.{key}: allowed are ")
-            for part, target, key in (
-                ("launcher", "submitit_launcher.submitit_launcher.SlurmLauncher", "srun_args"),
-                ("launcher", "submitit_launcher.submitit_launcher.LocalLauncher", "setup_"),
-                ("launcher", "joblib_launcher.joblib_launcher.JoblibLauncher", "initializer"),
-                ("sweeper", "optuna_sweeper.optuna_sweeper.OptunaSweeper", "pruner"),
-            )
-        ),
-        (
-            {"job_logging": {"handlers": {"x": {"filename": LOG}}}},
-            "hydra.job_logging.handlers.x.delay: allowed is true",
-        ),
-        (
-            {"job_logging": {"handlers": {"x": {"filename": LOG, "delay": False}}}},
-            "hydra.job_logging.handlers.x.delay=False: allowed is true",
-        ),
-        ({"job_logging": {"handlers": {"x": {"filename": LOG, "delay": True}}}}, None),
-        ({"sweeper": {"direction": "maximize", "sampler": {"_target_": "optuna.samplers.TPESampler"}}}, None),
-        ({"launcher": {"_target_": "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"}}, None),
-        ({"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"}}, None),
-    ],
-)
-def test_plug_ins_run_nothing_else(hydra, message):
-    found = problems(hydra)
-    assert (found == []) if message is None else (message in "\n".join(found))
-
-
-@pytest.mark.parametrize(
     ("path", "message"),
     [
         ("hydra/launcher/joblib", "hydra/launcher=joblib: a plug-in that is not installed: pip install hydra-joblib-"),
@@ -258,28 +191,28 @@ def test_a_missing_plug_in_is_said_with_its_package(path, message):
     assert explain(ValueError(f"Could not find '{path}'"), CONF).startswith(message)
 
 
-def test_debug_is_small_whatever_else_is_chosen():
-    settings = composed("debug=default", "algorithm=dapo", "seed=3")
-    check(settings)
-    assert (settings["steps"], settings["trainer"]["detect_anomaly"]) == (3, True)
-    assert composed("debug=default", "steps=7")["steps"] == 7
+def test_a_ready_sweep_has_jobs_that_work():
+    numbers = {"group_size": 4, "kl_coef": 4, "lr": 5, "ppo_epochs": 9, "reward_weights": 3, "seeds": 5}
+    for name, number in numbers.items():
+        params = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
+        found = sweep.jobs(config(params=dict(params)))
+        assert len(found) == number
+        check(composed(f"sweep={name}", *found[-1]))
 
 
-@pytest.mark.parametrize(
-    ("word", "message"), [("tags=a", "tags=a: allowed is a list"), ("task_name=''", "task_name=: allowed is a text")]
-)
-def test_names_are_checked(word, message):
-    with pytest.raises(ValueError, match=message):
-        check(composed(word))
+def test_directories_of_jobs_are_named_by_what_differs():
+    def named(*words: str) -> list[str]:
+        given = {
+            "hydra": {
+                "overrides": {"task": list(words), "hydra": []},
+                "job": {"config": {"override_dirname": {"exclude_keys": ["run_dir"]}}},
+                "sweep": {"subdir": "${hydra.job.override_dirname}"},
+            }
+        }
+        made = OmegaConf.create(given)
+        sweep.name_by_differences(made)
+        return list(OmegaConf.to_container(made.hydra.overrides.hydra, resolve=False))
 
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("group_size", 4), ("kl_coef", 4), ("lr", 5), ("ppo_epochs", 9), ("reward_weights", 3), ("seeds", 5)],
-)
-def test_a_ready_sweep_has_jobs_that_work(name, number):
-    params = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
-    found = sweep.jobs(config(params=dict(params)))
-    assert len(found) == number
-    check(composed(f"sweep={name}", *found[-1]))
+    excluded = "hydra.job.config.override_dirname.exclude_keys=[algorithm,run_dir,steps]"
+    assert named("seed=0,1", "algorithm=dapo", "steps=3") == [excluded]
+    assert named("policy.path=a/b,a/c")[1] == "hydra.sweep.subdir=${hydra.job.num}"

@@ -51,13 +51,13 @@ class Note(Callback):
 
         directory = Path(config.hydra.sweep.dir)
         _begun.append((directory, str(config.sweep_metric)))
-        _name_by_differences(config)
+        name_by_differences(config)
         page = {"command": shlex.join(redacted_words(sys.argv)), "jobs": jobs(config)}
         directory.mkdir(parents=True, exist_ok=True)
         replace(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
 
 
-def _name_by_differences(config: DictConfig) -> None:
+def name_by_differences(config: DictConfig) -> None:
     """Let the directories of jobs be named by what differs between them alone, or else by numbers.
 
     Jobs are composed of the overrides of Hydra that ``config`` lists. A value with a slash, or a very long one, makes
