@@ -24,12 +24,10 @@ USED_BY = {
     "httpx2": {"reward"},
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"composition"},
-    "huggingface_hub": {"data", "transformer/directory.py"},  # comes with datasets, like yaml
+    "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"environment/tools/schema.py", "reward"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
-    "jinja2": {"transformer"},
     "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
-    "markupsafe": {"transformer"},  # comes with jinja2
     "math_verify": {"reward"},
     "matplotlib": {"report"},
     "mlflow": {"logger"},
@@ -48,7 +46,7 @@ USED_BY = {
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
-    "safetensors": {"sampler"},  # comes with transformers
+    "safetensors": {"sampler", "transformer/model_files.py"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},

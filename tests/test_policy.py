@@ -1,16 +1,12 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
-import json
-import re
 import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -36,7 +32,12 @@ def checkpoints(tmp_path_factory):
     return {name: write_checkpoint(root / name, name, chat=name.startswith("qwen")) for name in ARCHITECTURES}
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
+FAST = ("gpt2", "qwen3")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
+)
 def policy(request, checkpoints):
     return opened(checkpoints[request.param])
 
@@ -282,30 +283,6 @@ def test_prompts_are_rendered_by_the_template(checkpoints):
     assert policy.count_tokens(["2 + 2?"]) == [len(policy.tokenizer(policy.render("2 + 2?"))["input_ids"])]
 
 
-def test_a_system_prompt_is_a_text(checkpoints):
-    with pytest.raises(ValueError, match=r": policy\.system_prompt: a PosixPath; allowed are texts and null$"):
-        opened(checkpoints["qwen3"], system_prompt=Path("x"))
-
-
-def test_a_template_cannot_change_the_messages_of_a_prompt(checkpoints, monkeypatch):
-    policy = opened(checkpoints["qwen3"])
-    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", lambda messages, **_: messages[0].update(content="x"))
-    own = [{"role": "user", "content": "Hi"}]
-    policy.render(own)
-    assert own == [{"role": "user", "content": "Hi"}]
-
-
-def test_a_template_is_given_plain_data(checkpoints):
-    box = OmegaConf.create({"a": [1, {"b": 2}], "c": "d"})
-    for given in ({"box": box, "none": None, "call": len}, OmegaConf.create({"box": box, "none": None})):
-        kept = opened(checkpoints["qwen3"], template_kwargs=given).template_kwargs
-        assert kept == {"box": {"a": [1, {"b": 2}], "c": "d"}, "none": None} | (
-            {"call": len} if "call" in given else {}
-        )
-        assert {type(kept), type(kept["box"]), type(kept["box"]["a"][1])} == {dict}
-        assert type(kept["box"]["a"]) is list
-
-
 def test_plain_text_prompts(checkpoints):
     assert opened(checkpoints["gpt2"]).render("Corgis are") == "Corgis are"
     assert opened(checkpoints["qwen2"], plain_text=True).render("Corgis are") == "Corgis are"
@@ -337,9 +314,7 @@ def changed(directory, target, change):
     return target
 
 
-@pytest.mark.parametrize("quantization", [None, "8bit", "4bit"])
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-@pytest.mark.grid
+@pytest.mark.parametrize(("architecture", "quantization"), [("gpt2", None), ("qwen2", "8bit"), ("llama", "4bit")])
 def test_weights_that_are_missing_or_of_another_shape_are_refused(architecture, quantization, checkpoints, tmp_path):
     path = checkpoints[architecture]
     opened(path, quantization=quantization)  # tied weights and buffers are not missed
@@ -348,7 +323,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused(architecture, 
         for name in [name for name in weights if ".1." in name]:
             del weights[name]
 
-    count = {"gpt2": 12, "qwen2": 12, "qwen3": 11}.get(architecture, 9)
+    count = 9 if architecture == "llama" else 12
     layer = r"transformer\.h" if architecture == "gpt2" else r"model\.layers"
     message = rf"policy.path='.*less': {count} of the model's weights are missing there, such as {layer}\.1\."
     with pytest.raises(ValueError, match=message):
@@ -368,22 +343,6 @@ def test_weights_that_the_model_has_no_place_for_are_no_error(checkpoints, tmp_p
         changed(checkpoints["llama"], tmp_path / "more", lambda w: w.update({"score.weight": torch.ones(1, 32)}))
     )
     assert not any("score" in name for name, _ in policy.named_parameters())
-
-
-@pytest.mark.parametrize(("name", "is_refused"), [("../../x", True), ("a/b", True), ("..", True), ("tool_use", False)])
-def test_names_of_chat_templates_can_be_those_of_files(name, is_refused, checkpoints, tmp_path):
-    place = shutil.copytree(checkpoints["llama"], tmp_path / "model")
-    (place / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((place / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [{"name": "default", "template": CHATML}, {"name": name, "template": "x"}]
-    (place / "tokenizer_config.json").write_text(json.dumps(settings))
-    if is_refused:
-        with pytest.raises(
-            ValueError, match=f"^policy.path='.*model': chat_template: the name {re.escape(repr(name))}; a"
-        ):
-            opened(place)
-    else:
-        assert set(opened(place).tokenizer.chat_template) == {"default", name}
 
 
 def test_a_model_without_embeddings_for_all_tokens_is_refused(checkpoints, tmp_path):
@@ -468,7 +427,3 @@ def test_shipped_weights_are_found_inside_a_package():
             resolve(f"pkg://{name}/x")
     assert "antigravity" not in sys.modules
     assert resolve("some/dir") == "some/dir"
-
-
-def test_the_chat_template_of_the_tests_knows_its_argument():
-    assert "enable_thinking" in CHATML

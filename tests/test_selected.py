@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grpo_lightning.transformer import selected as module
-from grpo_lightning.transformer.selected import selected, turns
+from grpo_lightning.transformer import logprobs as module
+from grpo_lightning.transformer.logprobs import selected, turns
 
 
 def test_turns_by_hand() -> None:

@@ -64,7 +64,7 @@ def policy(request, checkpoints):
 
 def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **pace):
     """What `TextPolicy.sample` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
-    from grpo_lightning.policy.stop_strings import StopStrings
+    from grpo_lightning.policy.decoding import StopStrings
 
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)

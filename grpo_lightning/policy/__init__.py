@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy.partner import Partner
 from grpo_lightning.sampler.filtered import Found
 from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.decode import Enough, Poll
@@ -20,6 +20,35 @@ from grpo_lightning.transformer.packing import lengths, padded_microbatches, sam
 
 OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
+
+
+class Partner(Protocol):
+    """Whom a policy talks to in completions of several turns.
+
+    Every completion is told of by its number among those of one call of ``Policy.sample``.
+    """
+
+    @property
+    def waits(self) -> bool:
+        """Whether replies take time: they are asked for only once no completion can go on."""
+        ...
+
+    @property
+    def role(self) -> str | None:
+        """Who replies, user or tool; None: ``policy.reply_role``."""
+        ...
+
+    def said(self, row: int, text: str) -> None:
+        """The model has ended a turn of a completion, of this text."""
+        ...
+
+    def reply(self, row: int) -> str | None:
+        """What it is told; None: the completion is over. Asked once after every `said`."""
+        ...
+
+    def unread(self, row: int, problem: str) -> None:
+        """The policy cannot read the last reply to a completion, which is over."""
+        ...
 
 
 class Policy(nn.Module, ABC):

@@ -4,7 +4,6 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
-from grpo_lightning.transformer.registered import transformers_only
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
-from grpo_lightning.transformer.strangers import check_adapter
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +49,6 @@ class HFPolicy(TextPolicy):
             not give the same results, as a trial at its first use shows, goes without.
         activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
         reply_role: Who replies to the model where nothing else is said: user or tool; null: the user.
-        of_strangers: Whether its weights are written without what the program has registered with transformers.
 
     Raises:
         ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
@@ -69,9 +65,7 @@ class HFPolicy(TextPolicy):
         share_prompts: bool = True,
         activation_offload: bool = False,
         reply_role: str | None = None,
-        of_strangers: bool = False,
     ) -> None:
-        self._as_known = partial(transformers_only, "policy.path") if of_strangers else nullcontext
         super().__init__(
             tokenizer,
             end_ids=end_ids(model, tokenizer),
@@ -182,22 +176,21 @@ class HFPolicy(TextPolicy):
 
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
-        with self._as_known():
-            if weights is not None:
-                model = AutoModelForCausalLM.from_config(self._base.config)
-                if is_adapted(self.model):
-                    model = with_adapter(model, self.model.peft_config["default"])
-                model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
-            elif is_adapted(model):
-                model = copy.deepcopy(model)
-            if is_adapted(model):
-                model = model.merge_and_unload()
-            model.save_pretrained(directory)
+        if weights is not None:
+            model = AutoModelForCausalLM.from_config(self._base.config)
+            if is_adapted(self.model):
+                model = with_adapter(model, self.model.peft_config["default"])
+            model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+        elif is_adapted(model):
+            model = copy.deepcopy(model)
+        if is_adapted(model):
+            model = model.merge_and_unload()
+        model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight with its names in the model's files, adapters merged, whole where weights are sharded."""
-        return named_weights(self.model, self._as_known)
+        return named_weights(self.model)
 
     def describe(self, directory: Path) -> torch.dtype:
         """Write the model's configuration for an engine; returns the type of the numbers that it computes with."""
@@ -257,8 +250,8 @@ def load(
             before weights are read.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, ``adapter`` names a
-            module that peft would import, or the chat template cannot show replies.
+        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or the chat
+            template cannot show replies.
     """
 
     def check_replies(tokenizer: Any) -> None:
@@ -273,7 +266,6 @@ def load(
             ).check(reply_role)
 
     disable_progress_bar()
-    check_adapter(adapter or (), "policy.adapter")
     model, tokenizer = pretrained(
         path,
         dtype=dtype,
@@ -296,5 +288,4 @@ def load(
             share_prompts=share_prompts,
             activation_offload=activation_offload,
             reply_role=reply_role,
-            of_strangers=not trust_remote_code,
         )

@@ -2,8 +2,7 @@
 
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -14,11 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.batch import Prompt
-from grpo_lightning.output.terminal import one_line
 from grpo_lightning.policy.adapted import without_adapters
-from grpo_lightning.transformer.quantized import keep_packed
-from grpo_lightning.transformer.strangers import check_adapter_files, check_attention, check_trust, only_data
-from grpo_lightning.transformer.whole import check_whole, with_weights
+from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +40,6 @@ def pretrained(
     """
     if quantization not in (None, "8bit", "4bit"):
         raise ValueError(f"policy.quantization={quantization}: allowed: 8bit, 4bit or null")
-    check_trust(trust_remote_code, "policy.trust_remote_code", path)
     quantized: dict[str, Any] = {}
     if quantization:
         settings = BitsAndBytesConfig(
@@ -55,23 +50,20 @@ def pretrained(
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
         quantized = {"quantization_config": settings, "device_map": {"": _own_device()}}
-    check_attention(attn_implementation, "policy.attn_implementation", trusted=trust_remote_code)
     where = resolve(path)
-    with only_data("policy.path", path, "a model", trusted=trust_remote_code):
+    with readable_errors("policy.path", path, "a model"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         for name, value in config.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
+    with readable_errors("policy.path", path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     with named(path):
-        _check_templates(tokenizer)
         check_tokenizer(tokenizer)
-    with only_data("policy.path", path, "a model", trusted=trust_remote_code):
-        check_adapter_files(where, "policy.path")
+    with readable_errors("policy.path", path, "a model"):
         model, report = with_weights(
             AutoModelForCausalLM,
             where,
-            f"policy.path={path!r}",
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
@@ -80,21 +72,26 @@ def pretrained(
         )
     check_whole(model, report, f"policy.path={path!r}")
     model = without_adapters(model)
-    keep_packed(model)
-    if not trust_remote_code:
-        tokenizer.init_kwargs.pop("auto_map", None)
+    _keep_packed(model)
     return model, tokenizer
 
 
-def _check_templates(tokenizer: Any) -> None:
-    """Refuse names of chat templates that an export could not write as files, once the training is over."""
-    several = tokenizer.chat_template if isinstance(tokenizer.chat_template, Mapping) else {}
-    for name in several:
-        if not re.fullmatch(r"[\w-][\w.-]*", name):
-            raise ValueError(
-                f"chat_template: the name {one_line(name[:80])!r}; allowed are letters, digits, '_', '-' and '.', as "
-                "an export writes it to NAME.jinja"
-            )
+def _keep_packed(model: Any) -> None:
+    """Let a model that is quantized in its files be saved with packed weights as it holds them.
+
+    transformers, which has converted them as it read them, knows no way back for some formats.
+    """
+    if getattr(model, "is_quantized", False):
+        made = getattr(model, "_weight_conversions", None) or ()
+        model._weight_conversions = [conversion for conversion in made if _is_reversible(conversion)]
+
+
+def _is_reversible(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 @contextmanager
@@ -188,10 +185,9 @@ def resolve(path: str) -> str:
     if not path.startswith(_SHIPPED):
         return local_or_hub(path, "policy.path")
     package, _, folder = path.removeprefix(_SHIPPED).partition("/")
-    is_inside = not os.path.isabs(folder) and ".." not in folder.split("/")
-    spec = find_spec(package) if package.isidentifier() and is_inside else None
+    spec = find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"policy.path={one_line(path)}: allowed is pkg://PACKAGE/FOLDER with an installed package")
+        raise ValueError(f"policy.path={path}: allowed is pkg://PACKAGE/FOLDER with an installed package")
     return os.path.join(spec.submodule_search_locations[0], folder)
 
 

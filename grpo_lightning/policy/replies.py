@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.allowed import REPLY_ROLES
 from grpo_lightning.batch import Message
-from grpo_lightning.transformer import templates
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +189,10 @@ class Replies:
         """A conversation: a question, what the model says (texts), and the replies (role and text)."""
         said = [_message("assistant", turn) if isinstance(turn, str) else _message(*turn) for turn in turns]
         conversation = [*self._opening, _message("user", _QUESTION), *said]
-        return templates.rendered(self._tokenizer, conversation, add_generation_prompt=True, **self._kwargs)
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True, **self._kwargs
+        )
+        return text
 
     def _encoded(self, text: str) -> list[int]:
         """Token ids of a text that stands behind another: some tokenizers put a space before a text that begins."""

@@ -11,22 +11,17 @@ from torch import Tensor
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.policy import OnFinished, Policy
-from grpo_lightning.policy.conversation import Conversation
+from grpo_lightning.policy import OnFinished, Partner, Policy
+from grpo_lightning.policy.decoding import Conversation, StopStrings, decoded, one_by_one, reporter
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids, is_ids
-from grpo_lightning.policy.partner import Partner
 from grpo_lightning.policy.replies import Replies, is_templated
-from grpo_lightning.policy.reporting import decoded, one_by_one, reporter
-from grpo_lightning.policy.stop_strings import StopStrings
-from grpo_lightning.policy.template import template_arguments
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
-from grpo_lightning.transformer import templates
 from grpo_lightning.transformer.logits import Chunk
 
 
@@ -60,7 +55,7 @@ class TextPolicy(Policy):
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.templated = is_templated(tokenizer, plain_text=plain_text)
-        self.template_kwargs = template_arguments(system_prompt, template_kwargs)
+        self.template_kwargs = dict(template_kwargs or {})
         self.end_ids = list(end_ids)
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
         self.pad_id = next(number for number in padding if number is not None)
@@ -146,7 +141,10 @@ class TextPolicy(Policy):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if not self.templated:
             return "\n\n".join(message["content"] for message in messages)
-        return templates.rendered(self.tokenizer, messages, add_generation_prompt=True, **self.template_kwargs)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+        return text
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of every prompt; those that are token ids already stay as they are.

@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,19 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_lightning.policy.adapted import base_of, is_adapted
-from grpo_lightning.transformer.config_files import remove_elsewhere
 
 _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 """In the name of a weight of which peft trains a copy beside the adapter."""
 
 
 @torch.no_grad()
-def named_weights(
-    model: Any, as_known: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight, one at a time; a tied one under each of its names.
 
     Where weights are sharded and not gathered, all processes iterate together.
 
     Args:
         model: Of transformers, with or without an adapter of peft's.
-        as_known: Inside, transformers is asked how weights are called in the model's files.
 
     Raises:
         ValueError: The adapter is more than a product of two matrices, or weights are quantized.
@@ -38,29 +33,23 @@ def named_weights(
         raise ValueError("policy: its weights are quantized; allowed with an engine are weights of one number each")
     plain = model.named_parameters(remove_duplicate=False)
     own = _merged(model) if is_adapted(model) else ((name, _whole(weight)) for name, weight in plain)
-    with as_known():
-        is_converted = _is_converted(base_of(model))
-    if not is_converted:
+    if not _is_converted(base_of(model)):
         yield from own
         return
     held = dict(own)
     # Some architectures are held otherwise than their files have them, such as all experts in one tensor.
-    with as_known():
-        named = revert_weight_conversion(base_of(model), held)
-    yield from named.items()
+    yield from revert_weight_conversion(base_of(model), held).items()
 
 
 def write_untied(model: Any, directory: Path) -> None:
     """Write the configuration of a model, without an adapter, whose head is no longer tied to the embedding.
 
-    vLLM on a CPU keeps a packed copy of a tied head, which new weights do not reach. What would lead it to another
-    model than the one that is trained is left out.
+    vLLM on a CPU keeps a packed copy of a tied head, which new weights do not reach.
     """
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    remove_elsewhere(directory)
 
 
 def _is_converted(model: Any) -> bool:

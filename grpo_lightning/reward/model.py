@@ -18,8 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
 from grpo_lightning.transformer.attention import use_grouped
-from grpo_lightning.transformer.strangers import check_adapter_files, check_trust, only_data
-from grpo_lightning.transformer.whole import check_whole, with_weights
+from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
@@ -68,7 +67,6 @@ class RewardModel:
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        check_trust(trust_remote_code, "reward.model.function.trust_remote_code", path)
         if dtype not in _DTYPES:
             raise unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
         if quantization not in _QUANTIZATIONS:
@@ -215,16 +213,16 @@ class RewardModel:
         )
         disable_progress_bar()
         key = "reward.model.function.path"
-        with only_data(key, self.path, "a sequence-classification model", trusted=self.trust_remote_code):
+        with readable_errors(key, self.path, "a sequence-classification model"):
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        with readable_errors(key, self.path, "a tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )
-            check_adapter_files(self.path, key)
+        with readable_errors(key, self.path, "a sequence-classification model"):
             network, report = with_weights(
                 AutoModelForSequenceClassification,
                 self.path,
-                f"{key}={self.path!r}",
                 config=config,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
@@ -232,7 +230,7 @@ class RewardModel:
             )
         check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
-        use_grouped(network)  # which compares the shapes of keys and values
+        use_grouped(network)
         return (network if quantized else network.to(self.device)).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:

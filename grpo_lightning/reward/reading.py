@@ -4,8 +4,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.transformer import templates
-
 if TYPE_CHECKING:
     from grpo_lightning.batch import Prompt
 
@@ -79,7 +77,8 @@ def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(message["content"] for message in messages) + completion
     said = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change them
-    return templates.rendered(tokenizer, said)
+    text: str = tokenizer.apply_chat_template(said, tokenize=False)
+    return text
 
 
 def _numbers(text: str) -> list[int]:

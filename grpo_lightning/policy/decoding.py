@@ -1,0 +1,122 @@
+"""Completions as text while the sampler draws token ids: reports, stop strings, turns and replies."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from grpo_lightning.batch.turns import spans
+from grpo_lightning.policy import OnFinished, Partner
+from grpo_lightning.sampler.own.decode import OnRowsFinished
+
+
+def decoded(tokenizer: Any, completions: Tensor, mask: Tensor) -> tuple[str, ...]:
+    """Texts of completions [B, T] without special tokens."""
+    rows = [ids[keep].tolist() for ids, keep in zip(completions.cpu(), mask.cpu(), strict=True)]
+    return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def reporter(tokenizer: Any, on_finished: OnFinished | None) -> OnRowsFinished | None:
+    """``on_finished`` as `decode` calls it: with several rows at once, not decoded."""
+    if on_finished is None:
+        return None
+
+    def report(rows: list[int], completions: Tensor, mask: Tensor) -> None:
+        texts = decoded(tokenizer, completions, mask)
+        for row, text, ids, is_real in zip(rows, texts, completions, mask, strict=True):
+            on_finished(row, text, ids[is_real].tolist())
+
+    return report
+
+
+def one_by_one(tokenizer: Any, on_finished: OnFinished) -> Callable[[int, Sequence[int]], None]:
+    """``on_finished`` as an engine calls it: with one row, not decoded."""
+
+    def report(row: int, ids: Sequence[int]) -> None:
+        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        on_finished(row, text, list(ids))
+
+    return report
+
+
+class StopStrings:
+    """Which completions contain a stop string in the last of their tokens.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        stop: The texts that end a completion, at least one.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        # A token is at least one byte of text, so this many tokens hold every stop string that just ended.
+        self.tail = max(len(text.encode()) for text in stop) + 1
+
+    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
+        kept = [0] * len(ends)
+        # All new tokens of a completion together first, and one by one only where a stop string is among them.
+        for row, has_stop in enumerate(self._have(ends)):
+            if has_stop:
+                end, new = ends[row], news[row]
+                places = range(len(end) - new + 1, len(end) + 1)
+                each = self._have([end[max(0, place - self.tail) : place] for place in places])
+                kept[row] = next((number for number, found in enumerate(each, 1) if found), 0)
+        return kept
+
+    def _have(self, tokens: Sequence[Sequence[int]]) -> list[bool]:
+        texts = self._tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
+        return [any(text in decoded for text in self._stop) for decoded in texts]
+
+
+class Conversation:
+    """Decodes what is said to a partner, and tokenizes what it replies.
+
+    Args:
+        partner: Replies.
+        tokenizer: Decodes.
+        reply_ids: ``TextPolicy.reply_ids``.
+    """
+
+    def __init__(self, partner: Partner, tokenizer: Any, reply_ids: Callable[..., list[int]]) -> None:
+        self._partner, self._tokenizer, self._reply_ids = partner, tokenizer, reply_ids
+        self.waits = partner.waits
+        self._last: dict[int, int] = {}
+        """Completion -> the last token that it has said."""
+        self._replies: dict[int, list[str]] = {}
+        """Completion -> what it was told."""
+
+    def said(self, row: int, ids: list[int]) -> None:
+        """A completion has ended a turn."""
+        self._last[row] = ids[-1]
+        self._partner.said(row, self._decoded([ids])[0])
+
+    def reply(self, row: int) -> list[int] | None:
+        """The tokens that it reads next; None: it is over, or the tokenizer cannot express what it would be told."""
+        text = self._partner.reply(row)
+        if text is None:
+            return None
+        try:
+            ids = self._reply_ids(text, after=self._last[row], role=self._partner.role)
+        except ValueError as error:
+            self._partner.unread(row, str(error))
+            return None
+        self._replies.setdefault(row, []).append(text)
+        return ids
+
+    def turns(self, completions: Tensor, mask: Tensor) -> tuple[tuple[str, ...], ...]:
+        """What each completion [B, T] has said in each of its turns, its last included, given the model's tokens."""
+        ids, rows = completions.tolist(), spans(mask)
+        return tuple(
+            tuple(self._decoded([own[start:end] for start, end in turns])) for own, turns in zip(ids, rows, strict=True)
+        )
+
+    def replies(self, turns: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+        """What each completion [B] was told between its turns."""
+        # For one reply more there may have been no room.
+        return tuple(tuple(self._replies.get(row, ())[: len(own) - 1]) for row, own in enumerate(turns))
+
+    def _decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(
+            rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return texts
