@@ -12,10 +12,6 @@ from grpo_lightning.output.shell import typed
 
 LIVE = "grpo_lightning.composition.part"
 """Stands in settings for an object that a program has given to compose, by its name."""
-MODULES_OF_PEFT = ("megatron_config", "megatron_core")
-"""Arguments of peft's ``LoraConfig`` with which it imports a module of any name."""
-ERRORS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape", "surrogatepass")
-"""What Python itself does with bytes that are no letters; by other names it calls what a program has registered."""
 REPLY_ROLES = ("user", "tool")
 """Who may reply to a model."""
 
