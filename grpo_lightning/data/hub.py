@@ -18,7 +18,6 @@ from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.archives import check_inside, contained, texts
 from grpo_lightning.data.jsonl import Rows
-from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.plain_yaml import standard_tags
 from grpo_lightning.output.terminal import one_line, show_printable
 
@@ -140,20 +139,20 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
     show_printable()
     try:
         if any((local / file).is_file() for file in _SAVED):
-            with contained(), no_pickles(), weights_only():
+            with contained():
                 _check_saved(local)
                 return _of_saved(datasets.load_from_disk(path), path, split)
         if local.is_file():
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
-            with contained(), no_pickles(), weights_only():
+            with contained():
                 return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         cache = None
         if local.is_dir():
             with standard_tags():
                 _check_stays_inside(local)
             cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "folders")  # not where one of the hub is looked for
-        with contained(), no_pickles(), weights_only():
+        with contained():
             return datasets.load_dataset(path, name, split=split, revision=revision, cache_dir=cache)
     except UnpicklingError as error:
         raise ValueError(

@@ -14,7 +14,6 @@ import pyarrow.parquet
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import PromptData, Row
 from grpo_lightning.data.columns import check_columns, parquet_schema
-from grpo_lightning.distributed.reading import no_pickles
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
 _RESERVED = ("prompts", "completions", "completion_ids", "self")
@@ -152,14 +151,13 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     if path.suffix == _PARQUET:
         try:
             # By its name, such as hdfs:/x.parquet, it could be a place elsewhere.
-            with _plain_types(), no_pickles(), path.open("rb") as file:
+            with _plain_types(), path.open("rb") as file:
                 check_columns(parquet_schema(file))  # it fills lists up to the length that files say
                 file.seek(0)
                 table = pyarrow.parquet.read_table(file)
             check_columns(table.schema)
             table.validate(full=True)
-            with no_pickles():
-                rows = table.to_pylist()
+            rows = table.to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
         except ValueError as error:

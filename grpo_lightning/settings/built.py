@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
-from grpo_lightning.distributed.devices import device_problems, offload_problems
+from grpo_lightning.distributed.chosen import device_problems, offload_problems
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable

@@ -16,7 +16,6 @@ from transformers import dynamic_module_utils, generation
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.allowed import MODULES_OF_PEFT
-from grpo_lightning.distributed.reading import no_pickles, weights_only
 from grpo_lightning.output.terminal import one_line, show_printable
 from grpo_lightning.transformer.config_files import values_only
 from grpo_lightning.transformer.directory import check_directory
@@ -59,8 +58,6 @@ def only_data(key: str, path: str, what: str, *, trusted: bool) -> Iterator[None
             tokenizers_only(),
             _no_questions(),
             _code_of(path, where) if trusted else values_only(where) as left_out,
-            nullcontext() if trusted else weights_only(),
-            nullcontext() if trusted else no_pickles(),
         ):
             yield
     except Registered as error:
