@@ -1,7 +1,6 @@
 """Reading and writing checkpoint files that a kill at any moment cannot damage."""
 
 import os
-import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,13 +60,11 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
         raise ValueError(f"checkpoint={path} is cut off or no checkpoint ({size} bytes)")
     try:
         checkpoint: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"checkpoint={path} holds other objects than tensors and plain values, which are not loaded, since they "
-            "could run code"
-        ) from error
     except Exception as error:  # torch raises about ten kinds, by what is wrong with a file
-        raise ValueError(f"checkpoint={path} is damaged ({size} bytes, {type(error).__name__})") from error
+        raise ValueError(
+            f"checkpoint={path} is damaged ({size} bytes), or holds more than tensors and plain values, which is not "
+            "loaded, since it could run code"
+        ) from error
     step = checkpoint.get("step") if isinstance(checkpoint, dict) else None
     if not isinstance(step, Mapping) or not isinstance(step.get("completed"), int):
         raise ValueError(f"checkpoint={path} was not written by this program: it has no step counter")
