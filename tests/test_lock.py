@@ -82,15 +82,6 @@ def test_a_lock_ends_with_its_process(tmp_path, other):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_about_to_end_is_waited_for(tmp_path):
-    process = holder(tmp_path, seconds=1)
-    started = time.monotonic()
-    with held(tmp_path, patience=10):
-        assert time.monotonic() - started < 9
-    process.wait()
-
-
-@pytest.mark.slow
 def test_a_process_keeps_out_of_its_own_directory(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with held(tmp_path / "run"):
