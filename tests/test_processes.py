@@ -196,7 +196,7 @@ def test_no_process_outlives_the_first_one(tmp_path):
     assert "lost contact with another process of the run" in (tmp_path / "log").read_text()
 
 
-def wait_for(condition, process=None, seconds=90):
+def wait_for(condition, process=None, seconds=300):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

@@ -103,7 +103,7 @@ def test_a_signal_while_rewards_are_scored(number, timeout, seconds, tmp_path):
     process = begin(tmp_path, *naps(tmp_path, timeout=timeout, seconds=seconds))
     wait_for((tmp_path / "begun").exists, process)
     os.killpg(process.pid, number)  # as a terminal does: workers get it, too
-    assert "step 0 is saved" in ended(tmp_path, process, exit_status=143, status="preempted", seconds=30)
+    assert "step 0 is saved" in ended(tmp_path, process, exit_status=143, status="preempted", seconds=60)
 
 
 def test_a_run_under_nohup_stays(tmp_path):

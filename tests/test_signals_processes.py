@@ -27,7 +27,7 @@ def test_two_processes_end_together(to_group, number, exit_status, status, tmp_p
     process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, seconds=3))
     wait_for(lambda: all((tmp_path / f"begun.{rank}").exists() for rank in (0, 1)), process)
     (os.killpg if to_group else os.kill)(process.pid, number)
-    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=30)
+    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=60)
     assert "step 0 is saved; continue with: python train.py" in told
     assert saved(tmp_path) == 0
 
@@ -52,7 +52,7 @@ def test_a_second_ctrl_c_ends_processes_that_wait_for_one_another(tmp_path):
     time.sleep(1)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=60) == 130
     wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=20)
     assert "Traceback" not in (tmp_path / "log").read_text()
 
@@ -74,7 +74,7 @@ def test_torchrun_passes_sigterm_on(tmp_path):
     wait_for((tmp_path / "begun").exists, process)
     time.sleep(1)
     process.terminate()
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     printed = (tmp_path / "log").read_text()
     assert printed.count("asked to end by SIGTERM: step 0 is saved; continue with: ") == 1, printed
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "preempted"
