@@ -44,8 +44,6 @@ def test_the_command_begins_as_the_users_did(program, monkeypatch):
     options = ["--config-dir", "my conf", "-cn=own", "hydra.searchpath=[file://conf]"]
     monkeypatch.setattr("sys.argv", [program[-1], *options, "steps=3", "-m"])
     say_begun()
-    monkeypatch.setattr(
-        "sys.argv", ["submitit/core/_submit.py", "/tmp/job"]
-    )
+    monkeypatch.setattr("sys.argv", ["submitit/core/_submit.py", "/tmp/job"])
     words = shlex.split(continue_command(["steps=3"], Path("/d")))
     assert words == [*program, *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
