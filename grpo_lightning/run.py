@@ -20,11 +20,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.callbacks.hparams import describe
-from grpo_lightning.checkpoint import changes, leftovers, lock, logs, of_others, own_policy, resume
+from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
-from grpo_lightning.distributed import signals, slurm
+from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
@@ -146,7 +146,7 @@ class Run:
                 resume.same_optimizer(recorded["config"], module.settings)
             changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
             if is_first() and (checkpoint or not module.completed_steps):
-                logs.rewind(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
+                leftovers.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_begun = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
@@ -205,7 +205,7 @@ class Run:
             if is_first():
                 log.warning("%s", error)
                 if self.config["requeue"] and error.number == getattr(signal, "SIGUSR1", None):
-                    slurm.requeue()
+                    signals.requeue()
             gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
@@ -234,7 +234,7 @@ class Run:
         began = first or now()
         activity.note(seconds_before=seconds, started=began, choices=self._choices)
         if mode == "fit" and is_first():
-            own = checkpoint is not None and of_others.is_own(checkpoint, self.directory)
+            own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
             leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
         if self._on_start is not None and is_first():
@@ -256,16 +256,10 @@ class Run:
                 }
                 write_summary(self.directory, self._summary, mode=mode)
 
-        def give_up(asked: Preempted) -> None:
-            if is_first():
-                log.warning("%s", self._told(asked, mode))
-            summarize(asked.status)
-
         status, problem = "failed", None
-        with signals.listening(give_up) as listener:
+        with signals.listening() as listener:
             try:
                 if checkpoint:
-                    of_others.check(checkpoint, self, mode)
                     own_policy.check_weights(checkpoint, self.module)
                 yield checkpoint
                 status = "finished" if mode != "fit" or self._made_all_steps() else "stopped"

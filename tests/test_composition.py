@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 
 import lightning
 import pytest
@@ -15,7 +14,6 @@ import torch
 from datasets import Dataset
 from hydra import initialize_config_dir
 from lightning import Callback
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import OmegaConf
 from torch import nn
@@ -23,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lightning as grpo
 from grpo_lightning.advantage import leave_one_out
-from grpo_lightning.checkpoint.io import check_before_reading
 from grpo_lightning.data import PromptData
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
@@ -594,30 +591,6 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
 
 
 @provocation(
-    "a checkpoint of a stranger's for a Trainer of the user's own (`ckpt_path`), as torch wrote it before version 1.6, "
-    "or with code",
-    "refused in one sentence",
-)
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["fit", "fit, trusting", "validate", "asynchronously"])
-def test_a_trainer_of_ones_own_reads_plain_checkpoints(way, tmp_path):
-    content = {"step": {"completed": 1}, "others": [torch.ones(2)]}
-    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    torch.save(content | {"others": print}, tmp_path / "code.ckpt")
-    trust = {"weights_only": False} if way == "fit, trusting" else {}
-    plugins = [AsyncCheckpointIO()] if way == "asynchronously" else []
-    run = grpo.compose(*SETTINGS, run_dir=tmp_path)
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=plugins)
-    for name, told in (("old.ckpt", "is no checkpoint"), ("code.ckpt", "holds other objects")):
-        work = trainer.validate if way == "validate" else trainer.fit
-        with pytest.raises(ValueError, match=f"{name}' {told}"):
-            work(run.module, datamodule=run.data, ckpt_path=tmp_path / name, **trust)
-        reader = trainer.strategy.load_checkpoint
-        check_before_reading(trainer.strategy)  # which is so already
-        assert trainer.strategy.load_checkpoint is reader
-
-
-@provocation(
     "a directory of parts for a Trainer of the user's own with a strategy that reads them in ways of its own, also in "
     "a validation",
     "the strategy is refused by its name; nothing is read",
@@ -632,22 +605,6 @@ def test_a_strategy_that_reads_checkpoints_itself_is_refused(tmp_path, monkeypat
     for work in (trainer.fit, trainer.validate):
         with pytest.raises(ValueError, match="trainer.strategy=ModelParallelStrategy: allowed are a single device"):
             work(run.module, datamodule=run.data, ckpt_path=tmp_path)
-
-
-def test_the_checkpoint_that_is_checked_is_the_one_that_is_read(tmp_path, monkeypatch):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "start" / "~").mkdir(parents=True)
-    torch.save({"step": {"completed": 1}}, tmp_path / "start" / "~" / "x.ckpt")
-    torch.save({"step": {"completed": 1}, "others": print}, tmp_path / "home" / "x.ckpt")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "start")
-    run = grpo.compose(*SETTINGS, run_dir=tmp_path)
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"home/x.ckpt' holds other objects"):
-        trainer.validate(run.module, datamodule=run.data, ckpt_path="~/x.ckpt")
-    monkeypatch.setattr("grpo_lightning.checkpoint.io.check", lambda path: None)
-    with pytest.raises(UnpicklingError, match="a file of weights holds other objects than dense tensors"):
-        trainer.validate(run.module, datamodule=run.data, ckpt_path=tmp_path / "home" / "x.ckpt")
 
 
 def test_a_module_is_made_by_settings(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from grpo_lightning.checkpoint import disk
-from grpo_lightning.checkpoint.io import check, read
-from tests.support.disk import on_small_disk, pretend
-from tests.support.provocations import provocation
+from grpo_lightning.checkpoint.io import read
+from tests.support.disk import on_small_disk
 from tests.support.running import SMALL, small_run
 
 TASK = ("steps=3", "data.prompts_per_step=4", "rollout.group_size=4", "validation.every=3", "data.validation_size=16")
@@ -22,23 +21,13 @@ def leftovers(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(3_000_000, marks=provocation("a disk of 3 MB", "refused before the first step")),
-        pytest.param(
-            16_000_000,
-            marks=provocation("a disk of 16 MB, where a checkpoint takes 10", "refused before the first step"),
-        ),
-    ],
-)
-def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(size, tmp_path):
+def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(tmp_path):
     place = tmp_path / "run"
-    ended = on_small_disk(size, place, "train.py", *TASK, "trainer=cpu", f"hydra.run.dir={place}")
+    ended = on_small_disk(16_000_000, place, "train.py", *TASK, "trainer=cpu", f"hydra.run.dir={place}")
     assert ended.returncode == 1, ended.stderr[-2000:]
     expected = f"{place}/checkpoints: a checkpoint takes 9.79 MB, and "
     assert expected in ended.stderr
-    assert "are free; allowed is a disk with room for two" in ended.stderr
+    assert "are free; make room for two" in ended.stderr
     assert "step 0/" not in ended.stderr
     summary = json.loads((place / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 0)
@@ -46,10 +35,6 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_ste
 
 
 @pytest.mark.slow
-@provocation(
-    "the disk is full when step 4 is saved",
-    "one sentence with path, needed and free bytes and what is kept; no partial file; summary written; continues later",
-)
 def test_a_disk_that_fills_up_costs_the_step_that_is_saved(tmp_path):
     place = tmp_path / "run"
     filling = f"+callbacks.fill={{_target_: tests.support.disk.Fill, directory: {place}, step: 4, left: 20000}}"
@@ -102,7 +87,7 @@ def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypat
     with pytest.raises(disk.CannotSave, match=expected):
         small_run(tmp_path, "steps=5", "callbacks.checkpoint.every=1")
     assert leftovers(tmp_path) == []
-    check(tmp_path / "checkpoints" / "last.ckpt")
+    assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 2
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
@@ -116,7 +101,6 @@ def test_another_error_while_saving_stays_what_it_is(tmp_path):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-@provocation("the disk is full when summary.json is written", "a warning; the error that ended the run is the one told")
 def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog):
     write = Path.replace
     monkeypatch.setattr(
@@ -129,7 +113,6 @@ def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, c
     assert leftovers(tmp_path) == []
 
 
-@provocation("the disk is full when the policy is exported", "one sentence; checkpoints stay; the old export stays")
 @pytest.mark.slow
 def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
     small_run(tmp_path, "steps=1")
@@ -145,15 +128,7 @@ def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        (),
-        ("optimizer=adamw_8bit",),
-        ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "+optimizer.momentum=0.9"),
-    ],
-    ids=["adamw", "adamw_8bit", "momentum"],
-)
+@pytest.mark.parametrize("optimizer", [(), ("optimizer=adamw_8bit",)], ids=["adamw", "adamw_8bit"])
 def test_the_size_of_a_checkpoint_is_foretold(optimizer, tmp_path):
     large = ("policy.hidden_size=256", "policy.intermediate_size=1024", "rollout.max_new_tokens=2")
     module = small_run(tmp_path, *large, *optimizer)
@@ -171,9 +146,7 @@ def test_what_is_there_already_is_counted(tmp_path, monkeypatch, caplog):
         disk.check_room(own, checkpoint=100_000, export=export)
         return caplog.text
 
-    with pytest.raises(
-        disk.CannotSave, match=r"takes 100 kB, and 200 kB are free; allowed is a disk with room for two"
-    ):
+    with pytest.raises(disk.CannotSave, match=r"takes 100 kB, and 200 kB are free; make room for two"):
         room(199_999)
     assert "200 kB are free, and the run may need 300 kB" in room(200_000)
     assert room(300_000) == ""
@@ -183,7 +156,7 @@ def test_what_is_there_already_is_counted(tmp_path, monkeypatch, caplog):
     )
     own.mkdir()
     (own / "last.ckpt").write_text("")
-    with pytest.raises(disk.CannotSave, match=r"allowed is a disk with room for one more"):
+    with pytest.raises(disk.CannotSave, match=r"make room for one more"):
         room(99_999)
     assert "may need 200 kB" in room(150_000)
     os.link(own / "last.ckpt", own / "best.ckpt")  # the same file
@@ -200,20 +173,3 @@ def test_an_optimizer_that_cannot_be_tried_counts_as_adamw():
     assert disk.state_bytes(own) == 8
     assert disk.state_bytes(torch.optim.AdamW) == 8
     assert disk.state_bytes(lambda parameters: torch.optim.SGD(parameters, lr=1)) == 0
-
-
-def test_sizes_in_words():
-    assert [disk.size(n) for n in (0, 9_999, 10_000, 999_499, 1e6, 9.79e6, 123e9)] == [
-        *("0 bytes", "9999 bytes", "10 kB", "999 kB", "1 MB", "9.79 MB", "123 GB")
-    ]
-
-
-def test_a_pretended_disk_is_as_small_as_it_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk.shutil, "disk_usage", disk.shutil.disk_usage)
-    monkeypatch.setattr(os, "fsync", os.fsync)
-    pretend(200_000, tmp_path)
-    assert disk.shutil.disk_usage(tmp_path).free == 200_000
-    (tmp_path / "x").write_bytes(bytes(200_001))
-    with (tmp_path / "x").open() as file, pytest.raises(OSError, match="No space left"):
-        os.fsync(file.fileno())
-    assert disk.shutil.disk_usage("/").free > 0

@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from tests.kills import difference, main
-from tests.support.provocations import provocation
 
 
 @pytest.mark.slow
-@provocation(
-    "`kill -9` of all processes at any moment, then `checkpoint=last`", "bitwise the weights of an unbroken run"
-)
 def test_runs_killed_at_random_moments_continue_exactly_and_leave_nothing(tmp_path):
     assert main(count=5, seed=5, place=tmp_path, most=1) == 0
 

@@ -129,24 +129,6 @@ def test_the_death_of_one_process_ends_all_and_the_run_continues_exactly(tmp_pat
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_process_ends_all_after_the_last_complete_step(tmp_path):
-    settings = [
-        *RUNS["grpo"],
-        *SMALL,
-        *SHORT,
-        *KILL,
-        "+callbacks.kill.moment=rollout",
-        "+callbacks.kill.signal_number=15",
-    ]
-    asked = start(2, tmp_path, "ddp", {"run": settings})
-    printed = [process.communicate(timeout=120)[0] for process in asked]
-    assert [process.returncode for process in asked] == [143, 143], printed
-    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["step"]["completed"] == 2
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "preempted"
-
-
-@pytest.mark.slow
 def test_sigterm_ends_supervised_training_too(tmp_path):
     settings = ["experiment=sft_tiny", "steps=1000", "validation.every=1000", f"hydra.run.dir={tmp_path}/run"]
     command = [sys.executable, "train.py", *settings, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
@@ -214,7 +196,7 @@ def test_no_process_outlives_the_first_one(tmp_path):
     assert "lost contact with another process of the run" in (tmp_path / "log").read_text()
 
 
-def wait_for(condition, process=None, seconds=90):
+def wait_for(condition, process=None, seconds=300):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

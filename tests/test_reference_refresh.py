@@ -75,15 +75,3 @@ def test_impossible_settings_are_refused(settings):
 def test_without_a_reference_there_is_nothing_to_refresh():
     with pytest.raises(ValueError, match=r"no reference to refresh; set loss.kl_coef or rollout.kl_penalty"):
         ReferenceRefresh(every=1, alpha=1.0).on_fit_start(None, small_module("loss.kl_coef=0"))
-
-
-def test_a_reference_of_the_users_own_takes_no_weights_of_a_stranger_s(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("grpo_lightning.callbacks.reference.check_network", lambda *given: asked.append(given))
-    words = (*REFRESHED, "callbacks.reference.every=1")
-    small_run(tmp_path / "theirs", *words, "steps=1")
-    assert asked == []
-    module = small_run(tmp_path / "own", *words, "steps=2", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
-    [(network, weights, asking)] = asked
-    assert (network, asking) == (module.reference, module)
-    assert weights.keys() == network.state_dict().keys()

@@ -290,16 +290,6 @@ def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_texts_of_another_run_are_not_trained_on(checkpoint, tmp_path, caplog):
-    overrides = settings_of(checkpoint, callbacks__reward_model__every=3)
-    train_run(tmp_path / "theirs", *overrides, "steps=2")
-    assert len(state_of(last(tmp_path / "theirs"))["pending"]) == 16
-    train_run(tmp_path / "own", *overrides, "steps=3", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
-    assert "the texts that model would train on are left out, since they are of another run" in caplog.text
-    assert len(state_of(last(tmp_path / "own"))["buffer"]) == 8
-
-
-@pytest.mark.slow
 def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
     """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
     overrides = settings_of(
@@ -365,14 +355,13 @@ def test_quantized_weights_and_several_processes_are_refused(checkpoint):
 
 def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
     model, train, later = reward_model(plain), callback(), callback(lr=0.5)
-    module = SimpleNamespace(continues=True)
     train.pending = separable(6)
-    train._restore(model, module)
+    train._restore(model)
     train.update(model, 1)
     train.pending = separable(2)
     later.load_state_dict(train.state_dict())
     assert later.state_dict()["trained"] is not None  # before training starts, for a checkpoint of that moment
-    later._restore(reward_model(plain), module)
+    later._restore(reward_model(plain))
     assert (later.pending, later.buffer) == (train.pending, train.buffer)
     assert [group["lr"] for group in later._optimizer.param_groups] == [0.5]
 

@@ -5,16 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_lightning.distributed.signals import Preempted, Signals, breaking_off
+from grpo_lightning.distributed.signals import Preempted, Signals
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 from tests.test_processes import running, wait_for
 
@@ -37,11 +35,11 @@ def kill(moment: str, number: int, step: int = 3) -> str:
     )
 
 
-def naps(directory: Path, *, timeout: float | None, function: str = "marks_and_naps") -> list[str]:
+def naps(directory: Path, *, timeout: float | None, function: str = "marks_and_naps", seconds: float = 50) -> list[str]:
     return [
         f"reward.custom.function._target_=tests.support.hostile.{function}",
         f"+reward.custom.function.path={directory}/begun",
-        "+reward.custom.function.seconds=50",
+        f"+reward.custom.function.seconds={seconds}",
         f"reward.custom.timeout={'null' if timeout is None else timeout}",
     ]
 
@@ -70,32 +68,14 @@ def ended(directory: Path, process: subprocess.Popen, *, exit_status: int, statu
     return told[0]
 
 
-MOMENTS = {
-    "loading": (signal.SIGINT, None, "while the weights are loaded"),
-    "rollout": (signal.SIGINT, 2, "in a rollout"),
-    "validation": (signal.SIGINT, 2, "in a validation"),
-    "update": (signal.SIGINT, 3, "in an update"),
-    "export": (signal.SIGINT, 4, "while the policy is exported"),
-}
+MOMENTS = {"loading": None, "rollout": 2, "validation": 2, "update": 3, "export": 4}
+"""Moment -> the step that is saved."""
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(
-            moment,
-            marks=provocation(
-                f"Ctrl-C {where}",
-                "one sentence with the command that continues, status interrupted, exit 130; "
-                + ("nothing was saved yet" if step is None else "the last complete step is saved"),
-            ),
-        )
-        for moment, (_, step, where) in MOMENTS.items()
-    ],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_at_any_moment_saves_the_last_complete_step(moment, tmp_path):
-    number, step, _ = MOMENTS[moment]
-    told = ended(tmp_path, begin(tmp_path, kill(moment, number)), exit_status=130, status="interrupted")
+    step = MOMENTS[moment]
+    told = ended(tmp_path, begin(tmp_path, kill(moment, signal.SIGINT)), exit_status=130, status="interrupted")
     if step is None:
         assert told.endswith("interrupted: nothing was saved yet")
         assert not (tmp_path / "run" / "checkpoints").exists()
@@ -105,7 +85,6 @@ def test_ctrl_c_at_any_moment_saves_the_last_complete_step(moment, tmp_path):
     assert told.endswith(f"hydra.run.dir={tmp_path}/run checkpoint=last")
 
 
-@provocation("Ctrl-C while PyTorch is imported", "one word, no traceback, exit 130")
 def test_ctrl_c_before_there_is_a_run(tmp_path):
     process = begin(tmp_path)
     mark = f"hydra.run.dir={tmp_path}/run"
@@ -117,55 +96,14 @@ def test_ctrl_c_before_there_is_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout", "function", "status"),
-    [
-        pytest.param(
-            signal.SIGTERM,
-            60,
-            "marks_and_naps",
-            "preempted",
-            marks=provocation(
-                "SIGTERM while rewards with a timeout are scored", "saved and ended without waiting for them, exit 143"
-            ),
-        ),
-        pytest.param(
-            signal.SIGINT,
-            None,
-            "marks_and_naps",
-            "interrupted",
-            marks=provocation(
-                "Ctrl-C in a slow reward of this process", "saved and ended without waiting for it, exit 130"
-            ),
-        ),
-        pytest.param(
-            signal.SIGHUP,
-            None,
-            "marks_naps_and_swallows",
-            "preempted",
-            marks=provocation(
-                "SIGHUP, as when the terminal is closed, in a reward that catches every exception",
-                "saved and ended without waiting for it, exit 143",
-            ),
-        ),
-        pytest.param(
-            signal.SIGTERM,
-            None,
-            "marks_and_naps_each",
-            "preempted",
-            marks=provocation(
-                "SIGTERM in a slow reward that catches every exception and goes on with the next completion",
-                "each is broken off; saved and ended, exit 143",
-            ),
-        ),
-    ],
+    ("number", "timeout", "seconds"), [(signal.SIGTERM, 60, 50), (signal.SIGHUP, None, 3)], ids=["workers", "here"]
 )
-def test_slow_rewards_hold_nobody_up(number, timeout, function, status, tmp_path):
-    process = begin(tmp_path, *naps(tmp_path, timeout=timeout, function=function))
+def test_a_signal_while_rewards_are_scored(number, timeout, seconds, tmp_path):
+    """Workers are not waited for; a reward of this process is."""
+    process = begin(tmp_path, *naps(tmp_path, timeout=timeout, seconds=seconds))
     wait_for((tmp_path / "begun").exists, process)
     os.killpg(process.pid, number)  # as a terminal does: workers get it, too
-    exit_status = 130 if number == signal.SIGINT else 143
-    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=30)
-    assert "step 0 is saved" in told
+    assert "step 0 is saved" in ended(tmp_path, process, exit_status=143, status="preempted", seconds=60)
 
 
 def test_a_run_under_nohup_stays(tmp_path):
@@ -179,7 +117,6 @@ def test_a_run_under_nohup_stays(tmp_path):
     assert saved(tmp_path) == 4
 
 
-@provocation("a second Ctrl-C", "ends all processes at once, exit 130")
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     process = begin(tmp_path, *naps(tmp_path, timeout=None, function="marks_and_naps_on"))
     wait_for((tmp_path / "begun").exists, process)
@@ -195,91 +132,29 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_signal_just_before_foreign_code_runs_stops_it():
-    """The moment between looking whether a signal has come and letting signals break off what runs."""
-
-    class JustAfter(Signals):
-        def check(self):
-            super().check()
-            if self._in_steps and self.heard is None:
-                signal.raise_signal(signal.SIGTERM)
-
-    has_run = []
-
-    def reward():
-        with signals.breaking_off():
-            has_run.append(True)
-
-    with JustAfter() as signals:
+def test_a_trainer_of_ones_own_hears_sigterm_in_its_steps():
+    before = signal.getsignal(signal.SIGTERM)
+    signals = Signals()
+    try:
         signals.begin_steps(None)
-        with pytest.raises(Preempted):
-            reward()
-    assert not has_run
+        signals.check()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Preempted, match="asked to end by SIGTERM") as error:
+            signals.check()
+        assert error.value.between_steps
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_just_before_a_wait_ends_it():
-    """Here another thread gets it, which does not end a wait of the main thread either."""
-
-    def reward():
-        with signals.breaking_off():
-            timer.start()
-            time.sleep(20)
-
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
+def test_a_signal_before_the_steps_raises_and_during_them_waits():
     with Signals() as signals:
-        signals.begin_steps(None)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # of this thread alone
-        began = time.monotonic()
-        with pytest.raises(Preempted):
-            reward()
-        assert time.monotonic() - began < 10
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-
-
-def test_foreign_code_that_goes_on_is_broken_off_again(monkeypatch):
-    """The first exception may be swallowed, or lost in C code; there it was meant to end the first of three waits."""
-    monkeypatch.setattr("grpo_lightning.distributed.nudge._AGAIN", 1.0)
-    ended = []
-
-    def reward():
-        with breaking_off():
-            timer.start()
-            for _ in range(3):
-                try:
-                    time.sleep(20)
-                except Preempted:
-                    ended.append(time.monotonic() - began)
-
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
-    with Signals() as signals:
-        signals.begin_steps(None)
-        began = time.monotonic()
-        with pytest.raises(Preempted):
-            reward()
-    first, second, third = ended
-    assert first < 1.0 <= second - first < 5.0
-    assert third - second < 0.9  # by now it is known for that
-
-
-@pytest.mark.parametrize("is_left", [True, False])
-def test_nothing_is_broken_off_after_foreign_code(is_left, monkeypatch):
-    """What saves is left alone, also where the signal came before it was noted that the foreign code was left."""
-    monkeypatch.setattr("grpo_lightning.distributed.nudge._AGAIN", 0.2)
-
-    def reward():
-        context.__enter__()
-        try:
+        with pytest.raises(Preempted) as early:
             signal.raise_signal(signal.SIGHUP)
-        finally:
-            if is_left:
-                context.__exit__(None, None, None)
-
+        signal.raise_signal(signal.SIGHUP)  # while that one is handled
+    assert not early.value.between_steps
     with Signals() as signals:
         signals.begin_steps(None)
-        context = breaking_off()
-        with pytest.raises(Preempted):
-            reward()
-        time.sleep(1.5)  # as what saves does
-        if not is_left:
-            with pytest.raises(Preempted):
-                context.__exit__(None, None, None)
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(Preempted) as late:
+            signals.end_steps()
+    assert late.value.between_steps

@@ -12,7 +12,6 @@ import time
 import pytest
 
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 from tests.test_processes import running, wait_for
 from tests.test_signals import RUN, begin, ended, kill, naps, saved
 
@@ -22,32 +21,13 @@ TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
 
 @pytest.mark.parametrize(
     ("to_group", "number", "exit_status", "status"),
-    [
-        pytest.param(
-            True,
-            signal.SIGINT,
-            130,
-            "interrupted",
-            marks=provocation(
-                "Ctrl-C with two processes", "the same sentence, once; both end, and the last complete step is saved"
-            ),
-        ),
-        pytest.param(
-            False,
-            signal.SIGTERM,
-            143,
-            "preempted",
-            marks=provocation(
-                "SIGTERM to the first of two processes", "both end without waiting for a slow reward, exit 143"
-            ),
-        ),
-    ],
+    [(True, signal.SIGINT, 130, "interrupted"), (False, signal.SIGTERM, 143, "preempted")],
 )
 def test_two_processes_end_together(to_group, number, exit_status, status, tmp_path):
-    process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None))
+    process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, seconds=3))
     wait_for(lambda: all((tmp_path / f"begun.{rank}").exists() for rank in (0, 1)), process)
     (os.killpg if to_group else os.kill)(process.pid, number)
-    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=30)
+    told = ended(tmp_path, process, exit_status=exit_status, status=status, seconds=60)
     assert "step 0 is saved; continue with: python train.py" in told
     assert saved(tmp_path) == 0
 
@@ -57,11 +37,13 @@ def test_ctrl_c_while_two_processes_are_loading(tmp_path):
     wait_for(lambda: len(running(f"hydra.run.dir={tmp_path}/run")) == 3, process)
     time.sleep(1)  # the second one is being imported
     os.killpg(process.pid, signal.SIGINT)
-    told = ended(tmp_path, process, exit_status=130, status="interrupted", seconds=60)
-    assert told.endswith("interrupted: nothing was saved yet")
+    assert process.wait(timeout=60) == 130
+    printed = (tmp_path / "log").read_text()
+    assert printed.count("interrupted") == 1
+    assert "Traceback" not in printed
+    wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=10)
 
 
-@provocation("a second Ctrl-C with two processes, of which one waits for the other", "both end at once, exit 130")
 def test_a_second_ctrl_c_ends_processes_that_wait_for_one_another(tmp_path):
     process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, function="naps_on_in_process_1"))
     wait_for((tmp_path / "begun").exists, process)
@@ -70,24 +52,29 @@ def test_a_second_ctrl_c_ends_processes_that_wait_for_one_another(tmp_path):
     time.sleep(1)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=60) == 130
     wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=20)
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-@provocation("SIGTERM to torchrun", "the processes save and exit with 143, status preempted; torchrun itself gives 1")
 def test_torchrun_passes_sigterm_on(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", "train.py"]
-    command += [*RUN, *TWO[:2], "trainer.devices=2", *naps(tmp_path, timeout=None), f"hydra.run.dir={tmp_path}/run"]
+    command += [
+        *RUN,
+        *TWO[:2],
+        "trainer.devices=2",
+        *naps(tmp_path, timeout=None, seconds=5),
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
     wait_for((tmp_path / "begun").exists, process)
     time.sleep(1)
     process.terminate()
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     printed = (tmp_path / "log").read_text()
     assert printed.count("asked to end by SIGTERM: step 0 is saved; continue with: ") == 1, printed
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "preempted"
@@ -95,27 +82,12 @@ def test_torchrun_passes_sigterm_on(tmp_path):
     wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"), seconds=10)
 
 
+ARRAY = {"SLURM_JOB_ID": "43", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "7"}
+
+
 @pytest.mark.parametrize(
     ("asked", "job", "called"),
-    [
-        pytest.param(
-            "requeue=true",
-            {"SLURM_JOB_ID": "41"},
-            "requeue 41",
-            marks=provocation("SIGUSR1 from SLURM, requeue=true", "saved, job requeued by scontrol, exit 143"),
-        ),
-        (
-            "requeue=true",
-            {"SLURM_JOB_ID": "43", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "7"},
-            "requeue 41_7",
-        ),
-        pytest.param(
-            "requeue=false",
-            {"SLURM_JOB_ID": "41"},
-            None,
-            marks=provocation("SIGUSR1 from SLURM", "the last complete step is saved, status preempted, exit 143"),
-        ),
-    ],
+    [("requeue=true", ARRAY, "requeue 41_7"), ("requeue=false", {"SLURM_JOB_ID": "41"}, None)],
 )
 def test_sigusr1_saves_and_requeues_where_asked(asked, job, called, tmp_path):
     program = tmp_path / "bin" / "scontrol"

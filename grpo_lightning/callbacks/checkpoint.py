@@ -133,7 +133,7 @@ class RunCheckpoint(Checkpoint):
             with suppress(ValueError, OSError):
                 path = self.directory / name
                 if path.exists():
-                    step = read(path, mmap=path.is_file())["step"]["completed"]
+                    step = read(path, mmap=True)["step"]["completed"]
                     known.append(f"{name}, of step {step}")
         if not known:
             return "there is no earlier one"

@@ -7,7 +7,6 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from grpo_lightning.checkpoint.of_others import check_network
 from grpo_lightning.distributed.sharding import load_whole_weights, whole_weights
 from grpo_lightning.module import GRPOLightningModule
 
@@ -50,7 +49,6 @@ class ReferenceRefresh(Callback):
             other = sorted(set(in_policy.items()) ^ set(in_reference.items()))[0][0]
             raise ValueError(f"callbacks.reference: the reference is another model than the policy, see {other}")
         if self._loaded is not None:
-            check_network(module.reference, self._loaded, module)
             load_whole_weights(module.reference, self._loaded)
             self._loaded = None
 

@@ -1,6 +1,5 @@
 """A reward model that learns from the run's own outcomes, as in iterative GRPO."""
 
-import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +9,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Scored
-from grpo_lightning.checkpoint.of_others import check_network
-from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
-
-log = logging.getLogger(__name__)
 
 Example = tuple[Prompt, str, bool]
 """A prompt, a completion, and whether it is right by the outcome reward."""
@@ -103,11 +98,11 @@ class RewardModelTraining(Callback):
                 f"callbacks.reward_model: {trainer.world_size} processes would train a reward model each; allowed is "
                 "trainer.devices=1"
             )
-        self._restore(model, module)
+        self._restore(model)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self._restored:  # a validation without training, of a checkpoint
-            self._restore(self._find(module), module)
+            self._restore(self._find(module))
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -185,19 +180,14 @@ class RewardModelTraining(Callback):
     def _new_optimizer(self, model: RewardModel) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.network.parameters(), lr=self.lr, weight_decay=0.0)
 
-    def _restore(self, model: RewardModel, module: LightningModule) -> None:
+    def _restore(self, model: RewardModel) -> None:
         """Begin where the checkpoint ended, or with the weights of the model's path."""
         self._model, self._optimizer = model, None
         model.reset()  # another run of this process may have trained them
         trained, self._restored = self._restored, None
-        if not module.continues and (self.pending or self.buffer):
-            log.warning("the texts that %s would train on are left out, since they are of another run", self.reward)
-            self.pending, self.buffer = [], []  # which are for no reward model of the user's own
         if trained:
-            check_network(model.network, trained["weights"], module)
             model.network.load_state_dict(trained["weights"])
             self._optimizer = self._new_optimizer(model)
-            check_when_loaded(self._optimizer)
             self._optimizer.load_state_dict(trained["optimizer"])
             for group in self._optimizer.param_groups:
                 group["lr"] = self.lr

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from grpo_lightning.output.terminal import one_line
-
 
 def names(policy: nn.Module) -> set[str]:
     """The names of the trained weights, in the state dict of a module that has the policy as its part ``policy``."""
@@ -52,6 +50,4 @@ def check(policy: nn.Module, base: str | None, checkpoint: Mapping[str, Any]) ->
     is_whole = {f"policy.{name}" for name in policy.state_dict()} <= known.keys()
     theirs = checkpoint.get("base", base if is_whole else None)
     if theirs != base:
-        raise ValueError(
-            f"the checkpoint's adapter was trained above other weights ({one_line(str(theirs))}) than policy.path has"
-        )
+        raise ValueError(f"the checkpoint's adapter was trained above other weights ({theirs}) than policy.path has")

@@ -4,13 +4,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.output.terminal import one_line
-
 log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    *("print_settings", "preflight", "trusted_settings"),
+    *("print_settings", "preflight", "trusted_settings", "trusted"),
 }
 """Settings that may be others when a run is continued."""
 _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
@@ -41,14 +39,12 @@ def tell(
         log.warning(
             "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
             "other rows; from here on steps have other prompts than an unbroken run",
-            *(one_line(str(one[part])) for one in (before, data) for part in ("training", "held_out")),
+            *(one[part] for one in (before, data) for part in ("training", "held_out")),
         )
 
 
 def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool = True) -> str | None:
-    """One line for each setting that changed, or None.
-
-    A setting whose value other parts have copies of is one setting, under the key that the user gives.
+    """One line for each setting that changed, or None; a setting that parts have copies of is told once.
 
     Args:
         then: The settings in the checkpoint.
@@ -69,17 +65,13 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
         first, *inner = key.split(".")
         if key in _COPIES or (parts & set(inner[:-1])) or (inner and inner[-1] in parts and isinstance(after, Mapping)):
             continue
-        line = f"  {one_line(key)} was {_shown(before)} and is {_shown(after)} now"
-        if first == "optimizer":
-            line += ", which is ignored: a continued run keeps its optimizer"
+        shown = ["null" if value is None else value for value in (before, after)]
+        ignored = ", which is ignored: a continued run keeps its optimizer" if first == "optimizer" else ""
+        line = f"  {key} was {shown[0]} and is {shown[1]} now{ignored}"
         lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
     if not lines:
         return None
     return "settings that have changed since the checkpoint was written:\n" + "\n".join(sorted(lines.values()))
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else one_line(str(value))
 
 
 def differences(

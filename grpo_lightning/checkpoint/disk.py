@@ -39,7 +39,8 @@ def state_bytes(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
         made = optimizer([weight])
         weight.grad = torch.zeros_like(weight)
         made.step()
-        return sum(_bytes(value) for value in made.state.get(weight, {}).values()) / _VALUES
+        state = [value for value in made.state.get(weight, {}).values() if isinstance(value, torch.Tensor)]
+        return sum(value.nbytes for value in state if value.dim()) / _VALUES
     except Exception:  # a factory of the user's may want more than parameters
         log.debug("the optimizer cannot be tried on a few weights", exc_info=True)
         return 8.0
@@ -83,8 +84,7 @@ def check_room(directory: Path, *, checkpoint: int, export: int = 0) -> None:
     Raises:
         CannotSave: There is not even room for two.
     """
-    place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free
+    free = _free(directory / "last.ckpt")
     there = {name: (directory / f"{name}.ckpt").exists() for name in ("last", "best")}
     same = all(there.values()) and (directory / "last.ckpt").samefile(directory / "best.ckpt")
     least = checkpoint * (1 if there["last"] else 2)
@@ -92,8 +92,7 @@ def check_room(directory: Path, *, checkpoint: int, export: int = 0) -> None:
     if free < least:
         held = "one more" if there["last"] else "two: the old one stays until the new one is whole"
         raise CannotSave(
-            f"{directory}: a checkpoint takes {size(checkpoint)}, and {size(free)} are free; allowed is a disk with "
-            f"room for {held}"
+            f"{directory}: a checkpoint takes {size(checkpoint)}, and {size(free)} are free; make room for {held}"
         )
     if free < usual:
         log.warning(
@@ -117,8 +116,7 @@ def telling(path: Path, needed: int, *, kept: Callable[[], str]) -> Iterator[Non
     try:
         yield
     except (Exception, CheckpointException) as error:
-        number = _number(error)
-        free = _free(path)
+        number, free = _number(error), _free(path)
         # torch's writer of archives and safetensors hide the number of what has stopped them
         hidden = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
         if number in FULL or (number is None and hidden and free < needed):
@@ -141,28 +139,18 @@ def size(count: float) -> str:
     return f"{count / 1e9:.3g} GB"
 
 
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) and value.dim() else 0
-
-
 def _free(path: Path) -> int:
     place = next(parent for parent in path.absolute().parents if parent.is_dir())
     return shutil.disk_usage(place).free
 
 
-def _number(error: BaseException) -> int | None:
+def _number(error: BaseException | None) -> int | None:
     """The number of the operating system's error behind an exception, of whichever process it came from."""
-    seen: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.append(one)
-        if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
-            return one.errno
-        failures: Any = getattr(one, "failures", None)  # of torch.distributed.checkpoint: rank -> (error, traceback)
-        if isinstance(failures, Mapping):
-            waiting += [pair[0] for pair in failures.values()]
-        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
-    return None
+    if error is None or isinstance(error, ConnectionError):
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint: rank -> (error, traceback)
+    causes = [pair[0] for pair in failures.values()] if isinstance(failures, Mapping) else []
+    causes.append(error.__cause__ or error.__context__)
+    return next((number for cause in causes if (number := _number(cause)) is not None), None)

@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.allowed import LIVE
-from grpo_lightning.checkpoint import of_others
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import HIDDEN
-from grpo_lightning.output.shell import typed_key
-from grpo_lightning.output.terminal import one_line, quoted
 
 log = logging.getLogger(__name__)
 
-_TAKEN = {
-    "policy": ("grpo_lightning.policy.hf.load", "grpo_lightning.policy.scratch.character_llama"),
-    "reference": tuple(
-        f"grpo_lightning.reference.{name}" for name in ("frozen_copy", "none", "adapter_off", "another_model")
-    ),
-}
-"""Part -> what may build it on the word of a checkpoint, which can be a stranger's: nothing that runs other code."""
 _COMES_WITH = {
     "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
     "reference": ("loss.kl_coef", "rollout.kl_penalty"),
@@ -57,12 +47,10 @@ def recalled(config: Mapping[str, Any], overrides: Sequence[str], current: Calla
     try:
         updates = own_settings(recorded, overrides, current)
     except ValueError as error:
-        raise ValueError(f"checkpoint={one_line(str(named))}: {error}") from error
-    if "${" in str(updates):  # whatever stands where: nothing of a checkpoint is resolved
-        raise ValueError(f"checkpoint={one_line(str(named))}: its settings refer to others; allowed are plain values")
+        raise ValueError(f"checkpoint={named}: {error}") from error
     for part, node in updates.items():
-        if isinstance(node, Mapping) and isinstance(place := node.get("path"), str):
-            log.info("%s.path=%s, as the checkpoint says", part, one_line(place))
+        if isinstance(node, Mapping) and "path" in node:
+            log.info("%s.path=%s, as the checkpoint says", part, node["path"])
     return updates
 
 
@@ -81,17 +69,16 @@ def own_settings(
     """
     given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
     updates: dict[str, Any] = {}
-    for part, targets in _TAKEN.items():
+    for part, numbers in _COMES_WITH.items():
         node = recorded.get(part)
         if part in given or not isinstance(node, Mapping):
             continue
         own = copy.deepcopy(dict(node))
         for key in (key for key in given if key.startswith(f"{part}.")):
             _put(own, key.split(".")[1:], current(key))
-        _check_taken(part, own, targets, given, current)
-        if own.get("_target_") in targets:  # else the settings have all that the user's own code is given
-            updates[part] = own
-        for key in _COMES_WITH[part]:
+        _check_taken(part, own, given)
+        updates[part] = own
+        for key in numbers:
             value = _number(recorded, key)
             # Sampling lengths of validation follow those of training unless they were given apart.
             follows = key == "validation.max_new_tokens" and value == _number(recorded, "rollout.max_new_tokens")
@@ -100,74 +87,43 @@ def own_settings(
     return updates
 
 
-def _check_taken(
-    part: str, own: Mapping[str, Any], targets: Sequence[str], given: Sequence[str], current: Callable[[str], Any]
-) -> None:
-    """Refuse settings that say nothing, or that only a user may decide."""
-    # By their paths: keys may have dots in them, so that two values can have one dotted key.
-    said = {tuple(key.split(".")) for key in given}
-    leaves = [(path, value) for path, value in _leaves(own, (part,)) if path not in said]
-    odd = [one_line(".".join(map(str, path))) for path, _ in leaves if any(map(_is_odd, path))]
-    if odd:
+def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Refuse settings that say nothing, or that run code that was downloaded: a checkpoint may be, too."""
+    if any(value == LIVE for key, value in _leaves(own, part) if key.endswith("._target_")):
         raise ValueError(
-            f"its settings have {quoted(odd[0])}; allowed are keys of text without '$', ':', '{{' and '}}'"
+            f"its {part} was an object of a Python program: name {part}=NAME with its settings, or give "
+            f"compose({part}=…) such an object"
         )
-    trust = f"{part}.trust_remote_code"
-    if own.get("trust_remote_code", False) is not False and not {trust, f"{part}.path"} <= {*given}:
-        place = quoted(str(own.get("path")))
+    if own.get("trust_remote_code") and not {f"{part}.trust_remote_code", f"{part}.path"} <= {*given}:
         raise ValueError(
-            f"it was trained with {trust}=true and {part}.path={place}, whose code would run, which only you can "
-            "decide; allowed is to give both again"
+            f"it was trained with {part}.trust_remote_code=true and {part}.path={own.get('path')}, whose code would "
+            "run: give both again if you trust it"
         )
-    kernel = f"{part}.attn_implementation"
-    if "/" in str(own.get("attn_implementation")) and kernel not in given:
-        told = quoted(str(own["attn_implementation"]))
-        raise ValueError(f"its {kernel} is {told}, a kernel of the hub; allowed is {kernel}=… on the command line")
-    builders = [(path, value) for path, value in leaves if path[-1] == "_target_"]
-    if any(value == LIVE for _, value in builders):
-        raise ValueError(
-            f"its {part} was an object of a Python program; allowed is {part}=NAME with its settings, or "
-            f"compose({part}=…) with such an object"
+    asked = {
+        key: value
+        for key, value in _leaves(own, part)
+        if key not in given
+        and isinstance(value, str)
+        and (
+            any(sign in value for sign in (HIDDEN, "${"))
+            or (key.endswith("attn_implementation") and "/" in value)  # a kernel of the hub
         )
-    top = f"{part}._target_"
-    outer = [value for path, value in builders if path == (part, "_target_")]
-    if len(builders) > len(outer) or (top not in given and (not outer or outer[0] not in targets)):
-        listed = quoted(", ".join(str(value) for _, value in builders) or "nothing")
-        raise ValueError(
-            f"its {part} was built by {listed}; allowed without "
-            f"{part}=NAME or {top}=… on the command line are {', '.join(targets)}"
-        )
-    is_foreign = own.get("_target_") not in targets
-    asked = dict[str, str]()
-    for path, value in leaves:
-        key = ".".join(path)
-        is_theirs = is_foreign and value != current(key)  # code of the user's may do anything on the word of a setting
-        # Objects of OmegaConf's would resolve what a chat template of the checkpoint's puts into them.
-        is_unresolved = "_convert_" in path and value != "all"
-        is_hidden = isinstance(value, str) and any(sign in value for sign in (HIDDEN, "${"))
-        if is_theirs or is_unresolved or is_hidden:
-            asked[typed_key(key)] = quoted(str(value))
+    }
     if asked:
-        told = " and ".join(f"{key} is {value}" for key, value in asked.items())
-        wanted = " ".join(f"{key}=…" for key in asked)
-        raise ValueError(f"its {told}; allowed is {wanted} with the value{'s' * (len(asked) > 1)}")
+        raise ValueError(
+            f"its {' and '.join(f'{key} is {value}' for key, value in asked.items())}, which is not taken over: give "
+            f"{' '.join(f'{key}=…' for key in asked)} yourself"
+        )
 
 
-def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value that holds no others, with the keys that lead to it; places in lists are texts."""
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _leaves(value, (*path, key))
-    elif isinstance(node, list | tuple) and node:
-        for number, value in enumerate(node):
-            yield from _leaves(value, (*path, str(number)))
-    else:  # also what is empty, and may have a meaning
-        yield path, node
-
-
-def _is_odd(key: Any) -> bool:
-    """Whether a key is none that settings may have, see `composition.resolvers`."""
-    return not isinstance(key, str) or not set(key).isdisjoint("${}:")
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every value that holds no others, with its dotted key."""
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else None
+    if inner is None:
+        yield key, node
+        return
+    for name, value in inner:
+        yield from _leaves(value, f"{key}.{name}")
 
 
 def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -195,13 +151,14 @@ def check_weights(path: Path, module: Any) -> None:
         ValueError: They differ; names the settings of the policy that do.
     """
     content = read(path, map_location="meta")
-    stored: Mapping[str, Any] = content.get("state_dict") or {}
-    of_others.check_weights(module, {"state_dict": stored})
-    own = dict(module.state_dict())
+    stored, own = (
+        {name: tuple(getattr(weight, "shape", ())) for name, weight in state.items()}
+        for state in (content.get("state_dict") or {}, module.state_dict())
+    )
     wrong = [
-        f"{name} {_shape(stored, name)} instead of {_shape(own, name)}"
+        f"{name} {stored.get(name, 'absent')} instead of {own.get(name, 'absent')}"
         for name in sorted({*stored, *own} if module.strict_loading else {*stored} & {*own})
-        if _shape(stored, name) != _shape(own, name)
+        if stored.get(name) != own.get(name)
     ]
     if not stored or not wrong:
         return
@@ -209,14 +166,14 @@ def check_weights(path: Path, module: Any) -> None:
     now: Mapping[str, Any] = module.settings.get("policy", {})
     shared = set(then) & set(now) if then.get("_target_") != now.get("_target_") else {*then, *now}
     changed = [
-        f"{key} was {quoted(str(before))} and is {quoted(str(after))}"
+        f"{key} was {before} and is {after}"
         for key, before, after in differences(then, now, prefix="policy.")
         if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if then and changed else "it is of another model"
     raise ValueError(
-        f"checkpoint={one_line(str(path))}: {reason} ({len(wrong)} weights differ, such as {quoted(wrong[0])}); "
-        "allowed are the settings with which it was trained"
+        f"checkpoint={path}: {reason} ({len(wrong)} weights differ, such as {wrong[0]}); give the settings with which "
+        "it was trained"
     )
 
 
@@ -224,9 +181,5 @@ def load(module: Any, checkpoint: Path | None) -> None:
     """Take over the weights and the progress of a checkpoint, if there is one, without a trainer."""
     if checkpoint:
         held = weights(checkpoint)
-        module.on_load_checkpoint(read(checkpoint) | {"state_dict": held})
+        module.on_load_checkpoint(read(checkpoint, mmap=True) | {"state_dict": held})
         module.load_state_dict(held, strict=module.strict_loading)
-
-
-def _shape(weights: Mapping[str, Any], name: str) -> Any:
-    return tuple(getattr(weights[name], "shape", ())) if name in weights else "absent"

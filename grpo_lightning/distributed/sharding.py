@@ -13,6 +13,7 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -67,6 +68,21 @@ def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool 
     # `gathered` may come before the first forward pass, which else does this.
     root: Any = module
     root._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def readable_parts(path: Any) -> Iterator[None]:
+    """Inside, torch reads a sharded checkpoint; what is wrong with its parts is raised as one sentence.
+
+    Raises:
+        ValueError: A part is missing, cut off or of another shape.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        first = next((failure for failure, _ in error.failures.values()), error)
+        reason = str(first).strip().partition("\n")[0][:200]
+        raise ValueError(f"checkpoint={path}: its parts cannot be read: {type(first).__name__}: {reason}") from error
 
 
 @contextmanager

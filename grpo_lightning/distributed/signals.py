@@ -4,29 +4,26 @@ Imports nothing but the standard library, since what calls rewards uses it, too.
 """
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import socket
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
-from grpo_lightning.distributed import nudge
-from grpo_lightning.distributed.launched import Launched
+log = logging.getLogger(__name__)
 
 _ASKING = tuple(
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK")
 )
 _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, and from a launcher that hands it on
-_GRACE = 5.0  # s for started processes to end by themselves, once this one has saved
-_PATIENCE = 3.0  # s for the main thread to notice a signal where nothing is trained yet
-
-GiveUp = Callable[["Preempted"], object]
-"""Called from another thread, just before it ends a process whose main thread waits for something that never comes."""
+_GRACE = 5.0  # s for started processes to end by themselves, and for the main thread to notice a signal before training
+_SCONTROL_TIMEOUT = 60.0  # s for SLURM's controller to answer
 
 _current: "Signals | None" = None
 _abandoned: list[Callable[[], object]] = []
@@ -60,6 +57,39 @@ class Preempted(BaseException):
         return 128 + (signal.SIGINT if self.number == signal.SIGINT else signal.SIGTERM)
 
 
+class Launched:
+    """The processes that a launcher of Lightning's has started to train with this one."""
+
+    def __init__(self) -> None:
+        self._launcher: Any = None
+        self._taken: list[subprocess.Popen[Any]] = []
+
+    def attach(self, launcher: Any) -> None:
+        """Take note of what has them in ``procs``; None, or one without, starts none."""
+        self._launcher = launcher
+
+    def ask_to_end(self) -> None:
+        """Send them SIGTERM: not SIGINT, which the terminal has sent them, too, and of which two end at once."""
+        for process in getattr(self._launcher, "procs", None) or ():
+            process.send_signal(signal.SIGTERM)
+
+    def take_over(self) -> None:
+        """Let Lightning forget them: a thread of its kills this process when one of them does not end well."""
+        processes = getattr(self._launcher, "procs", None) or []
+        self._taken += processes
+        processes.clear()
+
+    def end(self, seconds: float) -> None:
+        """Let them end by themselves within ``seconds``, and kill those that do not."""
+        self.take_over()
+        until = time.monotonic() + seconds
+        for process in self._taken:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        for process in self._taken:
+            process.kill()
+
+
 class Signals:
     """Knows whether the process was asked to end: by SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1.
 
@@ -73,18 +103,13 @@ class Signals:
     def __init__(self) -> None:
         self.heard: int | None = None
         """The first signal that came."""
-        self._numbers: tuple[int, ...] = (signal.SIGTERM,)
         self.launched = Launched()
-        """The processes that this one has started to train with it."""
-        self._in_steps = False
-        self._foreign = nudge.Foreign()
-        self._is_importing = False
-        self._raised_at: float | None = None
-        self._give_up: GiveUp | None = None
+        self._numbers: tuple[int, ...] = (signal.SIGTERM,)
+        self.is_importing = False
+        self._in_steps = self._is_raised = self._is_handed_on = False
         self._interrupted_at: float | None = None
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
-        self._was_handed_on = False
         self._wake: socket.socket | None = None
         # One that Lightning started ends with the first, which would wait for it in vain, or be killed with it.
         self._is_launched = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("TORCHELASTIC_RUN_ID") is None
@@ -93,9 +118,7 @@ class Signals:
         global _current
         self._numbers = tuple(number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN)
         self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
-        if nudge.NUMBER is not None:
-            self._previous[nudge.NUMBER] = signal.signal(nudge.NUMBER, self._raise_again)
-        # The handler has to wait for the main thread, which may be waiting for another process, say. This one does not.
+        # The handler waits for the main thread, which may wait for another process in C code. This thread does not.
         reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -103,27 +126,7 @@ class Signals:
         _current = self
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end_part(error)
-        self.forget()
-
-    @contextmanager
-    def part(self, give_up: GiveUp | None) -> Iterator["Signals"]:
-        """A part of what runs in this context, such as one job of a sweep, that may start processes of its own."""
-        self._give_up = give_up
-        try:
-            yield self
-        except BaseException as error:
-            self._end_part(error)
-            raise
-        self._end_part(None)
-
-    def _end_part(self, error: BaseException | None) -> None:
-        if isinstance(error, Preempted):
-            self.launched.end(_GRACE if error.between_steps else 0.0)
-        self.launched, self._give_up, self._in_steps = Launched(), None, False
-
-    def forget(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Handle no signals any more; what handled them before does so again."""
         global _current
         _current = None
@@ -132,6 +135,17 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._wake is not None:
             self._wake.close()
+
+    @contextmanager
+    def part(self) -> Iterator["Signals"]:
+        """A part of what runs in this context, such as one job of a sweep, that may start processes of its own."""
+        try:
+            yield self
+        except Preempted as error:
+            self.launched.end(_GRACE if error.between_steps else 0.0)
+            raise
+        finally:
+            self.launched, self._in_steps = Launched(), False
 
     def begin_steps(self, launcher: Any) -> None:
         """From now on a signal waits for `check`; also where Lightning has put its own handlers, as in each stage."""
@@ -151,7 +165,7 @@ class Signals:
     def check(self) -> None:
         """Raise `Preempted` if a signal has come."""
         if self.heard is not None:
-            self._raised_at = self._raised_at or time.monotonic()
+            self._is_raised = True
             raise Preempted(self.heard, between_steps=self._in_steps)
 
     def asked(self, error: BaseException, *, is_consequence: bool) -> Preempted | None:
@@ -167,86 +181,55 @@ class Signals:
             return Preempted(self.heard or error.number, between_steps=error.between_steps)
         return Preempted(self.heard) if self.heard is not None and (is_consequence or not self._in_steps) else None
 
-    @contextmanager
-    def importing(self) -> Iterator[None]:
-        """Inside, a signal ends the process at once: C code that is being imported would make any error of another."""
-        self._is_importing = True
-        try:
-            yield
-        finally:
-            self._is_importing = False
-
-    @contextmanager
-    def breaking_off(self) -> Iterator[None]:
-        """Inside, a signal raises `Preempted` at once, and again while what is inside has swallowed it and goes on."""
-        self._foreign.caller = sys._getframe(2)  # of the function with the ``with`` statement, below contextlib's
-        try:
-            self.check()  # once a signal would raise: one that came just before has not
-            yield
-        finally:
-            self._foreign.caller = None
-            self.check()
-
     def _handle(self, number: int, frame: object) -> None:
         """Python calls it in the main thread, when that thread gets to it."""
         if self._wake is None:
             self._note(number)
         self.heard = self.heard or number
-        if self._is_importing:
-            asked = Preempted(self.heard)
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, f"{asked}\n".encode())
-            self._end_at_once(asked.exit_status)
-        if self._raised_at is None and self._may_raise():
-            self.check()
-
-    def _may_raise(self) -> bool:
-        if self._raised_at is not None:  # later signals must not disturb the saving
-            return self._foreign.goes_on(self._raised_at)
-        return self._foreign.caller is not None or not (self._in_steps or self._is_launched)
-
-    def _raise_again(self, number: int, frame: FrameType | None) -> None:
-        """Handle a nudge: any handler ends a wait; one where `Preempted` was passed by raises another."""
-        if self._raised_at is not None and self._may_raise() and self._foreign.is_below(frame):
+        if self.is_importing:
+            self._end_untrained()
+        if not (self._is_raised or self._in_steps or self._is_launched):  # later ones must not disturb the saving
             self.check()
 
     def _watch(self, reader: socket.socket) -> None:
         """React to signals in a thread of its own, as soon as they come."""
         with reader:
-            while came := reader.recv(1):
+            while True:
+                try:
+                    came = reader.recv(1)
+                except TimeoutError:  # the main thread waits in C code, and there is nothing to lose
+                    if not (self._in_steps or self._is_raised or self._is_launched):
+                        self._end_untrained()
+                    came = b"\0"
+                if not came:
+                    return
                 if came[0] in self._numbers:
+                    reader.settimeout(_GRACE)
                     self._note(came[0])
 
     def _note(self, number: int) -> None:
         self.heard = self.heard or number
-        if not self._was_handed_on:
-            self._was_handed_on = True
-            nudge.start(lambda: _current is self, self._may_raise)
+        if not self._is_handed_on:
+            self._is_handed_on = True
             if self._in_steps:
                 self.launched.ask_to_end()
             elif not self._is_launched:
                 self.launched.take_over()  # they may end before they handle signals
-                if self._wake is not None:
-                    timer = threading.Timer(_PATIENCE, self._end_for_lack_of_answer)
-                    timer.daemon = True  # else Python would wait for it at the end
-                    timer.start()
         if number == signal.SIGINT and not self._is_launched:
             now = time.monotonic()
             self._interrupted_at = self._interrupted_at or now
             if now - self._interrupted_at > _SAME_PRESS:
-                self._end_at_once()
+                self._end_at_once(128 + signal.SIGINT)
 
-    def _end_for_lack_of_answer(self) -> None:
-        """End the process though its main thread does not answer: it may wait for a process that has ended already."""
-        if self.heard is None or self._in_steps or self._raised_at is not None or self._give_up is None:
-            return
-        asked = Preempted(self.heard)
-        with contextlib.suppress(Exception):
-            self._give_up(asked)
+    def _end_untrained(self) -> None:
+        asked = Preempted(self.heard or signal.SIGTERM)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, f"{asked}\n".encode())
         self._end_at_once(asked.exit_status)
 
-    def _end_at_once(self, exit_status: int = 128 + signal.SIGINT) -> None:
-        self.launched.kill()
+    def _end_at_once(self, exit_status: int) -> None:
+        with contextlib.suppress(Exception):
+            self.launched.end(0.0)
         for end in _abandoned:
             with contextlib.suppress(Exception):
                 end()
@@ -254,17 +237,13 @@ class Signals:
 
 
 @contextmanager
-def listening(give_up: GiveUp | None = None) -> Iterator[Signals]:
-    """Handle signals inside, see `Signals`; outside the main thread it does nothing.
-
-    Args:
-        give_up: Has the last word where the main thread does not answer, before anything is trained.
-    """
+def listening() -> Iterator[Signals]:
+    """Handle signals inside, see `Signals`; outside the main thread it does nothing."""
     with contextlib.ExitStack() as entered:
         signals = _current or Signals()
         if _current is None and threading.current_thread() is threading.main_thread():
             entered.enter_context(signals)
-        yield entered.enter_context(signals.part(give_up))
+        yield entered.enter_context(signals.part())
 
 
 def current() -> Signals:
@@ -272,16 +251,15 @@ def current() -> Signals:
     return _current or Signals()
 
 
-def breaking_off() -> contextlib.AbstractContextManager[None]:
-    """Inside, foreign code runs that may take long: `Signals.breaking_off`, where signals are handled."""
-    return contextlib.nullcontext() if _current is None else _current.breaking_off()
-
-
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, libraries are imported, and nothing is there to lose: `Signals.importing`, where signals are handled."""
-    with contextlib.nullcontext() if _current is None else _current.importing():
+    """Inside, a signal ends the process at once: C code that is being imported would make any error of another."""
+    signals = current()
+    signals.is_importing = True
+    try:
         yield
+    finally:
+        signals.is_importing = False
 
 
 def when_abandoned(end: Callable[[], object]) -> None:
@@ -289,11 +267,31 @@ def when_abandoned(end: Callable[[], object]) -> None:
     _abandoned.append(end)
 
 
+def requeue() -> None:
+    """Have SLURM run this process's job again, by ``scontrol requeue``; where that cannot be, a warning says why."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    if not re.fullmatch(r"\d+(_\d+)?", job):
+        log.warning("requeue=true: not requeued, since this is no job of SLURM's (SLURM_JOB_ID=%s)", job or "not set")
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("requeue=true: job %s is not requeued: %s", job, error)
+        return
+    if done.returncode:
+        log.warning("requeue=true: job %s is not requeued, scontrol says: %s", job, done.stderr.strip())
+    else:
+        log.warning("job %s is requeued", job)
+
+
 def _leave_to_parent() -> None:
     """Handle no signals in a forked child, such as a worker that loads data: else they would be its parent's, too."""
     if _current is not None:
         with contextlib.suppress(ValueError):  # not in the main thread
-            _current.forget()
+            _current.__exit__()
 
 
 if hasattr(os, "register_at_fork"):

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed as dist
 from torch.optim import Optimizer
 
 from grpo_lightning import start
-from grpo_lightning.distributed import parts
-from grpo_lightning.output.shell import shell_word
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.distributed.sharding import readable_parts
 
 _LET_GO = 0.1
 """Seconds in which threads of gloo's take Python's lock for the last time: FSDP keeps them after the end of a group."""
@@ -109,17 +108,8 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         return written
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, but tensors and plain values only.
-
-        Raises:
-            ValueError: It is a directory of parts that is damaged, or holds what could run code.
-        """
-        path = Path(self.broadcast(checkpoint_path))
-        # Also what Lightning has chosen by itself, which nobody has checked before.
-        if path.is_dir() and (found := parts.problem(path)):
-            raise ValueError(one_line(f"checkpoint={str(path)!r} {found}"))
-        with parts.values_only():
-            return super().load_checkpoint(path, weights_only=weights_only)
+        with readable_parts(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, of which after a kill at any moment the old or the new one is there, whole.
@@ -138,8 +128,7 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         target = Path(self.broadcast(str(next(name for name in names if not os.path.lexists(name)))))
         path = target.with_name(path.name)
         try:
-            with parts.plainly_written():
-                super().save_checkpoint(checkpoint, target, storage_options)
+            super().save_checkpoint(checkpoint, target, storage_options)
         except BaseException:
             if self.is_global_zero:
                 shutil.rmtree(target, ignore_errors=True)
@@ -157,6 +146,48 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
                 if own.fullmatch(other.name) and not other.is_symlink() and other.resolve() not in used:
                     shutil.rmtree(other)
         self.barrier()
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy whose gradients cannot be added up.
+
+    Raises:
+        ValueError: It is one.
+    """
+    is_known = isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy | DDPStrategy)
+    if not is_known or (isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None):
+        hook = " with a ddp_comm_hook" if is_known else ""
+        raise ValueError(
+            f"trainer.strategy={type(strategy).__name__}{hook}: allowed are a single device, DDP without a "
+            "ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own) and "
+            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp), whose gradients can be added up"
+        )
+
+
+def add_up_gradients(strategy: Strategy) -> None:
+    """Make a strategy add gradients up over its processes instead of averaging them.
+
+    The token weights of the loss are those of the whole optimizer step, so the gradients of all processes are the
+    parts of one sum. Called once the strategy has wrapped the module.
+
+    Raises:
+        ValueError: As `check_strategy`.
+    """
+    check_strategy(strategy)
+    if not isinstance(strategy, DDPStrategy):
+        return
+    # Multiplying the loss by the number of processes would do the same but for rounding.
+    wrapped: Any = strategy.model
+    wrapped.register_comm_hook(None, _add_up)
+
+
+def _add_up(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -194,17 +225,13 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
                 "of its own"
             )
     elif multirun and (devices := processes(config["trainer"])) > 1:
+        *python, name = start.program()
+        script = shlex.quote(name) if python else f"--no-python {name}"
         raise ValueError(
             f"trainer.devices={config['trainer']['devices']}: allowed is 1 in a sweep (-m), since each further process "
             "would start the sweep anew; or start all processes together: "
-            f"torchrun --nproc_per_node={devices} {_script()} -m ... {where}=DIRECTORY"
+            f"torchrun --nproc_per_node={devices} {script} -m ... {where}=DIRECTORY"
         )
-
-
-def _script() -> str:
-    """The file that ``torchrun`` starts, or how it starts what is installed, in words of a shell."""
-    *python, name = start.program()
-    return shell_word(name) if python else f"--no-python {name}"
 
 
 def processes(trainer: Mapping[str, Any]) -> int:

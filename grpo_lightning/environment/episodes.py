@@ -264,11 +264,13 @@ class Episodes:
 
     def _here(self, row: int) -> Answer | pool.Failure:
         """The answer of a function that is called in this process."""
-        with signals.breaking_off(), doing(f"environment {self._environment.name}"):
+        with doing(f"environment {self._environment.name}"):
             try:
-                return self._asked(**self._call(row))
+                answer = self._asked(**self._call(row))
             except (Exception, SystemExit) as error:
-                return pool.Failure("exception", described(error))
+                answer = pool.Failure("exception", described(error))
+        signals.current().check()  # a signal may have come while the environment took long
+        return answer
 
     def _call(self, row: int) -> dict[str, Any]:
         """The arguments of one call, by name, and the seed of its generator."""

@@ -15,12 +15,10 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Prompt, Prompts
-from grpo_lightning.checkpoint import adapter, of_others
-from grpo_lightning.checkpoint.io import AtomicCheckpointIO, check_before_reading
-from grpo_lightning.checkpoint.optimizer_state import check_when_loaded
+from grpo_lightning.checkpoint import adapter
 from grpo_lightning.clock import Clock, peak_memory
-from grpo_lightning.distributed.gradients import check_strategy
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
+from grpo_lightning.distributed.strategies import check_strategy
 from grpo_lightning.module.gradient_step import GradientStep, trained_weights
 from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
 from grpo_lightning.module.values import Values
@@ -87,7 +85,6 @@ class StepModule(LightningModule):
         self.strict_loading = self.base is None
         self.clock = Clock()
         self.flops_per_second = 0.0
-        self.continues = not settings  # whether a checkpoint that is loaded is of the run itself: `of_others.check`
         self.completed_steps = 0
         self.validated_at = -1
         self.metrics: dict[str, float] = {}
@@ -156,8 +153,6 @@ class StepModule(LightningModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         check_strategy(self.trainer.strategy)
-        if not isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):  # of a Trainer of the user's own
-            check_before_reading(self.trainer.strategy)
         self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
 
     def configure_model(self) -> None:
@@ -257,7 +252,6 @@ class StepModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(trained_weights(self.policy))
-        check_when_loaded(optimizer)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule(step, total_steps=self.steps))
         return {"optimizer": optimizer, "lr_scheduler": rate}
 
@@ -285,8 +279,6 @@ class StepModule(LightningModule):
             ValueError: It holds an adapter of another base, or of other shape than this policy's.
         """
         adapter.check(self.policy, self.base, checkpoint)
-        of_others.check_weights(self, checkpoint)
-        of_others.leave_out(self, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])

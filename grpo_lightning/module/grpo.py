@@ -1,5 +1,6 @@
 """GRPO as a LightningModule: when things happen. What happens lives in the parts it is given."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from grpo_lightning import varying
 from grpo_lightning.batch import Prompts
 from grpo_lightning.checkpoint.io import module_state
-from grpo_lightning.checkpoint.of_others import is_left_out
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
 from grpo_lightning.module.selfcheck import check_rollout
@@ -18,6 +18,8 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.unfinished import Carried, restored
 from grpo_lightning.validation import Validation
+
+log = logging.getLogger(__name__)
 
 
 class GRPOLightningModule(StepModule):
@@ -156,5 +158,9 @@ class GRPOLightningModule(StepModule):
         super().on_load_checkpoint(checkpoint)
         state = module_state(checkpoint)
         varying.restore(self._varying, state["varying"])
-        carried = None if is_left_out(self, checkpoint, state["carried"]) else state["carried"]
+        data: Any = getattr(self._trainer, "datamodule", None)
+        then, carried = checkpoint.get("run", {}).get("data"), state["carried"]
+        if carried and then and hasattr(data, "fingerprint") and dict(then) != data.fingerprint():
+            log.warning("the groups that the checkpoint carries over are left out, since it is of other data")
+            carried = None  # their columns may not be those that rewards now ask for
         self.carried = restored(carried).to(self.device) if carried else None

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.gradients import add_up_gradients
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.distributed.sharding import gathered, trainer_shards
+from grpo_lightning.distributed.strategies import add_up_gradients
 
 
 class Loop(Protocol):

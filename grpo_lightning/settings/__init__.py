@@ -92,7 +92,7 @@ def check_built(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Something is wrong; the error lists everything that is.
     """
-    from grpo_lightning.distributed.devices import device_problems, offload_problems
+    from grpo_lightning.distributed.chosen import device_problems, offload_problems
     from grpo_lightning.settings.rewards import key_problems
     from grpo_lightning.settings.targets import adapter_problems, argument_problems, trusted_packages
 

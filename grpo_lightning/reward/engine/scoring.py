@@ -218,15 +218,17 @@ def score(
 
 def _call(name: str, weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward in this process; an exception becomes one that names the first row that raises by itself."""
-    with signals.breaking_off(), doing(f"reward {name!r}"):
+    with doing(f"reward {name!r}"):
         try:
-            return _invoke(weighted, inputs)
+            scores = _invoke(weighted, inputs)
         except (Exception, SystemExit) as error:
             raise RewardError(
                 f"reward {name!r} raised {described(error)}; {_culprit(weighted, inputs)}. "
                 f"(reward.{name}.timeout=SECONDS scores completions in worker processes, where up to "
                 "reward.NAME.max_failed of them may fail)"
             ) from error
+    signals.current().check()  # a signal may have come while the reward took long
+    return scores
 
 
 def _invoke(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
