@@ -16,26 +16,20 @@ class Batches:
 
     Args:
         open_loader: Makes the loader.
-        begin_batch: Called in this process before a batch is handed over.
     """
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], begin_batch: Callable[[], None]) -> None:
-        self._open_loader, self._begin_batch = open_loader, begin_batch
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
+        self._open_loader = open_loader
 
     def __iter__(self) -> Iterator[Prompts]:
-        return self._handed_over(iter(self._open_loader()))
-
-    def _handed_over(self, batches: Iterator[Prompts]) -> Iterator[Prompts]:
-        for batch in batches:
-            self._begin_batch()
-            yield batch
+        return iter(self._open_loader())
 
 
 class SizedBatches(Batches):
     """Batches of which there are as many each time, so that they have a length."""
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], begin_batch: Callable[[], None], size: int) -> None:
-        super().__init__(open_loader, begin_batch)
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
+        super().__init__(open_loader)
         self._size = size
 
     def __len__(self) -> int:

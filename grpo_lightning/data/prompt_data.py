@@ -16,7 +16,6 @@ from grpo_lightning.data.batches import Batches, SizedBatches
 from grpo_lightning.data.order import StepSampler, even_batches
 from grpo_lightning.data.rules import RULES
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
-from grpo_lightning.reward import registered
 
 _log = logging.getLogger(__name__)
 _LOOKED_AT = 32  # rows of a source, to see whether it has changed
@@ -185,25 +184,18 @@ class PromptData(LightningDataModule):
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
         self._begin()
-        return Batches(lambda: self._loader(self.train, self._stretch()), self._let_rows_name)
+        return Batches(lambda: self._loader(self.train, self._stretch()))
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
         self._begin()
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
-        return SizedBatches(lambda: self._loader(self.validation, batches), self._let_rows_name, len(batches))
+        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
 
     def _begin(self) -> None:
-        """Make a row of each source, so that workers inherit what it computes once, and see what rows may name."""
-        registered.forget()
+        """Make a row of each source, so that workers inherit what it computes once."""
         for source in self.load():
             _ = source[0]
-        self._may_name = registered.noted()
-
-    def _let_rows_name(self) -> None:
-        """Let rows name the data sets of the program's that these data are made of, and no others."""
-        registered.forget()
-        registered.note(*self._may_name)
 
     def _stretch(self) -> StepSampler:
         start = self._completed_steps()

@@ -17,7 +17,6 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.registered import note_own
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -145,7 +144,6 @@ class ReasoningGym:
         """
         if not 0 <= index < self._size:
             raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
-        note_own(self._task, self._task_config)
         for attempt in range(_TRIES):
             entry = self._candidate(index, attempt)
             if self._suits(entry["question"]):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.reward.registered import check_task
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.reward.verifier import GATES, Scorer, begin, check_row, make_scorer, may_be_verified
 
@@ -186,7 +185,6 @@ def _verified(
 
 def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
     """The verifier of a task, made once."""
-    check_task(task, config)  # also of one that is made already: a run before this one may have named it
     key = f"{task} {dict(config)!r}"
     if key not in _scorers:
         _scorers[key] = make_scorer(task, config)

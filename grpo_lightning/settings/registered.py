@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_lightning.reward.registered import composed_of, is_of_library
 from grpo_lightning.settings.walk import each_target
 
 _OFTEN = ("spell_backward", "composite", "basic_arithmetic", "simple_equations")
@@ -30,3 +29,28 @@ def of_user(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _is_known(task: str) -> bool:
     is_untouched = "reasoning_gym.factory" not in sys.modules  # nothing is registered before it is imported
     return (task in _OFTEN and is_untouched) or is_of_library(task)
+
+
+def composed_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The data sets that the arguments of a composite name, also those of composites in it.
+
+    Args:
+        config: The arguments.
+        prefix: Where they stand.
+
+    Yields:
+        Where a data set stands, and its name.
+    """
+    listed = config.get("datasets") if isinstance(config, Mapping) else None
+    for number, one in enumerate(listed) if isinstance(listed, list | tuple) else ():
+        if isinstance(one, Mapping):
+            place = f"{prefix}.datasets.{number}"
+            yield place, str(one.get("name"))
+            yield from composed_of(one.get("config"), f"{place}.config")
+
+
+def is_of_library(task: str) -> bool:
+    """Whether this is the name of one of reasoning_gym's own data sets."""
+    from reasoning_gym.factory import DATASETS  # takes two seconds; not every run needs it
+
+    return task in DATASETS and all(part.__module__.startswith("reasoning_gym.") for part in DATASETS[task])

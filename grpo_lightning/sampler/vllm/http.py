@@ -7,7 +7,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from grpo_lightning.output.redaction import remember
+from grpo_lightning.output.redaction import HIDDEN
 
 LARGEST = 2**30
 """Bytes of an answer that are read."""
@@ -54,9 +54,8 @@ class Connection:
         return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
 
     def _key(self) -> str:
-        """The key, without the line end that files have; from now on it is hidden in all texts, also in a server's."""
+        """The key, without the line end that files have."""
         key = os.environ.get(self._key_name, "").strip()
-        remember({}, texts=[key])
         if not key.isascii() or not key.isprintable():
             raise ValueError(
                 f"{self._key_name}: the variable's value cannot be a key: it has other signs than keys have"
@@ -70,7 +69,7 @@ class Connection:
             with self._opener.open(request, timeout=self._timeout) as answer:
                 read = answer.read(LARGEST)
         except HTTPError as error:
-            said = error.read(500).decode(errors="replace")
+            said = error.read(500).decode(errors="replace").replace(key or HIDDEN, HIDDEN)
             raise RuntimeError(f"{request.full_url}: status {error.code}: {said}") from None
         except (URLError, OSError) as error:
             raise RuntimeError(f"{request.full_url}: no answer: {getattr(error, 'reason', error)}") from None

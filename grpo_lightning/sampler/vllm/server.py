@@ -181,10 +181,9 @@ def _make(place: Path) -> None:
     Raises:
         ValueError: Something else is there.
     """
-    is_ours = not place.is_symlink() and place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir()))
-    if is_ours:
+    if place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir())):
         shutil.rmtree(place)
-    elif place.is_symlink() or place.exists():
+    elif place.exists():
         raise ValueError(
             f"sampler.directory={place.parent}: {place.name} in it holds something else than weights that a run has "
             "written for its server; allowed is a directory of their own"
