@@ -11,7 +11,7 @@ import grpo_lightning as grpo
 from grpo_lightning.composition.environment import drawn
 from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.output.shell import typed
-from grpo_lightning.sampler.vllm.http import Connection
+from grpo_lightning.sampler.vllm.server import Connection
 from grpo_lightning.settings import ConfigError, given
 from tests.support.composed import composed, settings
 from tests.support.judges import Reply, serving

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_lightning.sampler.vllm.http import Connection
-from grpo_lightning.sampler.vllm.server import VLLMServer
+from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
 from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import composed
 from tests.support.provocations import provocation

@@ -15,7 +15,7 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.sampler.engine import Asked, Completion, as_decoded, row_seed
-from grpo_lightning.sampler.own.sampler import Own
+from grpo_lightning.sampler.own import Own
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
 from grpo_lightning.settings import ConfigError, check

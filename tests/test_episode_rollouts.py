@@ -15,7 +15,7 @@ from grpo_lightning.batch.turns import spans
 from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
-from grpo_lightning.reward.environment import of_environment
+from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
 from grpo_lightning.rollout.judge import Judge

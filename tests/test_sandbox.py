@@ -16,7 +16,7 @@ import pebble
 import pytest
 
 from grpo_lightning.reward.engine import pool
-from grpo_lightning.sandbox import client, landlock, seccomp, syscalls
+from grpo_lightning.sandbox import client, landlock, seccomp
 from grpo_lightning.sandbox.client import check, run
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 from tests.support.composed import ROOT
@@ -483,14 +483,14 @@ def test_numbers_are_those_of_the_kernels_headers(machine):
         re.findall(r"#define __NR3264_(\w+)\s+(\d+)", text)
     )
     names |= {"newfstatat": names.get("fstatat", names.get("newfstatat"))}
-    named = syscalls.plain(machine) | syscalls.by_argument(machine)
+    named = seccomp.plain_calls(machine) | seccomp.checked_calls(machine)
     assert len(named) > 100
     assert {name: int(names[name]) for name in named} == named
 
 
 def simulated(instructions, machine, number, *arguments, architecture=None):
     """What the kernel does with a call: ``allow``, ``kill`` or the number of an error."""
-    words = {0: number, 4: architecture or syscalls.ARCHITECTURES[machine]}
+    words = {0: number, 4: architecture or seccomp.ARCHITECTURES[machine]}
     words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(arguments)}
     at = value = 0
     while True:
@@ -507,15 +507,15 @@ def simulated(instructions, machine, number, *arguments, architecture=None):
             at += if_true if is_true else if_false
 
 
-@pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
+@pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
 def test_the_filter_reads_arguments(machine):
     filtered = seccomp.program(machine, own=777)
-    numbers = syscalls.plain(machine) | syscalls.by_argument(machine)
+    numbers = seccomp.plain_calls(machine) | seccomp.checked_calls(machine)
 
     def what(name, *arguments):
         return simulated(filtered, machine, numbers[name], *arguments)
 
-    assert {what(name) for name in syscalls.plain(machine)} == {"allow"}
+    assert {what(name) for name in seccomp.plain_calls(machine)} == {"allow"}
     assert what("clone", 0x3D0F00) == "allow"  # as the C library starts threads
     assert [what("clone", flags) for flags in (17, 0x3D0F00 & ~0x10000, 0x3D0F00 | 0x10000000, 0x14F00)] == [1, 1, 1, 1]
     assert what("clone3") == 38

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.reward.text import answer_text
 
 _COLORED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)

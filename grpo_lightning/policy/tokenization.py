@@ -22,10 +22,10 @@ from grpo_lightning.policy.stop_strings import StopStrings
 from grpo_lightning.policy.template import template_arguments
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
-from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer import templates
 from grpo_lightning.transformer.logits import Chunk
 

@@ -28,12 +28,12 @@ OWN = (
     *(
         "reward.code.code",
         "reward.countdown.countdown",
-        "reward.environment.of_environment",
+        "reward.accuracy.of_environment",
         "reward.json_schema.json_schema",
         "reward.judge.ChatJudge",
     ),
     *("reward.mathematics.math", "reward.model.RewardModel", "reward.pattern.keyword", "reward.pattern.pattern"),
-    *("reward.text.answer_text", "sampler.own.sampler.Own"),
+    *("reward.text.answer_text", "sampler.own.Own"),
     *("sampler.vllm.inside.VLLM", "sampler.vllm.server.VLLMServer"),
     *("reward.PerCompletion", "reward.Weighted", "rollout.Collector", "rollout.Recorded", "validation.Validation"),
 )

@@ -16,7 +16,6 @@ from grpo_lightning.allowed import CACHE
 from grpo_lightning.logger.known import STORE
 from grpo_lightning.output.shell import typed, typed_key
 from grpo_lightning.settings.reach import OWN_DIRECTORIES, hides, is_in
-from grpo_lightning.settings.registered import of_user
 from grpo_lightning.settings.trust import beside_brought
 from grpo_lightning.settings.walk import at, each_target, key_problems, nodes_called
 from grpo_lightning.start import settings_from
@@ -74,7 +73,7 @@ def ungiven(
     found = ["trusted"] if any(name not in named for name in (listed if isinstance(listed, list) else [listed])) else []
     if config.get("trusted_settings") and "trusted_settings" not in given:
         found.append("trusted_settings")
-    trusted = [*of_user(config)] if settings_from() else []
+    trusted = list[tuple[str, str]]()
     for key, value in nodes_called(config, "trust_remote_code"):
         if value in (False, None):
             continue
