@@ -1,7 +1,6 @@
 """The calculator and the guessing game by hand, and their problems: demonstrations are replied to as they say."""
 
 import random
-from fractions import Fraction
 
 import pytest
 
@@ -16,25 +15,16 @@ from tests.test_readme import FENCE
 @pytest.mark.parametrize(
     "expression, expected",
     [
-        ("12*34", "408"),
         ("47*86+359", "4401"),  # 4042 + 359
         ("359+47*86", "4401"),  # products first
         ("2-3-4", "-5"),  # from left to right
         ("2*(3+4)", "14"),
         ("7/2", "3.5"),
         ("1/3", "0.333333"),
-        ("6/3", "2"),
         ("0.1+0.2", "0.3"),  # exact, not in binary
-        ("1" * 150 + ".5*2", "2" * 149 + "3"),
         ("9" * 199 + ".", "9" * 199),
-        (".5*4.", "2"),
         (" 1.5 +.5 ", "2"),
-        ("-5*-2", "10"),
-        ("+7", "7"),
-        (" 1 + 1 ", "2"),
         ("1." + "0" * 20, "1"),
-        ("9" * 99 + "*" + "9" * 99, "9" * 98 + "8" + "0" * 98 + "1"),  # (10^99 - 1)^2
-        ("9" * 190 + "/7", "142857" * 31 + "1428"),  # 1.43e189
     ],
 )
 def test_results_by_hand(expression, expected):
@@ -49,24 +39,13 @@ def test_results_by_hand(expression, expected):
     "expression, problem",
     [
         ("9**9**9", "not an expression"),
-        ("9//2", "not an expression"),
         ("", "not an expression"),
-        ("...", "not an expression"),
         ("12*", "not an expression"),
-        ("1 2", "not an expression"),
         ("(1", "not an expression"),
-        ("1(2)", "not an expression"),
-        ("()", "not an expression"),
-        ("007", "not an expression"),
         ("1,2", "',' is not allowed"),
         ("1e9", "'e' is not allowed"),
-        ("0x10", "'x' is not allowed"),
         ("__import__('os')", '"\'" is not allowed'),
-        ("1_0", "'_' is not allowed"),
-        ("²", "'²' is not allowed"),
-        ("1\n", "'\\n' is not allowed"),
         ("1/0", "division by zero"),
-        ("1/(2-2)", "division by zero"),
         ("1+" * 100 + "1", "more than 200 characters"),
         ("(" * 100 + ")" * 100, "not an expression"),
         ("-" * 199 + "1", None),
@@ -94,12 +73,6 @@ def test_calls_and_answers():
     assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
     assert [type(calculator([text])) for text in ("calc(2*3", "calc(2**3)=", "calc(2*3)=")] == [BadCall, BadCall, str]
     assert calculator([""]) is None
-
-
-def test_numbers_stay_small():
-    product = "*".join(["99999"] * 33)  # 197 characters
-    assert value(product) == Fraction(99999**33)
-    assert len(calculator([f"calc({product})="])) == 165
 
 
 def play(turns, number, *, seed=0, **settings):
@@ -142,18 +115,6 @@ def test_the_games_of_the_page_are_this_one():
             except StopIteration as end:
                 replies.append(end.value)
         assert replies == [None, *expected]
-
-
-def test_halving_always_finds_the_number_in_five():
-    for number in range(1, 32):
-        least, most, turns = 1, 31, []
-        while True:
-            turns.append(str((least + most) // 2))
-            reply = play(turns, number)
-            if isinstance(reply, float):
-                break
-            least, most = (least, int(turns[-1]) - 1) if reply == "lower" else (int(turns[-1]) + 1, most)
-        assert reply == 1.0, number
 
 
 def test_random_replies_say_nothing_of_the_number_and_are_those_of_the_generator():
@@ -245,17 +206,3 @@ def test_rows_are_a_function_of_seed_and_index():
             with pytest.raises(IndexError, match=f"index: {index}; allowed: 0 to 59"):
                 one[index]
     assert sorted(columns["number"] for _, columns in Numbers(31, seed=7, **settings)) == list(range(1, 32))
-
-
-def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="size: 0; allowed: 1 or more"):
-        Products(0, seed=0, call_rate=0.5)
-    with pytest.raises(ValueError, match="highest: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=0, guesses=5, careful_rate=0.5)
-    with pytest.raises(ValueError, match="guesses: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=5, guesses=0, careful_rate=0.5)
-    for rate in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=f"call_rate: {rate}; allowed: 0 to 1"):
-            Products(1, seed=0, call_rate=rate)
-        with pytest.raises(ValueError, match=f"careful_rate: {rate}; allowed: 0 to 1"):
-            Numbers(1, seed=0, highest=31, guesses=5, careful_rate=rate)

@@ -11,11 +11,9 @@ import torch
 
 import grpo_lightning as grpo
 from grpo_lightning.environment import Environment, EpisodeError, Played
-from grpo_lightning.policy.hf import load
-from grpo_lightning.settings import ConfigError, check
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import ROOT, build, composed
+from tests.support.composed import ROOT, build
 from tests.support.provocations import provocation
 from tests.test_settings import problems
 
@@ -46,13 +44,6 @@ def shown(tmp_path_factory):
 
 def letters(completions, **columns):
     return [float(len(set(text))) for text in completions]
-
-
-def test_without_an_environment_nothing_is_built():
-    config = composed()
-    assert config["environment"] is None
-    assert config["rollout"]["environment"] is config["validation"]["environment"] is None
-    assert build()("rollout").judge.environment is None
 
 
 def test_training_and_validation_have_the_same_environment():
@@ -92,19 +83,6 @@ def test_every_value_out_of_range_is_named():
 
 
 @pytest.mark.parametrize(
-    "target, message",
-    [
-        ("tests.support.environments.guesss", "not found"),
-        ("os.system", "allowed are parts of this package"),
-        ("grpo_lightning.environment.call.generator", "allowed are parts of this package"),
-    ],
-)
-def test_only_what_may_be_trusted_is_called(target, message):
-    (found,) = problems("environment=custom", f"environment.function._target_={target}")
-    assert found.startswith(f"environment.function._target_={target}: {message}")
-
-
-@pytest.mark.parametrize(
     "override, messages",
     [
         (
@@ -125,11 +103,6 @@ def test_what_does_not_go_with_an_environment_is_refused(override, messages):
     found = problems(*GUESS.split(), *override.split())
     for message in messages:
         assert any(one.startswith(message) for one in found), found
-
-
-def test_engines_are_named():
-    found = problems(*GUESS.split(), "sampler=vllm", "mode=fit")
-    assert any(one.startswith("sampler=vllm: allowed with an environment is sampler=own") for one in found)
 
 
 def welcome(turns):
@@ -154,11 +127,6 @@ def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
     assert runs[1].metrics["val/pass@1"] == 1.0
 
 
-@pytest.mark.parametrize("override", ["rollout=dynamic_sampling", "mode=export"])
-def test_what_is_right_passes(override):
-    check(composed(*GUESS.split(), override))
-
-
 @pytest.mark.slow
 def test_a_function_becomes_an_environment():
     run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
@@ -172,22 +140,12 @@ def test_a_function_becomes_an_environment():
     assert isinstance(played.module.rollout.environment.function, Played)
 
 
-@pytest.mark.slow
-def test_an_object_or_none_takes_the_place_of_settings():
-    given = Environment(environments.guess, 5, timeout=2.0)
-    run = grpo.compose(*SMALL, environment=given, reward=letters, data=ROWS)
-    assert run.module.rollout.environment is run.module.validation.judge.environment is given
-    assert grpo.compose(*SMALL, environment=None, reward=letters, data=ROWS).module.rollout.environment is None
-
-
 @pytest.mark.parametrize(
     "words, given, message",
     [
         ([], 3, "environment=3: allowed are a function, a generator function, an Environment and None"),
         (["environment=custom"], environments.guess, "environment is given as an object"),
-        (["environment.max_turns=3"], Environment(environments.guess, 5), "environment is given as an object"),
         (["rollout.over_sample=1.5"], environments.guess, "rollout.over_sample=1.5: allowed with an environment is 1"),
-        (["rollout.over_sample=1.5"], Environment(environments.guess, 5), "rollout.over_sample=1.5: allowed with an"),
     ],
 )
 def test_an_object_that_is_none_is_refused(words, given, message):
@@ -214,19 +172,6 @@ def test_rewards_are_told_of_episodes():
     named = [row | {"replies": "x"} for row in ROWS]
     with pytest.raises(EpisodeError, match="column 'replies' has the name of what rewards are told of episodes"):
         _ = grpo.compose(*SMALL, environment=environments.guess, reward=letters, data=named).data
-
-
-@pytest.mark.slow
-def test_the_reward_of_an_environment_needs_one():
-    (found,) = problems("reward=[environment]")
-    assert found.startswith("reward.environment: allowed with an environment, whose scores it is")
-    check(composed(*GUESS.split(), "reward=[environment]", "advantage=to_go"))
-
-
-@provocation("environment=custom without a function", "the key is named")
-def test_a_function_that_is_not_named_is_asked_for():
-    with pytest.raises(ConfigError, match=r"environment\.function\._target_"):
-        grpo.compose(*SMALL, "environment=custom", reward=letters, data=ROWS)
 
 
 TOOL = (
@@ -264,35 +209,6 @@ def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
 
 def unread(*_, **__):
     raise AssertionError("weights are read")
-
-
-@provocation("a role that the chat template cannot show", "refused before weights are read")
-def test_a_role_that_cannot_be_shown_is_refused(shown, monkeypatch):
-    template = shown / "chat_template.jinja"
-    before = template.read_text()
-    template.write_text(
-        before.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
-    )
-    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
-    try:
-        with pytest.raises(ValueError, match="replies of the role tool: the chat template drops them"):
-            _ = with_tools(shown).module
-    finally:
-        template.write_text(before)
-
-
-def test_tools_of_the_settings_are_no_second_truth(shown):
-    with pytest.raises(ValueError, match=r"policy\.template_kwargs\.tools: allowed is null with environment tests"):
-        _ = with_tools(shown, "policy.template_kwargs={tools: []}").module
-
-
-@pytest.mark.slow
-def test_a_policy_that_is_an_object_has_to_show_the_tools_itself(shown):
-    options = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-    with pytest.raises(ValueError, match=r"allowed is one with template_kwargs=\{'tools': environment\.tools\}"):
-        _ = with_tools(shown, policy=load(str(shown), **options)).module
-    own = load(str(shown), **options, template_kwargs={"tools": list(environments.Tool.tools)})
-    assert with_tools(shown, policy=own).module.policy is own
 
 
 GAME = """

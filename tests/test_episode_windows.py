@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy import tokenization
@@ -78,17 +78,3 @@ def test_completions_that_wait_make_the_model_s_own_cache_no_longer():
         assert type(layer) is DynamicLayer
         assert torch.equal(layer.keys[0, :, 1:], before[0, :, :4])
         assert torch.equal(layer.keys[1], before[1, :, :5])
-
-
-def test_a_state_that_cannot_forget_is_refused():
-    cache = PlainCache(MODELS["every layer"](), [[5, 6, 7]], 1, longest=20, begun={}, pad_id=0)
-    cache.rewinds = True
-    with torch.no_grad():
-        cache.open([0])
-        cache.step(torch.tensor([11]))
-        cache._cache = DynamicCache()
-        cache._cache.layers = [LinearAttentionLayer()]
-        cache._cache.layers[0].is_initialized = True
-        cache.rewind([0], [1])  # nothing is to be forgotten
-        with pytest.raises(ValueError, match="MistralForCausalLM keeps a LinearAttentionLayer, which cannot forget"):
-            cache.rewind([0], [0])

@@ -12,13 +12,13 @@ import pytest
 
 from grpo_lightning.output import redaction
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.reward import RewardError, Weighted, check_columns
+from grpo_lightning.reward import RewardError, Weighted
 from grpo_lightning.reward import score as scores_of
 from grpo_lightning.reward.engine import coroutines, event_loop
 from grpo_lightning.reward.judge import ChatJudge
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.request import message
-from grpo_lightning.settings import ConfigError, check, given
+from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
@@ -73,16 +73,6 @@ def test_what_is_asked_and_what_comes_out():
     assert not any("authorization" in headers or "cookie" in headers for headers in server.headers)
 
 
-def test_columns_fill_the_template():
-    template = "{completion} against {answer}: {{}} {lowest} {highest} {fence}"
-    with serving("score: -1") as server:
-        settings = {"template": template, "scale": [-1, 1]}
-        assert asked(server, ["four"], columns={"answer": [4]}, settings=settings) == [0.0]
-        assert server.messages == ["~~~~~~~~\nfour\n~~~~~~~~ against 4: {} -1 1 ~~~~~~~~"]
-        with pytest.raises(RewardError, match="reward 'judge': parameter 'answer' is no column of the data"):
-            check_columns({"judge": Weighted(judge(server, template=template), 1.0)}, ["solution"])
-
-
 # --- scores
 
 
@@ -110,12 +100,6 @@ def test_columns_fill_the_template():
 def test_the_last_score_in_the_scale_counts(answer, score):
     with serving(answer) as server:
         assert asked(server) == [score]
-
-
-def test_a_pattern_that_runs_wild_is_a_failure(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.reward.judge.chat._SEARCH_SECONDS", 0.2)
-    with serving("a" * 40 + "!") as server:
-        assert asked(server, settings={"pattern": r"^(?:(a|a|aa)+)+$"}) == [None]
 
 
 # --- servers
@@ -178,14 +162,6 @@ def test_the_server_may_ask_for_time(after):
             busy.headers["retry-after"] = formatdate(time.time() + 2, usegmt=True)  # whole seconds
         assert asked(server, retries=1) == [0.4]
     assert 0.4 <= server.times[1] - server.times[0] < 4
-
-
-@pytest.mark.parametrize("after", ["soon", "-5", "", "Thu, 99 Foo"])
-def test_a_senseless_request_for_time_is_ignored(after):
-    busy = Reply(status=503, headers={"retry-after": after})
-    with serving(lambda number, _: busy if number == 0 else "SCORE: 4") as server:
-        assert asked(server, retries=1) == [0.4]
-    assert server.times[1] - server.times[0] < 1
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -306,13 +282,6 @@ def test_a_judge_that_reads_only_between_the_fences_is_not_fooled():
         assert asked(server, ["4", *EVIL.values()]) == [1.0] + [0.0] * len(EVIL)
 
 
-def test_html_stays_as_it_is():
-    text = message(
-        "{completion}", {"completion": "<think>a < b | c</think> <s2> a|>b [x] <p>"}, rubric="", scale=(0, 1)
-    )
-    assert "<think>a < b | c</think> <s2> a|>b [x] <p>" in text
-
-
 # --- the key
 
 
@@ -352,39 +321,6 @@ def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
     assert list(key_problems(composed(*OVERRIDES, "reward.judge.function.api_key_env=null"))) == []
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     assert list(key_problems(config)) == []
-
-
-@provocation(
-    "`reward.judge.function.api_key_env=sk-…`: a key where the name of its variable belongs",
-    "refused by its key, and not shown",
-)
-@pytest.mark.parametrize("key", ["sk-abcdefghijkl", "abcdefgh12345678", "Abc-Def", "a bcdef"])
-def test_a_key_in_the_settings_is_refused_and_not_shown(key):
-    with pytest.raises(
-        ConfigError, match=r"reward.judge.function.api_key_env: allowed is the name of an envir"
-    ) as error:
-        check(composed(*OVERRIDES, f"reward.judge.function.api_key_env='{key}'"))
-    assert key not in str(error.value)
-    assert key not in hide(f"reward.judge.function.api_key_env={key}")
-
-
-@provocation(
-    "a settings file that names a judge's `base_url`, to which a key of the environment would be sent",
-    "refused by its key: only the command line may say where a key goes",
-)
-def test_where_a_key_goes_only_the_command_line_says():
-    config = {"reward": composed(*OVERRIDES)["reward"]}
-    told = ["reward.judge.function.base_url stands in a file; allowed is to give it on the command line, or to compose"]
-    assert given.ungiven(config, []) == told
-    assert given.ungiven(config, ["reward.judge.function.model=m", "reward.other.function.base_url=x"]) == told
-    assert given.ungiven(config, [*OVERRIDES]) == []
-    assert given.ungiven(config, ["reward.judge.function={base_url: x}"]) == []
-    copied = config | {"rollout": {"reward": config["reward"]}}
-    assert given.ungiven(copied, [*OVERRIDES]) == []
-    own = {"judge": {"function": config["reward"]["judge"]["function"] | {"base_url": "https://elsewhere/v1"}}}
-    assert given.ungiven(copied | {"rollout": {"reward": own}}, [*OVERRIDES]) == [f"rollout.{told[0]}"]
-    config["reward"]["judge"]["function"]["api_key_env"] = None
-    assert given.ungiven(config, []) == []
 
 
 # --- settings
@@ -432,19 +368,6 @@ def test_settings_that_cannot_work_are_named_by_key(setting, value, allowed):
     assert "secret1" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["https://api.openai.com/v1", "http://127.0.0.1:8000/v1/", "http://[::1]:8000/v1", "http://localhost:80"]
-)
-def test_addresses_that_can_work(url):
-    check(composed(*OVERRIDES[::2], f"reward.judge.function.base_url='{url}'"))
-
-
-def test_http_may_be_allowed():
-    check(
-        composed(*OVERRIDES, "++reward.judge.function.base_url=http://host/v1", "reward.judge.function.allow_http=true")
-    )
-
-
 def test_the_settings_build_a_judge():
     found = build(*OVERRIDES, "run_dir=/some/run", "reward.judge.function.api_key_env=null")("reward")["judge"]
     assert (found.timeout, found.retries, found.concurrency, found.failed_score) == (60, 4, 16, None)
@@ -486,31 +409,6 @@ def test_failures_are_not_kept(tmp_path):
     assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 1
 
 
-def test_with_another_scale_or_pattern_answers_are_others(tmp_path):
-    settings = {"cache": str(tmp_path / "judge.jsonl"), "template": "{completion}"}
-    with serving(lambda number, _: "SCORE: 8" if number == 0 else "SCORE: 3") as server:
-        assert asked(server, settings=settings) == [0.8]
-        assert asked(server, settings=settings | {"scale": [0, 4]}) == [0.75]
-        assert asked(server, settings=settings | {"pattern": r"E: (\d)"}) == [0.3]
-        assert asked(server, settings=settings) == [0.8]
-        assert len(server.asked) == 3
-
-
-@pytest.mark.parametrize("torn", [b'{"request": "ab', b'{"request": "ab", "answer": "SCORE: 1"}', b"{", b""])
-def test_a_line_that_was_not_written_to_its_end_counts_for_nothing(torn, tmp_path):
-    path = tmp_path / "judge.jsonl"
-    path.write_bytes(torn)
-    answers = Answers(path)
-    assert answers.get("ab") is None
-    # Of a line that lacks only its end the next one makes a whole one, which is the first.
-    expected = "SCORE: 1" if b"answer" in torn else "SCORE: 2"
-    assert answers.put("ab", "SCORE: 2") == expected
-    assert answers.put("cd", "SCORE: 3", score=0.3) == "SCORE: 3"
-    assert (Answers(path).get("ab"), Answers(path).get("cd")) == (expected, "SCORE: 3")
-    answers.put("ef", "SCORE: 4", model="hf_" + 20 * "a")
-    assert b"aaaa" not in path.read_bytes()
-
-
 def test_damaged_lines_count_for_nothing(tmp_path):
     path = tmp_path / "judge.jsonl"
     Answers(path).put("ab", "one")
@@ -532,50 +430,3 @@ def test_the_first_answer_in_the_file_counts_for_all_processes(tmp_path):
     assert one.get("q") == other.get("q") == Answers(path).get("q") == "first"
     assert other.put("r", "third") == "third"
     assert one.get("r") == "third"  # what others have added is seen
-
-
-def test_a_file_that_was_replaced_is_read_anew(tmp_path):
-    path = tmp_path / "judge.jsonl"
-    one = Answers(path)
-    one.put("q", "a long first answer")
-    path.unlink()
-    Answers(path).put("r", "x")
-    assert one.get("r") == "x"
-
-
-@provocation(
-    "a judge whose file of answers is a link, or a file of another kind", "it is neither read nor written; one sentence"
-)
-@pytest.mark.parametrize(
-    "kind", ["link", "hard link", "other", "empty line", "brace", "directory", "pipe", "no_access"]
-)
-def test_other_files_are_left_alone(kind, tmp_path):
-    path, other = tmp_path / "judge.jsonl", tmp_path / "mine.jsonl"
-    other.write_text('{"prompt": "mine"}\n')
-    if kind == "link":
-        path.symlink_to(other)
-    elif kind == "hard link":
-        other.write_text("")
-        path.hardlink_to(other)
-    elif kind in ("other", "empty line", "brace"):
-        path.write_text({"other": "", "brace": "{\n"}.get(kind, "\n") + '{"prompt": "mine"}\n')
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path = tmp_path / "mine.jsonl" / "judge.jsonl"
-    with serving("SCORE: 5") as server:
-        with pytest.raises(RewardError, match=rf"^reward 'judge': {path}"):
-            asked(server, settings={"cache": str(path)}, timeout=2.0)
-        assert server.asked == []
-    assert other.read_text() == ("" if kind == "hard link" else '{"prompt": "mine"}\n')
-
-
-def test_a_first_line_that_was_torn_is_passed_by(tmp_path):
-    path = tmp_path / "judge.jsonl"
-    for torn in ("", "{", '{"request": "q', '{"request": "q", "answ'):
-        path.write_text(torn)
-        assert Answers(path).get("r") is None
-        assert Answers(path).put("r", "x") == "x"
-        assert Answers(path).get("r") == "x"

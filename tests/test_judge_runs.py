@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from tests.support.judges import Reply, serving
 from tests.support.processes import finish, start
 from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
-from tests.test_processes import KILL, wait_for
-from tests.test_signals import begin, ended
+from tests.test_processes import KILL
 
 pytestmark = pytest.mark.slow
 KEY = "k3y-of-nobody-at-all"
@@ -126,32 +123,3 @@ def test_two_processes_that_are_killed_continue_exactly(tmp_path):
     assert len(alone) > before
     for name, value in expected.items():
         assert (found[name] - value).norm() < 1e-5 * value.norm(), name
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(
-            "marks_and_waits",
-            marks=provocation("Ctrl-C while a coroutine as a reward waits", "saved and ended at once, exit 130"),
-        ),
-        pytest.param(
-            "swallows",
-            marks=provocation(
-                "Ctrl-C while a coroutine as a reward waits that catches every exception",
-                "saved and ended within seconds, exit 130",
-            ),
-        ),
-    ],
-)
-def test_nobody_waits_for_a_coroutine(function, tmp_path):
-    process = begin(
-        tmp_path,
-        f"reward.custom.function._target_=tests.support.judges.{function}",
-        f"+reward.custom.function.path={tmp_path}/begun",
-        "+reward.custom.function.seconds=50",
-        "reward.custom.timeout=60",
-    )
-    wait_for((tmp_path / "begun").exists, process)
-    os.killpg(process.pid, signal.SIGINT)
-    assert "step 0 is saved" in ended(tmp_path, process, exit_status=130, status="interrupted", seconds=60)

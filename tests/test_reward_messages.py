@@ -1,11 +1,10 @@
 """Rewards that read chat messages, as TRL's own do for conversational data; and TRL's own."""
 
-import asyncio
 import functools
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
+from grpo_lightning.reward import PerCompletion, RewardError, Weighted, check_columns, score
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.settings import check
 from tests.support import rewards
@@ -47,24 +46,6 @@ def test_texts_become_messages_and_messages_stay():
     }
 
 
-def test_without_the_setting_texts_are_handed_over():
-    seen = {}
-
-    def looks(prompts, completions):
-        seen.update(prompts=prompts, completions=completions)
-        return [0.0, 0.0]
-
-    scored(looks, [PLAIN, CHAT], ["a", "b"], messages=False)
-    assert seen == {"prompts": [PLAIN, CHAT], "completions": ["a", "b"]}
-
-
-def test_arguments_by_place_are_messages_too():
-    def by_place(prompts, completions, /):
-        return [len(asked[-1]["content"] + said[0]["content"]) for asked, said in zip(prompts, completions)]
-
-    assert scored(by_place, ["ab", CHAT], ["c", "d"]) == [3.0, 10.0]
-
-
 @WHERE
 def test_functions_for_conversational_data_work_unchanged(timeout):
     assert scored(rewards.letters, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [3.0, 0.0]
@@ -76,13 +57,6 @@ def test_functions_for_conversational_data_work_unchanged(timeout):
 def test_a_single_completion_is_a_list_of_messages(timeout):
     one = PerCompletion(rewards.of_one_answer)
     assert scored(one, [PLAIN, CHAT], ["2", "3"], columns={"answer": ["2", "2"]}, timeout=timeout) == [11.0, 20.0]
-
-
-def test_a_completion_that_was_begun_before_the_others_is_a_list_of_messages():
-    weighted = Weighted(rewards.of_messages, 1.0, timeout=60.0, max_failed=0.0, messages=True)
-    scoring = Scoring({"mine": weighted}, [CHAT, PLAIN], {})
-    scoring.begin(1, "two", [1])
-    assert scoring.finish(["one", "two"], None).values == {"mine": [3.0, 2.0]}
 
 
 def test_a_reward_cannot_change_what_the_next_one_sees():
@@ -125,12 +99,6 @@ def test_errors_show_the_text():
 # --- settings
 
 
-@pytest.mark.parametrize("value", [1, "true", None])
-def test_messages_are_asked_for_or_not(value):
-    with pytest.raises(ValueError, match="messages=.*: allowed is true or false"):
-        Weighted(rewards.letters, 1.0, messages=value)
-
-
 def test_the_setting_reaches_the_reward():
     overrides = ["reward=custom", "reward.custom.function._target_=tests.support.rewards.letters"]
     check(composed(*overrides, "reward.custom.messages=true"))
@@ -146,14 +114,6 @@ def test_the_setting_reaches_the_reward():
 
 
 # --- coroutines
-
-
-def test_a_plain_function_around_a_coroutine_function_is_one():
-    @functools.wraps(rewards.later)
-    def waits(completions, **columns):
-        return asyncio.run(rewards.later(completions, **columns))
-
-    assert scored(waits, [PLAIN], ["two"]) == [0.0]
 
 
 # --- TRL's own
@@ -184,8 +144,3 @@ def test_trl_soft_overlong(timeout, messages):
     ids = [[1] * 80, [1] * 90, [1] * 101]
     found = scored(overlong, [PLAIN, CHAT, CHAT], ["a", "b", "c"], ids=ids, timeout=timeout, messages=messages)
     assert found == [0.0, -0.5, -1.0]
-
-
-def test_what_only_trl_hands_over_is_a_missing_column():
-    with pytest.raises(RewardError, match="parameter 'trainer_state' is no column of the data"):
-        check_columns({"mine": Weighted(lambda completions, trainer_state, log_extra=None: [], 1.0)}, [])

@@ -200,17 +200,6 @@ def test_the_seed_and_the_step_choose_the_order(plain):
     assert not torch.equal(one, trained(plain, step=2, **settings)["score.weight"])
 
 
-def test_neither_inference_mode_nor_autocast_takes_part(plain):
-    expected = trained(plain)
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = trained(plain)
-    assert same(found, expected)
-
-
-def test_two_of_them_keep_two_states():
-    assert callback().state_key != callback(reward="other").state_key
-
-
 def test_a_gradient_that_is_not_finite_ends_the_run(plain):
     model, train = reward_model(plain, label=0, device="cpu:0"), callback()
     with torch.no_grad():  # scores stay finite, the gradient of what they are made from does not
@@ -290,16 +279,6 @@ def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_texts_of_another_run_are_not_trained_on(checkpoint, tmp_path, caplog):
-    overrides = settings_of(checkpoint, callbacks__reward_model__every=3)
-    train_run(tmp_path / "theirs", *overrides, "steps=2")
-    assert len(state_of(last(tmp_path / "theirs"))["pending"]) == 16
-    train_run(tmp_path / "own", *overrides, "steps=3", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
-    assert "the texts that model would train on are left out, since they are of another run" in caplog.text
-    assert len(state_of(last(tmp_path / "own"))["buffer"]) == 8
-
-
-@pytest.mark.slow
 def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
     """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
     overrides = settings_of(
@@ -328,15 +307,6 @@ def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_pat
     assert abs(fresh["val/reward/model"] - again["val/reward/model"]) > 1e-3
 
 
-@pytest.mark.slow
-def test_a_run_does_not_inherit_what_another_has_trained(checkpoint, tmp_path):
-    overrides = settings_of(checkpoint)
-    held = small_run(tmp_path / "one", *overrides, "steps=2")  # its weights stay in memory
-    small_run(tmp_path / "two", *overrides, "steps=2")
-    assert same(state_of(last(tmp_path / "one")), state_of(last(tmp_path / "two")))
-    assert held.completed_steps == 2
-
-
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -361,34 +331,3 @@ def test_quantized_weights_and_several_processes_are_refused(checkpoint):
         callback().on_fit_start(SimpleNamespace(world_size=1), module)
     with pytest.raises(ValueError, match="there are none: add one"):
         callback().on_fit_start(SimpleNamespace(world_size=1), small_module())
-
-
-def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
-    model, train, later = reward_model(plain), callback(), callback(lr=0.5)
-    module = SimpleNamespace(continues=True)
-    train.pending = separable(6)
-    train._restore(model, module)
-    train.update(model, 1)
-    train.pending = separable(2)
-    later.load_state_dict(train.state_dict())
-    assert later.state_dict()["trained"] is not None  # before training starts, for a checkpoint of that moment
-    later._restore(reward_model(plain), module)
-    assert (later.pending, later.buffer) == (train.pending, train.buffer)
-    assert [group["lr"] for group in later._optimizer.param_groups] == [0.5]
-
-
-@pytest.mark.parametrize(
-    "name, value, allowed",
-    [
-        ("every", 0, "an integer >= 1"),
-        ("epochs", 0, "an integer >= 1"),
-        ("batch_size", 0, "an integer >= 1"),
-        ("buffer_size", -1, "an integer >= 0"),
-        ("replay", 1.0, "a fraction in"),
-        ("lr", -1.0, "a number >= 0"),
-        ("max_grad_norm", 0.0, "a number > 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_at_once(name, value, allowed):
-    with pytest.raises(ValueError, match=f"callbacks.reward_model.{name}={value}: allowed is {allowed}"):
-        callback(**{name: value})

@@ -50,14 +50,6 @@ def test_a_tensor_of_another_shape_is_refused(kind, timeout):
 
 
 @WHERE
-def test_a_generator_that_raises_is_an_error_of_its_reward(timeout):
-    with pytest.raises(RewardError) as error:
-        scored(rewards.generator_that_raises, timeout)
-    assert "reward 'mine'" in str(error.value)
-    assert r"KeyError: '\x1b]0;title\x07 of the window'" in str(error.value)
-
-
-@WHERE
 @provocation("a reward that calls sys.exit(), with escape sequences", "a reward error with its name; escapes are shown")
 def test_a_reward_cannot_end_the_program(timeout):
     with pytest.raises(RewardError) as error:
@@ -65,11 +57,6 @@ def test_a_reward_cannot_end_the_program(timeout):
     assert "reward 'mine'" in str(error.value)
     assert r"SystemExit: \x1b[2Jno more rewards" in str(error.value)
     assert "\x1b" not in str(error.value)
-
-
-def test_the_row_at_which_a_reward_exits_is_named():
-    with pytest.raises(RewardError, match="row 1 raises SystemExit: None, completion 'bad'"):
-        scored(rewards.exits_at, None, ("ab", "bad"))
 
 
 @pytest.mark.slow

@@ -13,10 +13,8 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
-from grpo_lightning.reward.accuracy import demonstrated
 from grpo_lightning.run import Run
 from grpo_lightning.transformer import logprobs
-from grpo_lightning.transformer.packing import ends, lengths, packed_microbatches, padded_microbatches
 from tests.support.checkpoints import tokenizer, write_checkpoint
 from tests.support.composed import build, composed
 
@@ -107,10 +105,6 @@ def test_files_hold_turns_as_completions_and_as_whole_conversations(tmp_path):
     assert OwnDemonstrations(str(file), "prompt", "completion")[0] == (prompt + turns("a", "b"), {"completion": "c"})
 
 
-def test_right_is_the_last_turn_of_the_demonstration():
-    assert demonstrated(["<answer>84</answer>", "12 * 7?"], [turns("12 * 7?", "84", "84")] * 2) == [1.0, 0.0]
-
-
 class Own(nn.Module):
     """A model of one's own: each token knows the mean of those before it."""
 
@@ -194,25 +188,6 @@ def test_replies_are_read_and_not_predicted(policy):
         assert (one[~rows.mask] == 0).all()
 
 
-def holes() -> Sampled:
-    """Two prompts of 2 and 1 tokens; of 5 completion tokens are read 4, 0, and 5, and said 2, 0, and 1."""
-    mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
-    attention = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]).bool()
-    ids = torch.tensor([[5, 6, 1, 2, 3, 4, 0], [5, 6, 9, 9, 0, 0, 0], [0, 7, 1, 1, 1, 1, 1]])
-    return Sampled(ids, attention, mask, torch.zeros(3, 5), torch.zeros(3, 5), ("",) * 3, (True,) * 3)
-
-
-def test_lengths_are_what_is_read():
-    rows = holes()
-    assert ends(rows.mask).tolist() == [4, 0, 5]
-    assert lengths(rows) == ([4, 0, 5], [2, 2, 1])
-    # a shared prompt: 2 + 4 + 0 and 1 + 5 tokens; padded: 2 x 6 is two rows
-    assert [part.tolist() for part in packed_microbatches(rows, 12)] == [[0, 1, 2]]
-    assert [part.tolist() for part in packed_microbatches(rows, 11)] == [[0, 1], [2]]
-    assert [part.tolist() for part in padded_microbatches(rows, 14)] == [[2, 0], [1]]  # 2 x (2 + 5)
-    assert [part.tolist() for part in padded_microbatches(rows, 13)] == [[2], [0, 1]]  # 2 x (2 + 4) once
-
-
 def test_processes_share_by_what_is_read(policy):
     """Two rows of 3 tokens said, of which one reads 30 more: it goes to a process of its own."""
     mask = torch.zeros(4, 33, dtype=torch.bool)
@@ -234,18 +209,6 @@ def test_processes_share_by_what_is_read(policy):
     )
     parts = [policy.own_microbatches(rows, 1000, Ranks(rank, 2))[0] for rank in range(2)]
     assert sorted(sorted(torch.cat(part).tolist()) for part in parts) == [[0], [1, 2, 3]]
-
-
-def test_operations_by_hand(policy):
-    rows, config = holes(), policy.model.config
-    matrices = sum(
-        module.weight.numel() for module in policy.model.get_decoder().modules() if isinstance(module, nn.Linear)
-    )
-    # read: prompts of 2 (shared) and 1, completions of 4, 0 and 5; predicted: 2 + 0 + 1
-    # pairs: 2 x 2 / 2 + 1 x 1 / 2 in prompts, 4 x (2 + 2) and 5 x (1 + 2.5) in completions
-    pairs = 2 + 0.5 + 16 + 17.5
-    expected = 2 * matrices * (3 + 9) + 2 * config.vocab_size * config.hidden_size * 3
-    assert policy.flops(rows) == expected + 4 * config.hidden_size * config.num_hidden_layers * pairs
 
 
 @pytest.mark.slow

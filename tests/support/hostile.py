@@ -7,16 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_lightning.reward import registered
-
 
 def double(value):
     return 2 * value
-
-
-def is_noted(task):
-    """Whether the settings of the run name this data set of reasoning_gym's, as its processes know."""
-    return task in registered.noted()[1]
 
 
 def naps(seconds):
@@ -62,20 +55,6 @@ class Unpicklable(Exception):
 
     def __str__(self):
         raise ValueError("not even text")
-
-
-class Once:
-    """Takes long to unpickle, as an import would."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __setstate__(self, state):
-        time.sleep(state["seconds"])
-        self.__dict__ = state
-
-    def __call__(self, value):
-        return value + 1
 
 
 def odd_sleeps(completions, answer):

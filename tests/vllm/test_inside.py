@@ -113,33 +113,11 @@ def test_new_weights_are_used(vllm, policy):
     assert vllm.metrics == {"sampler/weight_version": 1.0}
 
 
-def test_without_new_weights_the_gap_would_show(vllm, policy, monkeypatch):
-    sample(vllm, policy)
-    disturb(policy)
-    monkeypatch.setattr(vllm._llm, "collective_rpc", lambda *_, **__: None)
-    assert gap(policy, sample(vllm, policy)) > 0.05
-
-
 def test_keys_and_values_of_older_weights_are_not_used(vllm, policy):
     prompts = [SHARED + word for word in ("cat", "dog")]
     sample(vllm, policy, prompts)
     disturb(policy)
     assert gap(policy, sample(vllm, policy, prompts)) < 1e-3
-
-
-def test_with_keys_and_values_of_older_weights_the_gap_would_show(vllm, policy, monkeypatch):
-    prompts = [SHARED + word for word in ("cat", "dog")]
-    sample(vllm, policy, prompts)
-    disturb(policy)
-    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: True)
-    assert gap(policy, sample(vllm, policy, prompts)) > 0.05
-
-
-def test_a_cache_that_cannot_be_dropped_is_an_error(vllm, policy, monkeypatch):
-    sample(vllm, policy)
-    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(RuntimeError, match="older weights could not be dropped"):
-        sample(vllm, policy)
 
 
 def test_a_weight_that_is_not_taken_over_is_an_error(vllm, policy, monkeypatch):
@@ -194,20 +172,6 @@ def test_end_tokens_belong_to_completions(vllm, policy):
         assert len(ids) == 24 or finished
 
 
-def test_more_prompts_than_fit_into_one_pass(vllm, policy):
-    prompts = [f"{number} {SHARED}" for number in range(20)]
-    assert sum(map(len, policy.tokenize(prompts))) > 4096
-    assert gap(policy, sample(vllm, policy, prompts, max_new_tokens=4)) < 1e-3
-
-
-def test_a_validation_may_come_first(policy):
-    sampler = engine()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=False):
-        sample(sampler, policy)
-    disturb(policy)
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-
-
 def test_too_long_prompts_are_told_by_key(policy):
     sampler = engine(max_model_len=64)
     with pytest.raises(ValueError, match=r"the engine holds 64: lower .* or raise sampler\.max_model_len"):
@@ -223,11 +187,6 @@ def test_embeddings_may_be_tied_or_not(kind, tied):
     assert gap(policy, sample(sampler, policy)) < 1e-3
 
 
-def test_heads_that_the_kernels_do_not_know_are_told():
-    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 32, 64, 80"):
-        sample(engine(), random_policy("llama", head_dim=24))
-
-
 def test_an_adapter_is_merged():
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     sampler = engine()
@@ -239,14 +198,6 @@ def test_an_adapter_is_merged():
     assert after.texts != before
     with policy.model.disable_adapter():
         assert gap(policy, after) > 0.05
-
-
-def test_the_random_state_of_the_process_stays_as_it_was(policy):
-    torch.manual_seed(5)
-    before, threads = torch.get_rng_state(), torch.set_num_threads
-    sample(engine(), policy)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.set_num_threads is threads
 
 
 def test_half_precision_is_close_on_average(policy):
