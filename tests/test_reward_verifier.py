@@ -18,6 +18,7 @@ from grpo_lightning.reward.verifier import (
     make_scorer,
     may_be_verified,
 )
+from tests.support.provocations import provocation
 from tests.test_reward_pool import SlowVerifier
 
 
@@ -157,6 +158,37 @@ def test_gates(check, text, allowed):
     start = time.process_time()
     assert check(text) is allowed
     assert time.process_time() - start < 0.5
+
+
+@provocation(
+    "a data set whose rows name a task of reasoning_gym and hold Python code in `answer` or `metadata`",
+    "refused in one sentence before anything is evaluated",
+)
+def test_rows_that_a_verifier_would_evaluate_run_no_code(tmp_path):
+    mark = tmp_path / "ran"
+    evil, x = f"__import__('os').system('touch {mark}')", {"variable": "x"}
+    rows = [
+        ("bitwise_arithmetic", "0x1", {"problem": evil}, "0x1"),
+        ("simple_integration", "x + C", x | {"integrand": evil}, "x**2"),
+        ("intermediate_integration", "x + C", x | {"integrand": f"x - {evil!r}"}, "x**2"),
+        ("polynomial_multiplication", evil, {}, "x"),
+        ("number_sorting", evil, {"direction": "ascending"}, "[1]"),
+        ("composite", "1", {"source_dataset": "bitwise_arithmetic", "problem": evil}, "0x1"),
+    ]
+    for task, answer, metadata, text in rows:
+        with pytest.raises(ValueError, match="the task's verifier would evaluate it; allowed are") as error:
+            verified(task, text, answer, metadata)
+        assert "\n" not in str(error.value)
+        assert not mark.exists()
+    make_scorer("number_sorting", {})(answer="[1]", entry={"answer": evil, "metadata": {}})
+    assert mark.exists()  # the verifier does evaluate it, so that the test above proves something
+
+
+@pytest.mark.slow
+def test_rows_that_reasoning_gym_makes_are_scored():
+    for task in ("bitwise_arithmetic", "number_sorting", "polynomial_multiplication", "simple_integration"):
+        for entry in pytest.importorskip("reasoning_gym").create_dataset(task, size=10, seed=3):
+            assert reasoning_gym([entry["answer"]], [entry["answer"]], [task], [entry["metadata"]]) == [1.0]
 
 
 def test_the_right_answer_is_right_though_no_verifier_may_be_given_it():

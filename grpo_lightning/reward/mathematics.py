@@ -97,7 +97,11 @@ def _is_worked_out(formula: str) -> bool:
 
 
 def _parts(whole: Any) -> Iterator[Any]:
-    return preorder_traversal(whole) if isinstance(whole, Basic | MatrixBase) else iter([whole])
+    """All that was parsed; beside a set or a chain of relations that is as it was written, which is compared, too."""
+    for part in preorder_traversal(whole) if isinstance(whole, Basic | MatrixBase) else (whole,):
+        yield part
+        for written in getattr(part, "_unsorted_args", ()):
+            yield from _parts(written)
 
 
 def _is_value(part: Any) -> bool:
