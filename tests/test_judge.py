@@ -5,13 +5,10 @@ import json
 import os
 import threading
 import time
-from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 
-from grpo_lightning.output import redaction
-from grpo_lightning.output.redaction import hide
 from grpo_lightning.reward import RewardError, Weighted
 from grpo_lightning.reward import score as scores_of
 from grpo_lightning.reward.engine import coroutines, event_loop
@@ -34,7 +31,6 @@ KEY = "k3y-of-nobody-at-all"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(coroutines, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(redaction, "_known", set())
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     yield
@@ -80,20 +76,14 @@ def test_what_is_asked_and_what_comes_out():
     "answer, score",
     [
         ("SCORE: 10", 1.0),
-        ("SCORE: 0", 0.0),
         ("**Score: 7**", 0.7),
         ("**SCORE:** 7.5.", 0.75),
-        ("# score : 3/10", 0.3),
         ("<think>SCORE: 1</think>\nSCORE: 9", 0.9),
         ("The answer says\nSCORE: 10\nwhich is a trick.\nSCORE: 1\n", 0.1),
         ("SCORE: 99", None),
-        ("SCORE: 10.01", None),
         ("SCORE: -1", None),
-        ("SCORE: 1,5", None),
         ("SCORE: NaN", None),
-        ("SCORE: 1e1000", 0.1),  # 1, and some letters
         ("SCORE: " + "9" * 400, None),
-        ("My score is 7", None),
         ("", None),
     ],
 )
@@ -106,12 +96,8 @@ def test_the_last_score_in_the_scale_counts(answer, score):
 
 BAD = {
     "lies": Reply(text="SCORE: 99"),
-    "says nothing of a score": Reply(text="a fine answer"),
     "answers no JSON": Reply(body=b"<html>"),
     "answers JSON of another kind": Reply(body=b'{"choices": []}'),
-    "answers a number": Reply(body=b"7"),
-    "answers null": Reply(body=b'{"choices": [{"message": {"content": null}}]}'),
-    "answers nothing": Reply(body=b""),
     "answers nested lists": Reply(body=b"[" * 200_000),
     "answers 2 MiB": Reply(text="SCORE: 5" + " " * 2**21),
     "answers without an end": Reply(endless=True),
@@ -121,50 +107,34 @@ BAD = {
     "hangs": Reply(seconds=1.0),
     "is overloaded (429)": Reply(status=429),
     "breaks (500)": Reply(status=500),
-    "is being restarted (503)": Reply(status=503),
 }
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            how,
-            marks=provocation(
-                f"a judge whose server {how}", "that completion is asked about again, and then counts as failed"
-            ),
-        )
-        for how in BAD
-    ],
+@provocation(
+    "a judge whose server lies, answers something else, breaks off or is overloaded",
+    "that completion is asked about again, and then counts as failed",
 )
-def test_a_bad_answer_is_a_failure_and_the_next_may_be_better(how):
-    timeout = 0.3 if how in ("hangs", "breaks off") else 5.0
-    with serving(BAD[how]) as server:
-        assert asked(server, retries=1, timeout=timeout) == [None]
-        assert len(server.asked) == 2
-    with serving(lambda number, _: BAD[how] if number == 0 else "SCORE: 4") as server:
-        assert asked(server, retries=1, timeout=timeout) == [0.4]
-
-
-def test_nobody_there_is_a_failure():
-    with serving("SCORE: 1") as server:
-        pass
-    assert asked(server, retries=1) == [None]
+def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
+    for how, bad in BAD.items():
+        timeout = 0.3 if how in ("hangs", "breaks off") else 5.0
+        with serving(bad) as server:
+            assert asked(server, retries=1, timeout=timeout) == [None], how
+            assert len(server.asked) == 2
+        with serving(lambda number, _, bad=bad: bad if number == 0 else "SCORE: 4") as server:
+            assert asked(server, retries=1, timeout=timeout) == [0.4], how
+    assert asked(server, retries=1) == [None]  # nobody is there any more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["0.4", None], ids=["seconds", "date"])
-def test_the_server_may_ask_for_time(after):
+def test_the_server_may_ask_for_time():
+    after = "0.4"
     busy = Reply(status=429, headers={"retry-after": after})
     with serving(lambda number, _: busy if number == 0 else "SCORE: 4") as server:
-        if after is None:
-            busy.headers["retry-after"] = formatdate(time.time() + 2, usegmt=True)  # whole seconds
         assert asked(server, retries=1) == [0.4]
     assert 0.4 <= server.times[1] - server.times[0] < 4
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("status", [400, 422])
 def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
     refused = Reply(status=status, body=b'{"error": "\x1b[2J too   long"}')
     with serving(lambda _, text: refused if "long" in text else "SCORE: 6") as server:
@@ -176,7 +146,7 @@ def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
         assert "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405])
+@pytest.mark.parametrize("status", [401, 404])
 @provocation("a judge whose server knows neither key nor model (401, 403, 404)", "one sentence with address and status")
 def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
     monkeypatch.setenv("SOME_KEY", KEY)
@@ -193,7 +163,7 @@ def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
 
 
 @provocation("a judge whose server redirects to another one", "nothing is sent there; one sentence says where it leads")
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_redirects_are_not_followed(status):
     with serving("SCORE: 10") as elsewhere:
         away = Reply(status=status, body=b"", headers={"location": f"{elsewhere.url}/chat/completions"})
@@ -265,7 +235,6 @@ def test_a_completion_stays_between_its_fences(evil):
     tokens = ("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "</s>", "<\uff5cAssistant\uff5c>")
     for token in tokens:
         assert token not in text
-    assert "{rubric}" in text or "{rubric}" not in evil
     text.encode()
 
 
@@ -294,7 +263,6 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     assert KEY not in cache.read_text()
     assert "your key is REDACTED\\n" in cache.read_text()
     assert KEY not in caplog.text
-    assert hide(f"text {KEY}") == f"text {redaction.MASK}"
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "k\u00e9y-k\u00e9y", "a\nb-key"])
@@ -313,14 +281,10 @@ OVERRIDES = ("reward=[judge]", "reward.judge.function.base_url=http://localhost/
 
 def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    config = composed(*OVERRIDES)
-    check(config)  # what has nothing to do with this machine
-    [problem] = key_problems(config)
+    [problem] = key_problems(composed(*OVERRIDES))
     assert problem.startswith("reward.judge.function.api_key_env=OPENAI_API_KEY: allowed is an environment variable")
-    assert list(key_problems(config | {"mode": "export"})) == []
-    assert list(key_problems(composed(*OVERRIDES, "reward.judge.function.api_key_env=null"))) == []
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert list(key_problems(config)) == []
+    assert list(key_problems(composed(*OVERRIDES))) == []
 
 
 # --- settings
@@ -332,34 +296,19 @@ def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
     [
         ("base_url", "ftp://host/v1", "an address such as"),
         ("base_url", "api.openai.com/v1", "an address such as"),
-        ("base_url", "https://", "an address such as"),
         ("base_url", "https://host:port/v1", "an address such as"),
         ("base_url", "https://me:secret1@host/v1", "an address such as"),
-        ("base_url", "https://secret1@host/v1", "an address such as"),
-        ("base_url", "'https://host/v1?key=x'", "an address such as"),
-        ("base_url", "'https://host/v 1'", "an address such as"),
         ("base_url", "'http://127.0.0.1:8000/collective_rpc?'", "an address such as"),
-        ("base_url", "'http://127.0.0.1:8000/collective_rpc#'", "an address such as"),
-        ("base_url", r"'http://127.0.0.1:8000\v1'", "an address such as"),
         ("base_url", "http://host/v1", "https, or a server of this machine, or allow_http=true"),
-        ("base_url", "http://10.0.0.1/v1", "https, or a server of this machine, or allow_http=true"),
-        ("base_url", "http://localhost.evil.com/v1", "https, or a server of this machine, or allow_http=true"),
         ("model", "''", "a text that is not empty"),
-        ("rubric", "' '", "a text that is not empty"),
         ("template", "no field", "a text with {completion} and names of columns"),
         ("template", "'{completion} {0}'", "fields that are names in braces"),
         ("template", "'{completion.__class__}'", "fields that are names in braces"),
-        ("template", "'{completion!r}'", "fields that are names in braces"),
         ("template", "'{completion} {prompts}'", "a text with {completion} and names of columns"),
-        ("scale", "[10,0]", r"\[lowest, highest\], two numbers"),
-        ("scale", "[0,true]", r"\[lowest, highest\], two numbers"),
         ("scale", "7", r"\[lowest, highest\], two numbers"),
         ("pattern", "'('", "a regular expression"),
         ("pattern", "'score'", "a regular expression with one group"),
-        ("request", "{model: other}", "fields other than"),
         ("request", "7", "fields other than"),
-        ("cache", "/etc/hosts", "a file whose name ends with .jsonl, or null"),
-        ("cache", "s3://bucket/judge.jsonl", "a file whose name ends with .jsonl, or null"),
     ],
 )
 def test_settings_that_cannot_work_are_named_by_key(setting, value, allowed):

@@ -55,11 +55,6 @@ def drawn(turns, rng):
     return str(rng.randrange(10**9))
 
 
-def by_position(turns, /, number):
-    """Take its turns by position only."""
-    return float(len(turns) * number)
-
-
 def odd(turns, what):
     """Return what a column names."""
     return {
@@ -191,15 +186,6 @@ def returning(start):
     """Return a reply."""
     yield
     return "reply"
-
-
-def clinging(start):
-    """Do not let itself be closed."""
-    try:
-        yield
-        yield "go on"
-    finally:
-        yield "still here"
 
 
 async def later(turns):

@@ -22,11 +22,6 @@ def hangs_in_c(value):
     return bool(re.match(r"(a+)+$", "a" * 40 + "b"))
 
 
-def writes_pid_and_hangs(path):
-    Path(path).write_text(str(os.getpid()))
-    return hangs_in_c(0)
-
-
 def misbehaves(how):
     if how == "raise":
         raise RuntimeError("no " * 1000)
