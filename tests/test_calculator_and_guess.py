@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from grpo_lightning.data.episodes import Numbers, Products
+from grpo_lightning.data.episodes import Numbers
 from grpo_lightning.environment import BadCall
-from grpo_lightning.environment.calculator import calculator, value
+from grpo_lightning.environment.calculator import calculator
 from grpo_lightning.environment.guess import guess
 from tests.support.composed import ROOT
 from tests.test_readme import FENCE
@@ -141,25 +141,6 @@ def talk(columns):
     return texts[::2], texts[1::2]
 
 
-def test_demonstrated_calls_are_replied_to_as_demonstrated():
-    problems = Products(2000, seed=3, call_rate=0.4)
-    called = 0
-    for prompt, columns in problems:
-        expression = prompt.removeprefix("Calculate ").removesuffix(".")
-        assert str(value(expression)) == columns["answer"]
-        assert len(columns["answer"]) == 5
-        turns, replies = talk(columns)
-        for number, reply in enumerate(replies):
-            assert calculator(turns[: number + 1]) == reply
-        assert calculator(turns) is None
-        assert turns[-1] == f"<answer>{columns['answer']}</answer>"
-        assert turns[:-1] in ([], [f"calc({expression})="])
-        called += len(replies)
-    assert abs(called / 2000 - 0.4) < 4 * (0.4 * 0.6 / 2000) ** 0.5
-    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=1.0)} == {2}
-    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=0.0)} == {1}
-
-
 @pytest.mark.parametrize(
     "careful_rate, won",
     [
@@ -192,17 +173,3 @@ def check_thirds(turns, replies):
         third = (most - least + 1) // 3
         assert least + third <= int(turn) <= most - third
         least, most = (int(turn) + 1, most) if reply == "higher" else (least, int(turn) - 1)
-
-
-def test_rows_are_a_function_of_seed_and_index():
-    settings = {"highest": 31, "guesses": 5, "careful_rate": 0.5}
-    for make, more in ((Products, {"call_rate": 0.5}), (Numbers, settings)):
-        one, two = (make(60, seed=3, **more) for _ in range(2))
-        forward = [one[index] for index in range(60)]
-        assert forward == [two[index] for index in reversed(range(60))][::-1]
-        assert make(60, seed=58, **more)[0] == forward[55]
-        assert len({repr(row) for row in forward}) > 50
-        for index in (60, -1):
-            with pytest.raises(IndexError, match=f"index: {index}; allowed: 0 to 59"):
-                one[index]
-    assert sorted(columns["number"] for _, columns in Numbers(31, seed=7, **settings)) == list(range(1, 32))

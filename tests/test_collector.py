@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.advantage import centered, per_reward, process
+from grpo_lightning.advantage import centered, process
 from grpo_lightning.batch import Prompts, Sampled, Scored
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.reward import Weighted
@@ -207,26 +207,6 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     # as one number it is the mean of the steps: .5 and 0
     assert found.scored.rewards["steps"].tolist() == [0.5, 0.0]
     assert found.scored.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
-
-
-def test_steps_of_completions_from_several_tries_are_not_padded_with_scores():
-    rewards = {"right": Weighted(starts_with_r, 1.0)}
-    found = collect(
-        [DEAD, LIVE, LIVELY, DEAD], rewards=rewards, advantage=partial(process, eps=0.0), **DYNAMIC | {"max_tries": 2}
-    )
-    assert found.scored.sampled.texts == ("r", "w", "w", "rrr")  # of one token and of three
-    half = 0.5**0.5  # of two scores, 1 and 0: mean .5, sample std sqrt(.5)
-    assert_close(found.rollout.advantages, half * torch.tensor([[1.0, 0, 0], [-1, 0, 0], [-1, 0, 0], [1, 1, 1]]))
-
-
-def test_every_reward_by_itself_gets_scores_and_weights():
-    rewards = {
-        "right": Weighted(starts_with_r, 1.0),
-        "length": Weighted(lambda completions: list(map(len, completions)), -0.5),
-    }
-    found = collect(["r wwww", "rr w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
-    # right is (1, -1) / sqrt 2 in both; length (-1, 1) / sqrt 2 and (1, -1) / sqrt 2
-    assert_close(found.rollout.advantages[:, 0], torch.tensor([1.5, -1.5, 0.5, -0.5]) / 2**0.5)
 
 
 def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
 from grpo_lightning.reward.engine import coroutines, event_loop
-from grpo_lightning.reward.engine.coroutines import Later
 from tests.support import judges
 from tests.support.provocations import provocation
 
@@ -174,13 +173,6 @@ def test_whatever_a_call_does_is_a_failure_of_its_row(how):
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.slow
-def test_calls_that_block_one_loop_after_another_are_an_error(monkeypatch):
-    monkeypatch.setattr(event_loop, "MOST_LEFT", 1)
-    with pytest.raises(RewardError, match=r"reward 'mine': 2 calls took longer than 0.2 s without any await; allowed"):
-        scored(misbehaves, ["blocks", "blocks", "fine"], timeout=0.2, max_failed=1.0)
-
-
 # --- more tries
 
 
@@ -214,23 +206,6 @@ def test_a_hanging_try_leaves_its_place_to_the_next():
         return 1.0
 
     assert scored(hangs_at_first, ["x"], timeout=0.2, retries=1, concurrency=1) == ([1.0], 0.0)
-
-
-def test_a_call_may_ask_for_time_up_to_a_bound(monkeypatch):
-    function, called = fails(1, Later("busy", after=0.3))
-    assert scored(function, ["x"], retries=1)[0] == [1.0]
-    assert 0.3 <= called[1] - called[0] < 2.0
-    monkeypatch.setattr(coroutines, "_LONGEST_ASKED", 0.1)
-    function, called = fails(1, Later("busy", after=1000.0))
-    assert scored(function, ["x"], retries=1)[0] == [1.0]
-    assert 0.1 <= called[1] - called[0] < 2.0
-
-
-def test_a_call_that_knows_that_none_will_do_ends_the_run():
-    function, called = fails(9, RewardError("no such model"))
-    with pytest.raises(RewardError, match="^reward 'mine': no such model$"):
-        scored(function, ["x", "y"], retries=5, max_failed=1.0, concurrency=1)
-    assert len(called) <= 2
 
 
 # --- the end

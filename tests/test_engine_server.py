@@ -210,16 +210,6 @@ def test_what_a_server_may_answer(server, sampler, path, answer, told):
         sample(sampler, tiny())
 
 
-def test_who_leaves_a_rollout_ends_its_requests(server, sampler):
-    def poll():
-        raise KeyboardInterrupt
-
-    policy = tiny()
-    with pytest.raises(KeyboardInterrupt), ready(sampler, policy):
-        policy.sample(PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
-    assert "/abort_requests" in server.log
-
-
 @pytest.mark.parametrize("url", ["ftp://host", "host:8000", "http://user:word@host", "http://host?x=1"])
 def test_addresses_that_are_none(url):
     with pytest.raises(ValueError, match=r"sampler\.url=.*: allowed is http://HOST:PORT") as told:

@@ -12,7 +12,7 @@ import torch
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.sampler.engine import Asked, Completion, as_decoded, row_seed
+from grpo_lightning.sampler.engine import Asked, Completion, as_decoded
 from grpo_lightning.sampler.own import Own
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
@@ -51,14 +51,6 @@ def test_completions_become_tensors():
     assert drawn.logprobs.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0]]
     assert drawn.entropies.tolist() == [[0.5, 0.25, 0.0], [1.0, 2.0, 3.0]]
     assert drawn.finished.tolist() == [True, False]
-
-
-def test_every_completion_has_a_seed_of_its_own():
-    seeds = [row_seed(seed, prompt, member) for seed in (0, 1) for prompt in range(20) for member in range(20)]
-    assert len(set(seeds)) == 800
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    asked = Asked(prompts=[[5], [6]], group_size=2, sampling=sampling(), seed=9, end_ids=[2], first_prompt=3)
-    assert asked.rows == [([ids], row_seed(9, prompt, member)) for ids, prompt in ((5, 3), (6, 4)) for member in (0, 1)]
 
 
 def test_the_own_sampler_hands_nothing_over():
@@ -113,35 +105,6 @@ def test_a_cache_that_cannot_be_dropped_ends_the_run(vllm):
     with pytest.raises(RuntimeError, match="older weights could not be dropped"):
         sample(vllm, policy)
     assert vllm.metrics == {}
-
-
-def test_what_the_loader_complains_of_ends_the_run(vllm, monkeypatch):
-    import logging
-
-    policy = tiny()
-    sample(vllm, policy)
-
-    def complain(*_, **__):
-        logging.getLogger("vllm.model_executor.model_loader.reload.inplace").warning("not loaded: %s", {"a.weight"})
-
-    monkeypatch.setattr(stand_in.LLM.last, "collective_rpc", complain)
-    with pytest.raises(RuntimeError, match=r"some weights were not taken over: not loaded: \{'a\.weight'\}"):
-        sample(vllm, policy)
-
-
-def test_what_is_told_to_the_engine(vllm):
-    sample(vllm, tiny())
-    told = stand_in.LLM.last.arguments
-    assert told["logprobs_mode"] == "processed_logprobs"
-    assert told["generation_config"] == "vllm"
-    assert told["enable_prefix_caching"] is True
-    assert told["distributed_executor_backend"] == "external_launcher"
-    assert told["dtype"] == "float32"
-    assert told["kv_cache_memory_bytes"] == int(0.1 * 2**30)
-    assert told["block_size"] == 32
-    assert told["enable_chunked_prefill"] is False  # on a CPU
-    assert told["max_num_batched_tokens"] == 4096
-    assert told["enable_sleep_mode"] is False
 
 
 def test_stop_strings_polls_and_early_ends(vllm):

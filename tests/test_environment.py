@@ -37,15 +37,6 @@ def test_an_episode_is_played_turn_by_turn(timeout):
     assert episodes.seconds > 0
 
 
-@WHERE
-def test_an_answer_that_nobody_asks_for_counts(timeout):
-    episodes = begun(environments.guess, {"number": [5, 5]}, timeout=timeout)
-    episodes.said(0, "5")
-    episodes.said(1, "6")
-    assert episodes.scores == [((0, 1.0),), ((0, 0.25),)]  # such as when the length limit comes with a turn's end
-    assert episodes.over == [True, False]
-
-
 @provocation("an environment that changes its arguments", "each call gets copies")
 def test_a_call_gets_what_it_names_as_copies():
     environments.seen.clear()
@@ -107,15 +98,6 @@ def test_what_an_answer_may_be(what, reply, score, timeout):
     assert type(episodes.replies[0][0]) is str if reply else True
     assert episodes.scores == [() if score is None else ((0, score),)]
     assert episodes.failed == [None]
-
-
-@WHERE
-def test_bad_calls_and_cut_replies_are_counted(timeout):
-    episodes = begun(environments.fine, {"what": ["bad", "bad_scored", "giant", "int"]}, timeout=timeout)
-    assert [told(episodes, row, "x")[0] is None for row in range(4)] == [False, False, False, True]
-    assert told(episodes, 0, "y") == ["no such tool"]
-    assert episodes.metrics == {"episode/failed": 0.0, "episode/bad_calls": 0.75, "episode/cut_replies": 0.25}  # 3 / 4
-    assert len(episodes.replies[2][0]) == 10_000
 
 
 @WHERE

@@ -69,17 +69,6 @@ def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
     assert environment(turns=["what?", "I stick"], seed=3) == environment(turns=["I stick"], seed=3)
 
 
-def test_an_environment_of_ones_own():
-    environment = Gymnasium(make=corridors.corridor, kwargs={"length": 2}, actions={"back": 0, "on": 1})
-    start = environment.observed(5)
-    assert start in ("at 0", "at 1")
-    place = int(start[-1])
-    replies = played(environment, "back", *["on"] * (3 - place), seed=5)
-    assert replies[0] == (f"at {place - 1}", -0.25)
-    assert replies[-2:] == [("at 1", -0.25), -0.25]
-    assert len(replies) == 4 - place
-
-
 def test_colors_become_brackets():
     taxi = Gymnasium("Taxi-v4").observed(3)
     assert taxi.splitlines()[1] == "|(R): |[ ]: :G|"

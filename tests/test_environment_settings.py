@@ -140,19 +140,6 @@ def test_a_function_becomes_an_environment():
     assert isinstance(played.module.rollout.environment.function, Played)
 
 
-@pytest.mark.parametrize(
-    "words, given, message",
-    [
-        ([], 3, "environment=3: allowed are a function, a generator function, an Environment and None"),
-        (["environment=custom"], environments.guess, "environment is given as an object"),
-        (["rollout.over_sample=1.5"], environments.guess, "rollout.over_sample=1.5: allowed with an environment is 1"),
-    ],
-)
-def test_an_object_that_is_none_is_refused(words, given, message):
-    with pytest.raises(ValueError, match=message):
-        grpo.compose(*SMALL, *words, environment=given, reward=letters, data=ROWS)
-
-
 @provocation("an environment that names a column that there is not", "a clear error before weights are read")
 def test_a_missing_column_is_an_early_error(monkeypatch):
     run = grpo.compose(*SMALL, *GUESS.split(), "trusted=[tests]", reward=letters, data=["a", "b", "c", "d"])

@@ -14,7 +14,6 @@ from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.tools import Over, Tools
 from tests.support import toolbox
 from tests.support.checkpoints import write_checkpoint
-from tests.test_replies import made
 
 
 def call(name, **arguments):
@@ -60,17 +59,6 @@ def test_the_schema_is_what_the_signature_and_the_docstring_say():
             },
         },
     ]
-
-
-def test_a_chat_template_shows_the_schema_and_the_reply():
-    tools = Tools([toolbox.add])
-    replies = made("qwen2_5", tools=tools.tools)
-    ids = replies.ids("3", role=tools.role, after=replies._tokenizer.eos_token_id)
-    shown = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert replies._tokenizer.decode(ids) == shown
-    asked = replies._rendered()
-    assert json.dumps(tools.tools[0]) in asked
-    assert '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' in asked
 
 
 @pytest.mark.parametrize(
@@ -205,9 +193,6 @@ def test_an_exception_of_a_tool_is_a_reply(how, reply):
         ("surrogate", "a?b"),
         ("numpy", '{"mean": 0.5, "all": [0, 1, 2], "set": [1, 2]}'),
         ("nan", "NaN"),
-        ("none", "null"),
-        ("umlaut", '["ä"]'),
-        ("whole", "x" * 2000),
         ("cut", "x" * 2000 + "… (cut: 2000 of 2001 characters)"),
     ],
 )
@@ -244,12 +229,6 @@ def test_the_row_gives_what_the_model_does_not_see():
     assert Tools([toolbox.count_turns], columns=["turns"])(turns=["a", call("count_turns")]) == "2 turns"
 
 
-def test_only_the_last_turn_is_carried_out():
-    assert told("7") is None  # after "earlier"
-    assert Tools([toolbox.now])(turns=[call("now"), "that is all"]) is None
-    assert Tools([toolbox.now])(turns=["<tool_call>", call("now")]) == "noon"
-
-
 def test_methods_and_partials_are_tools():
     shelf = Tools([toolbox.Shelf(["one", "two"]).find, partial(toolbox.add, b=10)])
     again = pickle.loads(pickle.dumps(shelf))
@@ -274,24 +253,12 @@ def test_methods_and_partials_are_tools():
         ([toolbox.add, toolbox.add], {}, "tools: expected functions of different names, got add more than once"),
         ([toolbox.undescribed], {}, "tools: undescribed: DocstringParsingException: .* for the argument 'b'"),
         ([toolbox.unhinted], {}, "tools: unhinted: TypeHintParsingException: Argument a is missing a type hint"),
-        ([toolbox.variable], {}, r"tools: variable: expected named parameters only, got \*words"),
         ([toolbox.later], {}, "tools: expected plain functions .*, got later"),
-        ([toolbox.add], {"columns": ["c"]}, "columns: expected names of parameters of add, got c"),
     ],
 )
 def test_what_cannot_be_a_tool_is_named(tools, settings, words):
     with pytest.raises(ValueError, match=words.replace("[", r"\[") if "expected" in words else words):
         Tools(tools, **settings)
-
-
-def test_limits_are_what_is_still_allowed():
-    nested = lambda depth: f'{{"name": "echo", "arguments": {{"value": {"[" * depth}{"]" * depth}}}}}'  # noqa: E731
-    assert told(f"<tool_call>{nested(30)}</tool_call>", toolbox.echo) == "[" * 30 + "]" * 30  # below two objects: 32
-    assert told(f"<tool_call>{nested(31)}</tool_call>", toolbox.echo).endswith("allowed are 32 levels")
-    padded = f'{{"name": "now"{" " * (20_000 - 15)}}}'
-    assert len(padded) == 20_000
-    assert told(f"<tool_call>{padded}</tool_call>") == "noon"
-    assert told(call("add", a=10**39, b=0)) == str(10**39)
 
 
 def test_episodes_with_tools_in_this_process_and_in_workers():

@@ -237,18 +237,6 @@ def test_process_would_teach_to_stop_where_going_on_is_better(probability):
     assert expected_gradient(advantage.process, probability) < -0.005
 
 
-def test_to_go_by_hand():
-    nan = torch.nan
-    steps = torch.tensor([[[0.1, nan, 1.0], [nan, 0.4, nan], [nan, nan, nan]]])
-    # sums 1.1 and .4; the third has no score
-    expected = torch.tensor([[[1.1 - 0.4, 1.0 - 0.4, 1.0 - 0.4], [0.4 - 1.1, 0.4 - 1.1, 0.0 - 1.1], [0.0, 0.0, 0.0]]])
-    assert_close(advantage.to_go(steps), expected)
-    alone = torch.tensor([[[1.0], [nan]]])
-    assert advantage.to_go(alone).count_nonzero() == 0
-    with pytest.raises(ValueError, match="at least 2"):
-        advantage.to_go(torch.zeros(2, 1, 3))
-
-
 def test_a_table_says_who_said_what_and_what_it_was_worth(policy):
     scored, _ = judged(policy)
     table = completions_table("c", scored, max_rows=9, max_characters=10_000)

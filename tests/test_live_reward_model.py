@@ -120,12 +120,6 @@ def test_a_value_per_row_may_have_several_shapes(shape):
     assert RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"]) == [1.0, 3.0]
 
 
-def test_a_label_is_chosen_of_several():
-    assert RewardModel.of(Mean(labels=3), Letters(), label=2)(["b"], ["d"]) == [6.0]
-    with pytest.raises(ValueError, match="label=3: allowed is 0 to 2, the logits of 'Mean'"):
-        RewardModel.of(Mean(labels=3), Letters(), label=3)(["b"], ["d"])
-
-
 @pytest.mark.parametrize(
     "shape, gave",
     [
@@ -145,14 +139,6 @@ def test_without_a_tokenizer_texts_are_token_ids():
     assert model([[1, 2], "3 4", [5]], ["3", "11", ""]) == [2.0, 6.0, 5.0]
     with pytest.raises(ValueError, match=r"'What is 1 2': a reward model without a tokenizer reads token ids"):
         model(["What is 1 2"], ["3"])
-
-
-def test_a_tokenizer_of_ones_own_reads_token_ids_and_cuts():
-    model = RewardModel.of(Mean(), Letters(), max_length=3)
-    assert model.encode([[0, 1, 2]], ["dz"]) == [[2, 3, 25]]
-    with pytest.raises(ValueError, match="no tokens"):
-        model([" "], [""])
-    assert model([], []) == []
 
 
 class Scored(nn.Module):

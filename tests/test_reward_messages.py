@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Weighted, check_columns, score
+from grpo_lightning.reward import RewardError, Weighted, check_columns, score
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.settings import check
 from tests.support import rewards
@@ -53,12 +53,6 @@ def test_functions_for_conversational_data_work_unchanged(timeout):
     assert scored(functools.partial(rewards.letters, extra=1), [CHAT], ["two"], timeout=timeout) == [3.0]
 
 
-@WHERE
-def test_a_single_completion_is_a_list_of_messages(timeout):
-    one = PerCompletion(rewards.of_one_answer)
-    assert scored(one, [PLAIN, CHAT], ["2", "3"], columns={"answer": ["2", "2"]}, timeout=timeout) == [11.0, 20.0]
-
-
 def test_a_reward_cannot_change_what_the_next_one_sees():
     def rude(prompts, completions):
         for prompt, completion in zip(prompts, completions):
@@ -85,15 +79,6 @@ def test_steps_end_at_characters_of_the_text():
         RewardError, match=r"ends from 1 to 40, or None, got \[\[41, 1.0\]\] for row 0, completion 'xxx"
     ):
         scored(lambda completions: [[[41, 1.0]]], [PLAIN], ["x" * 40])
-
-
-def test_errors_show_the_text():
-    with pytest.raises(RewardError, match=r"KeyError: 'no'; row 1 raises KeyError: 'no', completion 'no'\. "):
-        scored(lambda completions: [{"yes": 1.0}[c[0]["content"]] for c in completions], [PLAIN, CHAT], ["yes", "no"])
-    with pytest.raises(RewardError, match="got nan for row 1, completion 'no'"):
-        scored(lambda completions: [0.0, float("nan")], [PLAIN, CHAT], ["yes", "no"])
-    with pytest.raises(RewardError, match="first on row 0, exception: TypeError.*, completion 'yes'"):
-        scored(rewards.of_messages, [[{"role": "tool", "content": ""}]], ["yes"], timeout=60.0)
 
 
 # --- settings

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts, Sampled, Scored
-from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, examples, replayed
+from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, replayed
 from tests.support.checkpoints import write_reward_model
 from tests.support.running import small_module, small_run
 from tests.test_callbacks import scalars
@@ -43,34 +42,6 @@ def plain(tmp_path_factory):
 
 
 # What is learned from
-
-
-def scored(texts, outcomes, threshold) -> Scored:
-    rows = len(texts)
-    values = torch.tensor(outcomes)
-    ones = torch.ones(rows, 1)
-    sampled = Sampled(
-        ids=torch.zeros(rows, 2, dtype=torch.long),
-        attention_mask=torch.ones(rows, 2, dtype=torch.bool),
-        mask=torch.ones(rows, 1, dtype=torch.bool),
-        logprobs=-ones,
-        entropy=ones,
-        texts=tuple(texts),
-        finished=(True,) * rows,
-    )
-    rewards = {"accuracy": values, "model": -values, "total": values}
-    chat = ({"role": "user", "content": "q"},)
-    return Scored(Prompts(("p", chat), {}), sampled, rewards, values >= threshold, values.unsqueeze(-1), ones)
-
-
-def test_labels_are_the_outcomes_of_the_rows_it_applies_to():
-    chat = ({"role": "user", "content": "q"},)
-    found = examples(scored("abcdef", [1.0, 0.4, 0.5, math.nan, 0.0, 0.6], 0.5), "accuracy")
-    # Two prompts of three completions; right from 0.5 on; nothing is known of "d".
-    assert found == [
-        *[("p", "a", True), ("p", "b", False), ("p", "c", True)],
-        *[(chat, "e", False), (chat, "f", True)],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -129,34 +100,6 @@ def test_accuracy_rises_on_text_that_can_be_told_apart(plain):
     assert loss[-1] < 0.5 * loss[0]
 
 
-def test_metrics_are_of_the_weights_before_and_of_all_examples(plain):
-    model = reward_model(plain, batch_tokens=1)  # one text per forward pass
-    model.reset()
-    train = callback(lr=0.0, batch_size=3, epochs=2, replay=0.5)  # a rate of 0: every loss is that of these weights
-    train.pending, train.buffer = separable(5), separable(9, seed=1)[4:]
-    together = train.pending + train.buffer  # share 0.5: all five of each
-    scores = model([p for p, _, _ in together], [t for _, t, _ in together])
-    labels = [label for _, _, label in together]
-    losses = [math.log1p(math.exp(-s if label else s)) for s, label in zip(scores, labels)]
-    right = [(s > 0) == label for s, label in zip(scores, labels)]
-    found = train.update(model, 1)
-    assert found["reward_model/accuracy"] == pytest.approx(sum(right[:5]) / 5)
-    assert found["reward_model/loss"] == pytest.approx(sum(losses) / 10, rel=1e-5)
-
-
-def test_what_was_trained_on_becomes_history_of_which_the_newest_stays(plain):
-    model, train = reward_model(plain), callback(buffer_size=7)
-    train.buffer, train.pending = separable(4), separable(5, seed=1)
-    expected = [*train.buffer, *train.pending][-7:]
-    train.update(model, 1)
-    assert train.buffer == expected
-    assert train.pending == []
-    train = callback(buffer_size=0)
-    train.pending = separable(2)
-    train.update(model, 1)
-    assert train.buffer == []
-
-
 def trained(path, step=1, **settings) -> dict:
     model = reward_model(path, batch_tokens=settings.pop("batch_tokens", 200))
     model.reset()
@@ -198,16 +141,6 @@ def test_the_seed_and_the_step_choose_the_order(plain):
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert not torch.equal(one, trained(plain, step=2, **settings)["score.weight"])
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(plain):
-    model, train = reward_model(plain, label=0, device="cpu:0"), callback()
-    with torch.no_grad():  # scores stay finite, the gradient of what they are made from does not
-        model.network.score.weight.zero_()
-    model.network.score.weight.register_hook(lambda gradient: gradient * math.inf)
-    train.pending = separable(2)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        train.update(model, 1)
 
 
 # In a run
@@ -311,9 +244,7 @@ def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_pat
     "changed, message",
     [
         ({"callbacks__reward_model__reward": "other"}, "reward=other: allowed is .* of which there are model"),
-        ({"callbacks__reward_model__reward": "format"}, "reward=format: allowed is .* of which there are model"),
         ({"rollout__outcome": "model"}, "rollout.outcome=model: allowed is another reward"),
-        ({"reward__model__function__dtype": "bfloat16"}, "dtype=bfloat16; allowed for training are null and float32"),
     ],
 )
 def test_a_run_that_cannot_train_it_does_not_start(changed, message, checkpoint, tmp_path):

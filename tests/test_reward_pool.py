@@ -200,20 +200,6 @@ def output_of(tmp_path, text):
     return ended.stdout, ended.stderr
 
 
-def test_workers_that_cannot_start_are_an_error(tmp_path):
-    text = """
-from grpo_lightning.reward.engine import pool
-from tests.support import hostile
-pool.configure(1)
-pool.submit(hostile.double, [{"value": 1}] * 3, seconds=5).result()
-print("never")
-"""
-    said, complaint = output_of(tmp_path, text)
-    assert said == ""
-    assert "\nRuntimeError: the worker processes of rewards do not start" in complaint
-    assert 'needs `if __name__ == "__main__":`' in complaint
-
-
 def test_a_forked_process_starts_workers_of_its_own(tmp_path):
     text = """
 import os
@@ -247,20 +233,6 @@ def test_a_hanging_reward_is_ended_and_counted_and_scores_what_is_set():
     assert found.failed == {"slow": pytest.approx(1 / 3)}
     rewards = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0, failed_score=None)}
     assert score(rewards, ["p"] * 3, texts, columns) == {"slow": [1.0, None, 0.0]}
-
-
-def test_completions_may_be_handed_over_one_by_one_in_any_order():
-    scoring = Scoring(
-        TIMED | {"sum": Weighted(lambda completions: [5.0] * 4, 1.0)}, ["p"] * 4, {"answer": list("abcd")}
-    )
-    assert scoring.may_begin
-    scoring.begin(2, "c", [1])
-    scoring.begin(0, "x", [1])
-    assert scoring.finish(["x", "b", "c", "x"], [[1]] * 4).values == {
-        "slow": [0.0, 1.0, 1.0, 0.0],
-        "sum": [5.0] * 4,
-    }
-    assert not Scoring({"sum": Weighted(lambda completions: [1.0], 1.0)}, ["p"], {}).may_begin
 
 
 def test_more_failures_than_allowed_end_the_run_with_the_cause():

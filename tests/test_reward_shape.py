@@ -1,4 +1,3 @@
-import functools
 import json
 import logging
 import re
@@ -6,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Weighted, pattern, score
+from grpo_lightning.reward import pattern
 from grpo_lightning.reward.accuracy import exact
 from grpo_lightning.reward.format import reasoning_steps
 from grpo_lightning.reward.json_schema import json_schema
@@ -68,17 +67,6 @@ def test_right_is_a_score_of_at_least_one():
     assert found == [1.0, -1.0, 1.0, None, -1.0, None]  # of steps the mean, 0.5
 
 
-def test_the_outcome_is_called_with_what_it_names():
-    settings = {"max_length": 4, "right": [1.0, 0.5], "wrong": [-1.0, -0.5]}
-    outcome = PerCompletion(lambda text, level, prompt: float(text == prompt * level))
-    reward = functools.partial(cosine_length, outcome=outcome, **settings)
-    columns = {"level": [1, 2], "other": [0, 0]}
-    found = score({"cosine": Weighted(reward, 1.0)}, ["p", "q"], ["p", "q"], columns, [[1] * 4, [1] * 4])
-    assert found == {"cosine": [0.5, -0.5]}
-    with pytest.raises(RewardError, match=r"outcome: it needs level, which is no column; there are \['prompts'\]"):
-        score({"cosine": Weighted(reward, 1.0)}, ["p"], ["p"], {}, [[1]])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -123,19 +111,6 @@ def test_repetition(text, n, penalty):
     assert repetition([text], n=n, max_penalty=-2.0) == pytest.approx([penalty])
 
 
-@pytest.mark.parametrize(
-    ("n", "max_penalty", "message"),
-    [
-        (0, -1.0, "n: expected at least 1 word, got 0"),
-        (3, 0.5, "max_penalty: expected a finite number of at most 0, got 0.5"),
-        (3, float("-inf"), "max_penalty: .* got -inf"),
-    ],
-)
-def test_broken_settings_of_repetition_are_named(n, max_penalty, message):
-    with pytest.raises(ValueError, match=message):
-        repetition(["a"], n=n, max_penalty=max_penalty)
-
-
 def test_keyword():
     texts = ["Because it is, THEREFORE", "because", "thereforebecause", "the re", ""]
     assert keyword(texts, words=["because", "Therefore", "so it is", "it is"]) == [0.75, 0.25, 0.5, 0.0, 0.0]
@@ -157,14 +132,6 @@ def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
     assert len(caplog.records) == 1
     assert "more than 0.05 s" in caplog.text
     assert dict(pattern.timed_out) == {"^(a|aa|aaa)+$": 2}
-
-
-@pytest.mark.parametrize("expression", ["(", "[a", "*", "(?P<a>", None, 3])
-def test_a_broken_expression_is_named(expression):
-    with pytest.raises(
-        ValueError, match="expression: expected a regular expression, got " + re.escape(repr(expression))
-    ):
-        pattern_reward(["a"], expression=expression, seconds=1.0)
 
 
 # --- JSON

@@ -1,5 +1,4 @@
 import functools
-import math
 import time
 from fractions import Fraction
 
@@ -8,7 +7,7 @@ import pytest
 from grpo_lightning.reward.accuracy import exact, last_number, numeric
 from grpo_lightning.reward.format import format as format_reward
 from grpo_lightning.reward.format import tag_count
-from grpo_lightning.reward.length import length, word_variety
+from grpo_lightning.reward.length import length
 from grpo_lightning.reward.text import answer_text, tag
 
 
@@ -130,21 +129,10 @@ def test_numeric_tolerance_is_absolute():
     assert numeric(["9007199254740993"], ["9007199254740992"], tolerance=1e-6) == [0.0]  # equal as floats
 
 
-def test_numeric_reads_the_answer_and_not_the_thoughts():
-    completions = ["<think>7</think><answer>8</answer> 7", "<think>8</think><answer>it is 7 apples</answer>"]
-    assert numeric(completions, ["3 + 4 = 7 #### 7", 7], tolerance=0.0) == [0.0, 1.0]
-
-
 @pytest.mark.parametrize("answer", ["seven", "1/0", "1e99"])
 def test_a_right_answer_without_a_number_raises(answer):
     with pytest.raises(ValueError, match=f"answer: expected a number, got '{answer}'"):
         numeric(["7"], [answer], tolerance=0.0)
-
-
-@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
-def test_a_tolerance_is_not_negative(tolerance):
-    with pytest.raises(ValueError, match="tolerance: expected a number of at least 0"):
-        numeric([], [], tolerance=tolerance)
 
 
 # --- format and length
@@ -171,13 +159,3 @@ def test_format_and_tag_count(completion, formatted, tags):
 def test_length_falls_from_the_target_to_twice_it():
     completions = ["", "a" * 3, "a" * 4, "a" * 5, "a" * 7, "a" * 8, "a" * 9, "  é\n"]
     assert length(completions, target=4, answer=[]) == [1.0, 1.0, 1.0, 0.75, 0.25, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("target", [0, -3])
-def test_a_target_is_positive(target):
-    with pytest.raises(ValueError, match=f"target: expected at least 1 character, got {target}"):
-        length(["a"], target=target)
-
-
-def test_word_variety_is_the_share_of_distinct_words():
-    assert word_variety(["a b\nA c", "a a a", "one", " \n", ""], answer=[]) == [3 / 4, 1 / 3, 1.0, 0.0, 0.0]

@@ -141,11 +141,6 @@ NAMES = [
 
 
 @pytest.mark.parametrize("names, outcome, expected", NAMES)
-def test_the_outcome_is_accuracy_or_the_first_reward(names, outcome, expected):
-    assert Judge(dict.fromkeys(names, LENGTH), outcome, 1.0).outcome_name == expected
-
-
-@pytest.mark.parametrize("names, outcome, expected", NAMES)
 def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_rewards(names, outcome, expected):
     never = Weighted(lambda completions: [0.0] * len(completions), 100.0)
     rewards = dict.fromkeys(names, never) | {expected: Weighted(LENGTH.function, 0.0)}

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampled
 from grpo_lightning.data.demonstrations import OwnDemonstrations
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
@@ -93,18 +92,6 @@ def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
         OwnDemonstrations(str(file), "prompt", "completion")
 
 
-def test_files_hold_turns_as_completions_and_as_whole_conversations(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"prompt": "p", "completion": TALKS[0]}))
-    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == ("p", {"completion": TALKS[0]})
-    prompt = [said("system", "s"), said("user", "u")]
-    file.write_text(json.dumps({"messages": prompt + TALKS[2]}))
-    assert OwnDemonstrations(str(file), "messages", "completion")[0] == (prompt, {"completion": TALKS[2]})
-    # what is not to be taught of a conversation stands in the prompt
-    file.write_text(json.dumps({"prompt": prompt + turns("a", "b"), "completion": "c"}))
-    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == (prompt + turns("a", "b"), {"completion": "c"})
-
-
 class Own(nn.Module):
     """A model of one's own: each token knows the mean of those before it."""
 
@@ -186,29 +173,6 @@ def test_replies_are_read_and_not_predicted(policy):
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert (one[~rows.mask] == 0).all()
-
-
-def test_processes_share_by_what_is_read(policy):
-    """Two rows of 3 tokens said, of which one reads 30 more: it goes to a process of its own."""
-    mask = torch.zeros(4, 33, dtype=torch.bool)
-    mask[:, :3] = True
-    mask[0, 32] = True
-    real = torch.zeros(4, 33, dtype=torch.bool)
-    real[:, :3] = True
-    real[0] = True
-    prompts = torch.tensor([[1], [2], [3], [4]])
-    zeros = torch.zeros(4, 33)
-    rows = Sampled(
-        torch.cat([prompts, torch.ones(4, 33).long()], 1),
-        torch.cat([torch.ones(4, 1).bool(), real], 1),
-        mask,
-        zeros,
-        zeros,
-        ("",) * 4,
-        (True,) * 4,
-    )
-    parts = [policy.own_microbatches(rows, 1000, Ranks(rank, 2))[0] for rank in range(2)]
-    assert sorted(sorted(torch.cat(part).tolist()) for part in parts) == [[0], [1, 2, 3]]
 
 
 @pytest.mark.slow

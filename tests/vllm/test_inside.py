@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, random_policy, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, ready, sample, sampling, tiny
 
 
 @pytest.fixture(scope="module")
@@ -163,30 +163,6 @@ def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 
 
-def test_end_tokens_belong_to_completions(vllm, policy):
-    found = sample(vllm, policy)
-    assert any(found.finished)
-    for ids, finished in zip(completions(found), found.finished):
-        assert (ids[-1] in policy.end_ids) == finished
-        assert not set(ids[:-1]) & set(policy.end_ids)
-        assert len(ids) == 24 or finished
-
-
-def test_too_long_prompts_are_told_by_key(policy):
-    sampler = engine(max_model_len=64)
-    with pytest.raises(ValueError, match=r"the engine holds 64: lower .* or raise sampler\.max_model_len"):
-        sample(sampler, policy, [SHARED])
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)])
-def test_embeddings_may_be_tied_or_not(kind, tied):
-    policy = random_policy(kind, tie_word_embeddings=tied)
-    sampler = engine()
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-    disturb(policy)
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-
-
 def test_an_adapter_is_merged():
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     sampler = engine()
@@ -198,11 +174,3 @@ def test_an_adapter_is_merged():
     assert after.texts != before
     with policy.model.disable_adapter():
         assert gap(policy, after) > 0.05
-
-
-def test_half_precision_is_close_on_average(policy):
-    found = sample(engine(dtype="bfloat16"), policy)
-    with torch.no_grad():
-        own = policy.logprobs(found, temperature=0.7)
-    mean = float((own - found.logprobs).abs()[found.mask].mean())
-    assert 0 < mean < 0.05
