@@ -15,8 +15,8 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
-from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.own import linear, shared_prompt_cache
+from grpo_lightning.sampler.own.decode import Replay, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
@@ -417,7 +417,7 @@ class FakeCuda:
 
 def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
     cuda, made = FakeCuda(), []
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "cuda", cuda)
 
     def step() -> None:
         if cuda.recording is None:
@@ -425,7 +425,7 @@ def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
         else:
             cuda.recording.append(lambda: made.append(1))
 
-    repeat = replay.Replay(step, torch.device("cuda"))
+    repeat = Replay(step, torch.device("cuda"))
     total = 0
     for times, version in ((16, 1), (16, 1), (1, 2), (1, 2), (16, 2), (5, 3), (1, 4)):
         repeat(times, version)
