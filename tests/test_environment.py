@@ -135,7 +135,7 @@ def test_workers_that_hang_or_die_are_failures():
     kinds = {
         "hang": "timeout: took longer than 2 s",
         "hang_in_c": "timeout: took longer than 2 s",
-        "_exit": "crash: its worker died with exit code 70",
+        "_exit": "crash: its worker died with exit code 3",
         "kill": "crash: its worker died with exit code -9",
         "segfault": "crash: its worker died with exit code -11",
         "memory": "exception: MemoryError",

@@ -120,7 +120,7 @@ def ends_itself(turns, how):
     if how == "hang_in_c":
         ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
     if how == "_exit":
-        os._exit(0)
+        os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "segfault":

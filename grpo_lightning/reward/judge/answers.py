@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.reward.engine.weighted import RewardError
 
 _BEGINNING = b'{"request": "'
@@ -43,7 +42,7 @@ class Answers:
 
         Args:
             request: The hash of what was asked.
-            answer: The text; what of it looks like a secret is left out.
+            answer: The text.
             more: What else a reader may want to know.
 
         Returns:
@@ -52,8 +51,7 @@ class Answers:
         Raises:
             RewardError: The file cannot be written.
         """
-        told = {name: hide(value, HIDDEN) if isinstance(value, str) else value for name, value in more.items()}
-        line = json.dumps({"request": request, **told, "answer": hide(answer, HIDDEN)}).encode() + b"\n"
+        line = json.dumps({"request": request, **more, "answer": answer}).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -67,7 +65,7 @@ class Answers:
         except OSError as error:
             raise self._problem("cannot be written", error) from error
         self._refresh()
-        return self._known.setdefault(request, hide(answer, HIDDEN))
+        return self._known.setdefault(request, answer)
 
     def _refresh(self) -> None:
         """Read what was added since the last time."""
