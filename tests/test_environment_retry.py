@@ -92,21 +92,6 @@ def test_what_it_needs_is_what_the_verifier_names():
         check_columns(environment, ["answer", "task"])
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"verifier": 3}, "verifier: expected a function"),
-        ({"discount": 1.5}, "discount=1.5: allowed is a number from 0 to 1"),
-        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
-        ({"reply": " "}, "reply: expected a text that is not empty, got ' '"),
-        ({"reply": None}, "reply: expected a text"),
-    ],
-)
-def test_settings_that_are_of_no_use(change, words):
-    with pytest.raises(ValueError, match=words):
-        Retry(**{"verifier": exact, "max_turns": 3, "discount": 0.5, "reply": REPLY} | change)
-
-
 def test_an_episode_of_three_turns():
     retry = pickle.loads(pickle.dumps(Retry(exact, max_turns=3, discount=0.5, reply=REPLY)))
     episodes = Environment(retry, 3).episodes(["?"] * 2, {"answer": ["7", "8"]}, [(0, 0, 0), (0, 0, 1)])

@@ -1,9 +1,5 @@
 """Environments as settings and as objects: what composes, what is refused, and what the policy is told."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -13,7 +9,7 @@ import grpo_lightning as grpo
 from grpo_lightning.environment import Environment, EpisodeError, Played
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import ROOT, build
+from tests.support.composed import build
 from tests.support.provocations import provocation
 from tests.test_settings import problems
 
@@ -147,20 +143,6 @@ def test_a_missing_column_is_an_early_error(monkeypatch):
         _ = run.data
 
 
-@pytest.mark.slow
-def test_rewards_are_told_of_episodes():
-    def of_turns(completions, turns, replies, turn_scores):
-        return [0.0] * len(completions)
-
-    run = grpo.compose(*SMALL, environment=environments.guess, reward=of_turns, data=ROWS)
-    assert "number" in run.data.columns
-    with pytest.raises(ValueError, match="parameter 'turns' is no column of the data"):
-        _ = grpo.compose(*SMALL, reward=of_turns, data=ROWS).data
-    named = [row | {"replies": "x"} for row in ROWS]
-    with pytest.raises(EpisodeError, match="column 'replies' has the name of what rewards are told of episodes"):
-        _ = grpo.compose(*SMALL, environment=environments.guess, reward=letters, data=named).data
-
-
 TOOL = (
     "trusted=[tests]",
     "environment=custom",
@@ -196,55 +178,3 @@ def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
 
 def unread(*_, **__):
     raise AssertionError("weights are read")
-
-
-GAME = """
-import os, time
-
-def game(turns, number, rng):
-    luck = rng.random()
-    if luck < 0.1:
-        time.sleep(600)
-    if luck < 0.3:
-        os._exit(3)
-    return "on" if len(turns) < 2 else float(len(turns[-1]) > number)
-"""
-
-
-@pytest.mark.slow
-@provocation("a run whose environment hangs or crashes now and then", "they are counted and left out")
-def test_a_run_outlives_the_failures_of_its_environment(tmp_path):
-    (tmp_path / "my_game.py").write_text(GAME)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    own = ("data=jsonl", "data.path=rows.jsonl", "reward=[environment]", "policy=scratch")
-    words = [*SMALL, *own, "environment=custom", "environment.function._target_=my_game.game"]
-    limits = ["environment.timeout=0.3", "rollout.max_new_tokens=24", "rollout.stop=[a,e,i,o,u]"]
-
-    def run(most):
-        command = [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *words,
-            *limits,
-            f"environment.max_failed={most}",
-            f"hydra.run.dir=run{most}",
-        ]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    done = run(1.0)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads((tmp_path / "run1.0" / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert 0 < summary["metrics"]["episode/failed"] < 1
-    assert "environment my_game.game failed in" in (tmp_path / "run1.0" / "train.log").read_text()
-    refused = run(0.0)
-    assert refused.returncode == 1
-    assert "environment my_game.game failed in" in refused.stderr
-    assert "environment.max_failed=0" in refused.stderr

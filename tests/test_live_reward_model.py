@@ -107,20 +107,6 @@ def test_it_scores_in_evaluation_mode_and_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        lambda values: values[:, 0],
-        lambda values: values,
-        lambda values: type("Output", (), {"logits": values}),
-        lambda values: values.transpose(0, 1)[0],
-    ],
-    ids=["[B]", "[B, 1]", "logits", "not contiguous"],
-)
-def test_a_value_per_row_may_have_several_shapes(shape):
-    assert RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"]) == [1.0, 3.0]
-
-
-@pytest.mark.parametrize(
     "shape, gave",
     [
         (lambda values: values.mean(), r"\(\)"),

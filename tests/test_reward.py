@@ -65,6 +65,13 @@ def test_a_reward_cannot_reorder_what_the_next_one_sees():
     assert score(rewards, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
 
 
+def test_a_column_fills_an_optional_argument_of_its_name():
+    def function(completions, *, output="none", path=None):
+        return [float(text == right) for text, right in zip(completions, output)]
+
+    assert scored(function, columns={"output": ["a", "c"], "path": ["x", "y"]}) == [1.0, 0.0]
+
+
 def test_per_completion_passes_one_row():
     def one(text, answer, prompt, missing=9):
         return None if text == "b" else len(text) + 10 * int(answer) + 100 * len(prompt) + missing

@@ -9,7 +9,7 @@ from grpo_lightning.reward import RewardError, Scoring, Weighted
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.sandbox import client
-from grpo_lightning.settings import ConfigError, check
+from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.built import check_built
 from tests.support.composed import composed
 from tests.support.provocations import provocation
@@ -32,18 +32,14 @@ def scored(text, tests=DOUBLES, **settings):
     ("completion", "found"),
     [
         (fenced("a"), "a\n"),
-        (fenced("a", "py"), "a\n"),
         (fenced("a", "bash"), None),
         (fenced("a") + fenced("b"), "b\n"),
         (fenced("a") + fenced("b", "text"), "a\n"),
-        (fenced("a") + "\n```python\nb", "a\n"),  # cut off
         ("<think>\n```python\na\n```\n</think>", None),
         ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
         ("```python\na\n```\n<answer>\n```python\nb\n```\n</answer>", "b\n"),
         ("<answer>print(1)</answer>", "print(1)"),
-        ("<answer>```bash\nb\n```</answer>", None),
         ("print(1)", None),
-        (fenced(" "), None),
         (fenced("x" * 100_000), None),
     ],
 )
@@ -77,7 +73,6 @@ ADD = "def add(a, b):\n    print('adding')\n    return a + b\n"
     ("text", "test", "score"),
     [
         (ADD, {"function": "add", "args": [1, 2], "output": 3}, 1.0),
-        (ADD, {"function": "add", "args": [1, 2], "output": 4}, 0.0),
         (ADD, {"function": "add", "args": [0.1, 0.2], "output": 0.3}, 1.0),
         (ADD, {"function": "add", "args": [0.1, 0.2], "output": 0.3001}, 0.0),
         (ADD, {"function": "add", "args": [10**20, 1], "output": 10**20}, 0.0),  # whole numbers are exact
@@ -85,11 +80,8 @@ ADD = "def add(a, b):\n    print('adding')\n    return a + b\n"
         ("def f(x): return (x, {'a': None})", {"function": "f", "args": [1], "output": [1, {"a": None}]}, 1.0),
         ("def f(): return True", {"function": "f", "args": [], "output": 1}, 0.0),
         ("def f(): return {1, 2}", {"function": "f", "args": [], "output": [1, 2]}, 0.0),
-        ("def f(): return float('nan')", {"function": "f", "args": [], "output": 1.0}, 0.0),
-        ("def f():\n    x = []\n    x.append(x)\n    return x", {"function": "f", "args": [], "output": [1]}, 0.0),
         ("def f():\n    import os\n    os._exit(0)", {"function": "f", "args": [], "output": 0}, 0.0),
         ("class Solution:\n    def f(self, x): return x", {"function": "Solution.f", "args": [7], "output": 7}, 1.0),
-        ("from __future__ import annotations\ndef f(): return 'x'", {"function": "f", "args": [], "output": "x"}, 1.0),
     ],
 )
 def test_functions_are_called(text, test, score):
@@ -128,10 +120,8 @@ def test_the_first_test_that_takes_too_long_ends_the_rest(monkeypatch):
     ("tests", "message"),
     [
         (None, "tests: expected a list with at least one test, got None"),
-        ("[", "tests: expected JSON, got '\\['"),
         ([["1", "2"]], "tests: expected {input: text, output: text} or {function: NAME or CLASS.METHOD"),
         ([{"input": "1", "output": " \n"}], "tests: expected an output that is not empty"),
-        ([{"function": "f()", "args": [], "output": 1}], "tests: expected {input: text, output: text} or"),
         ([{"function": "f", "args": [], "output": None}], "value other than null"),
     ],
 )
@@ -173,20 +163,6 @@ def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     ):
         check_built(config)
     check_built(composed("reward=[accuracy]"))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seconds=0", "reward.code.function.seconds=0: allowed is a number > 0"),
-        ("memory_mb=1", "reward.code.function.memory_mb=1: allowed is an integer >= 64"),
-        ("all_or_nothing=1", "reward.code.function.all_or_nothing=1: allowed is true or false"),
-    ],
-)
-def test_settings_are_checked_early(override, message):
-    with pytest.raises(ConfigError) as error:
-        check(composed("reward=[code]", f"reward.code.function.{override}"))
-    assert message in str(error.value)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Rewards that read chat messages, as TRL's own do for conversational data; and TRL's own."""
 
-import functools
-
 import pytest
 
 from grpo_lightning.reward import RewardError, Weighted, check_columns, score
@@ -44,13 +42,6 @@ def test_texts_become_messages_and_messages_stay():
         "completion_ids": [[1], [2]],
         "chat": [CHAT, "text"],  # a column stays whatever it is
     }
-
-
-@WHERE
-def test_functions_for_conversational_data_work_unchanged(timeout):
-    assert scored(rewards.letters, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [3.0, 0.0]
-    assert scored(rewards.of_messages, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [2.0, 3.0]
-    assert scored(functools.partial(rewards.letters, extra=1), [CHAT], ["two"], timeout=timeout) == [3.0]
 
 
 def test_a_reward_cannot_change_what_the_next_one_sees():
@@ -102,13 +93,6 @@ def test_the_setting_reaches_the_reward():
 
 
 # --- TRL's own
-
-
-@WHERE
-def test_trl_think_format(timeout):
-    think_format = pytest.importorskip("trl.rewards").think_format_reward
-    texts = ["<think>\na\n</think>\nb", "<think>\na\nb"]
-    assert scored(think_format, [PLAIN, CHAT], texts, timeout=timeout) == [1.0, 0.0]
 
 
 @WHERE

@@ -1,7 +1,6 @@
 """A reward model says what its own logits say, whatever it is batched with, and is loaded once."""
 
 import gc
-import json
 import logging
 import weakref
 
@@ -121,17 +120,6 @@ def test_what_is_cut_keeps_the_tokenizers_own_first_and_last_token(tmp_path):
     assert model(["a", PROMPTS[0]], ["b", "c"]) == pytest.approx(single, abs=1e-6)  # in evaluation mode: no dropout
 
 
-def test_the_models_own_padding_token_is_not_taken_for_the_end_of_a_text(tmp_path):
-    # The model pads with one token and its tokenizer with another, in which a text ends.
-    path = write_reward_model(tmp_path, "llama", chat=False)
-    config = json.loads((path / "config.json").read_text())
-    start = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|im_start|>")
-    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": start}))
-    texts = ["46<|endoftext|>", "a long answer<|endoftext|>"]
-    expected = [alone(path, "What is 12 + 34?" + text) for text in texts]
-    assert reward_model(path)(PROMPTS[:1] * 2, texts) == pytest.approx(expected, abs=1e-5)
-
-
 def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
     first, second = reward_model(chat), reward_model(chat, label=1)
     assert first.shares_weights(second)
@@ -171,19 +159,6 @@ def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
     exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
     found = torch.tensor(model(PROMPTS, COMPLETIONS))
     assert (found - exact).abs().mean() < 0.5 * exact.std()
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"dtype": "float8"}, "dtype=float8: allowed is one of float32, bfloat16, float16"),
-        ({"quantization": "3bit"}, "quantization=3bit: allowed is 8bit, 4bit or null"),
-        ({"batch_tokens": 0}, "batch_tokens=0: allowed is an integer >= 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
-        reward_model("nowhere", **settings)
 
 
 @pytest.mark.parametrize(

@@ -67,22 +67,6 @@ def test_right_is_a_score_of_at_least_one():
     assert found == [1.0, -1.0, 1.0, None, -1.0, None]  # of steps the mean, 0.5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_length": 0}, "max_length: expected at least 1 token, got 0"),
-        ({"right": [1.0]}, r"right: expected \[at length 0, at max_length\], two finite numbers, got \[1.0\]"),
-        ({"wrong": [1.0, float("nan")]}, r"wrong: expected .* got \[1.0, nan\]"),
-        ({"wrong": "12"}, "wrong: expected .* got '12'"),
-        ({"outcome": lambda completions: [1.0]}, "outcome: expected 2 scores, got 1"),
-    ],
-)
-def test_broken_settings_of_cosine_length_are_named(settings, message):
-    known = {"outcome": exact, "max_length": 4, "right": [1.0, 0.5], "wrong": [-1.0, -0.5], "answer": ["1", "1"]}
-    with pytest.raises(ValueError, match=message):
-        cosine_length(["1", "2"], [[1], [1]], **{**known, **settings})
-
-
 def test_soft_overlong_falls_over_the_buffer():
     ids = [[1] * n for n in (0, 80, 85, 90, 100, 120)]  # 100 - 20 = 80;  (80 - 85) / 20 = -0.25
     assert soft_overlong(ids, max_length=100, buffer=0.2) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

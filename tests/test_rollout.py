@@ -176,25 +176,6 @@ def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
     assert context.clock.read().keys() >= {"rollout", "reward"}
 
 
-@pytest.mark.parametrize("names, outcome, expected", NAMES)
-def test_the_filter_and_the_counts_go_by_the_same_outcome(names, outcome, expected):
-    never = Weighted(lambda completions: [0.0] * len(completions), 1.0)
-    differs_for_p = Weighted(lambda completions: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
-    rewards = dict.fromkeys(names, never) | {expected: differs_for_p}
-    settings = {"reward": rewards, "outcome": outcome, "threshold": 1.0}
-    found = collect(Fixed(), **settings)
-    assert (found.metrics["group/mixed"], found.metrics["group/all_wrong"]) == (0.5, 0.5)
-    asked: list[torch.Tensor] = []
-
-    def everything(outcomes):
-        asked.append(outcomes)
-        return mixed(outcomes)
-
-    found = collect(Fixed(), group_filter=everything, **settings)
-    assert asked[0].tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
-    assert found.metrics["group/kept"] == 0.5
-
-
 def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():
     keys = {key: value for key, value in composed()["rollout"].items() if key != "_target_"}
     assert [field.name for field in fields(Collector)] == list(keys)

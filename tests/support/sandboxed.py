@@ -6,8 +6,6 @@ from grpo_lightning.sandbox import client
 SETTINGS = {"all_or_nothing": False, "seconds": 5.0, "cpu_seconds": 2, "seconds_in_all": 20.0, "memory_mb": 256}
 
 
-
-
 def without_landlock(completions, tests):
     """The reward on a kernel without Landlock."""
     begin = client._BEGIN

@@ -96,14 +96,6 @@ def test_frequencies_are_the_probabilities(vllm, policy):
         assert abs(share[token] - probability) < 4.5 * spread + 1e-9, token
 
 
-def test_what_is_drawn_depends_on_neither_neighbours_nor_processes(vllm, policy):
-    together = sample(vllm, policy, PROMPTS)
-    alone = sample(vllm, policy, PROMPTS[1:2], first_prompt=1)
-    assert alone.texts == together.texts[4:8]
-    assert sample(vllm, policy, PROMPTS).texts == together.texts
-    assert sample(vllm, policy, PROMPTS, seed=4).texts != together.texts
-
-
 def test_new_weights_are_used(vllm, policy):
     before = sample(vllm, policy)
     disturb(policy)
