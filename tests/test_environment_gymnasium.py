@@ -97,7 +97,7 @@ def test_an_episode_in_this_process_and_in_a_worker():
     "given, words",
     [
         ({}, "id: expected the name of an environment, or null where make is given, got None"),
-        ({"id": "Nowhere-v0"}, "id: expected an environment of gymnasium that .*, got 'Nowhere-v0'"),
+        ({"id": "Nowhere-v0"}, "id: expected an environment that gymnasium can make, got 'Nowhere-v0'"),
         (
             {"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}},
             "kwargs: expected arguments other than ren",
