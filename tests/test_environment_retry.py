@@ -31,8 +31,6 @@ def half(completions, **_):
     return [0.5 for _ in completions]
 
 
-def kept(completions, answer, *, level=1, log_file=None, path="x"):
-    return [1.0]
 
 
 def none(completions):
@@ -81,8 +79,8 @@ def test_what_it_needs_is_what_the_verifier_names():
         return list(inspect.signature(Retry(verifier, max_turns=2, discount=1, reply="no")).parameters)
 
     assert named(exact) == ["turns", "answer"]
-    assert named(numeric) == named(partial(numeric, tolerance=1.0)) == ["turns", "answer"]  # no column says a tolerance
-    assert named(kept) == ["turns", "answer", "level"]
+    assert named(numeric) == ["turns", "answer", "tolerance"]
+    assert named(partial(numeric, tolerance=1.0)) == ["turns", "answer"]  # what is bound stays
     assert named(reasoning_gym) == ["turns", "answer", "task", "metadata", "task_config"]
     assert named(prompted) == ["turns", "prompt"]
     assert sorted(named(PerCompletion(longest))) == ["limit", "prompt", "turns"]

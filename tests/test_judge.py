@@ -99,7 +99,7 @@ BAD = {
     "answers compressed": Reply(headers={"content-encoding": "gzip"}),
     "closes the connection": Reply(hangs_up=True),
     "breaks off": Reply(headers={"content-length": "9999"}, endless=False, body=b"{}"),
-    "hangs": Reply(seconds=1.0),
+    "hangs": Reply(seconds=3.0),
     "is overloaded (429)": Reply(status=429),
     "breaks (500)": Reply(status=500),
 }
@@ -111,7 +111,7 @@ BAD = {
 )
 def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
     for how, bad in BAD.items():
-        timeout = 0.3 if how in ("hangs", "breaks off") else 5.0
+        timeout = 1.0 if how in ("hangs", "breaks off") else 5.0
         with serving(bad) as server:
             assert asked(server, retries=1, timeout=timeout) == [None], how
             assert len(server.asked) == 2
