@@ -17,7 +17,7 @@ from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
 from grpo_lightning.settings import ConfigError, check
 from tests.support import stand_in
-from tests.support.composed import ROOT, composed
+from tests.support.composed import composed
 from tests.support.running import small_run
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
 
@@ -191,7 +191,7 @@ def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(arguments, "find_spec", lambda _: None)
     sentence = (
         "sampler=vllm: vLLM is not installed; allowed is sampler=own, or an environment of its own with: "
-        f"pip install -r {ROOT}/requirements-vllm.txt"
+        "pip install -r requirements-vllm.txt"
     )
     assert problems("sampler=vllm") == (sentence,)
     assert problems("sampler=vllm", "mode=export") == ()

@@ -31,8 +31,6 @@ def half(completions, **_):
     return [0.5 for _ in completions]
 
 
-
-
 def none(completions):
     return [None]
 
