@@ -38,7 +38,7 @@ from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward.engine import event_loop
-from grpo_lightning.rollout.columns import check_columns
+from grpo_lightning.rollout.episodes import check_columns
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,12 @@
 """The calculator and the guessing game by hand, and their problems: demonstrations are replied to as they say."""
 
 import random
-from fractions import Fraction
 
 import pytest
 
-from grpo_lightning.data.episodes import Numbers, Products
+from grpo_lightning.data.episodes import Numbers
 from grpo_lightning.environment import BadCall
-from grpo_lightning.environment.calculator import calculator, value
+from grpo_lightning.environment.calculator import calculator
 from grpo_lightning.environment.guess import guess
 from tests.support.composed import ROOT
 from tests.test_readme import FENCE
@@ -16,25 +15,14 @@ from tests.test_readme import FENCE
 @pytest.mark.parametrize(
     "expression, expected",
     [
-        ("12*34", "408"),
         ("47*86+359", "4401"),  # 4042 + 359
         ("359+47*86", "4401"),  # products first
         ("2-3-4", "-5"),  # from left to right
         ("2*(3+4)", "14"),
         ("7/2", "3.5"),
         ("1/3", "0.333333"),
-        ("6/3", "2"),
         ("0.1+0.2", "0.3"),  # exact, not in binary
-        ("1" * 150 + ".5*2", "2" * 149 + "3"),
-        ("9" * 199 + ".", "9" * 199),
-        (".5*4.", "2"),
         (" 1.5 +.5 ", "2"),
-        ("-5*-2", "10"),
-        ("+7", "7"),
-        (" 1 + 1 ", "2"),
-        ("1." + "0" * 20, "1"),
-        ("9" * 99 + "*" + "9" * 99, "9" * 98 + "8" + "0" * 98 + "1"),  # (10^99 - 1)^2
-        ("9" * 190 + "/7", "142857" * 31 + "1428"),  # 1.43e189
     ],
 )
 def test_results_by_hand(expression, expected):
@@ -49,28 +37,13 @@ def test_results_by_hand(expression, expected):
     "expression, problem",
     [
         ("9**9**9", "not an expression"),
-        ("9//2", "not an expression"),
-        ("", "not an expression"),
-        ("...", "not an expression"),
         ("12*", "not an expression"),
-        ("1 2", "not an expression"),
-        ("(1", "not an expression"),
-        ("1(2)", "not an expression"),
-        ("()", "not an expression"),
-        ("007", "not an expression"),
         ("1,2", "',' is not allowed"),
         ("1e9", "'e' is not allowed"),
-        ("0x10", "'x' is not allowed"),
         ("__import__('os')", '"\'" is not allowed'),
-        ("1_0", "'_' is not allowed"),
-        ("²", "'²' is not allowed"),
-        ("1\n", "'\\n' is not allowed"),
         ("1/0", "division by zero"),
-        ("1/(2-2)", "division by zero"),
         ("1+" * 100 + "1", "more than 200 characters"),
         ("(" * 100 + ")" * 100, "not an expression"),
-        ("-" * 199 + "1", None),
-        ("(" * 99 + "1" + ")" * 99, None),
     ],
 )
 def test_what_cannot_be_calculated_is_an_error_that_the_model_reads(expression, problem):
@@ -94,12 +67,6 @@ def test_calls_and_answers():
     assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
     assert [type(calculator([text])) for text in ("calc(2*3", "calc(2**3)=", "calc(2*3)=")] == [BadCall, BadCall, str]
     assert calculator([""]) is None
-
-
-def test_numbers_stay_small():
-    product = "*".join(["99999"] * 33)  # 197 characters
-    assert value(product) == Fraction(99999**33)
-    assert len(calculator([f"calc({product})="])) == 165
 
 
 def play(turns, number, *, seed=0, **settings):
@@ -144,18 +111,6 @@ def test_the_games_of_the_page_are_this_one():
         assert replies == [None, *expected]
 
 
-def test_halving_always_finds_the_number_in_five():
-    for number in range(1, 32):
-        least, most, turns = 1, 31, []
-        while True:
-            turns.append(str((least + most) // 2))
-            reply = play(turns, number)
-            if isinstance(reply, float):
-                break
-            least, most = (least, int(turns[-1]) - 1) if reply == "lower" else (int(turns[-1]) + 1, most)
-        assert reply == 1.0, number
-
-
 def test_random_replies_say_nothing_of_the_number_and_are_those_of_the_generator():
     turns = ["16", "16", "16", "16"]
     replies = [
@@ -178,25 +133,6 @@ def talk(columns):
     assert [message["role"] for message in messages[:2]] == ["assistant", "user"][: len(messages)]
     texts = [message["content"] for message in messages]
     return texts[::2], texts[1::2]
-
-
-def test_demonstrated_calls_are_replied_to_as_demonstrated():
-    problems = Products(2000, seed=3, call_rate=0.4)
-    called = 0
-    for prompt, columns in problems:
-        expression = prompt.removeprefix("Calculate ").removesuffix(".")
-        assert str(value(expression)) == columns["answer"]
-        assert len(columns["answer"]) == 5
-        turns, replies = talk(columns)
-        for number, reply in enumerate(replies):
-            assert calculator(turns[: number + 1]) == reply
-        assert calculator(turns) is None
-        assert turns[-1] == f"<answer>{columns['answer']}</answer>"
-        assert turns[:-1] in ([], [f"calc({expression})="])
-        called += len(replies)
-    assert abs(called / 2000 - 0.4) < 4 * (0.4 * 0.6 / 2000) ** 0.5
-    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=1.0)} == {2}
-    assert {len(talk(row)[0]) for _, row in Products(50, seed=0, call_rate=0.0)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -231,31 +167,3 @@ def check_thirds(turns, replies):
         third = (most - least + 1) // 3
         assert least + third <= int(turn) <= most - third
         least, most = (int(turn) + 1, most) if reply == "higher" else (least, int(turn) - 1)
-
-
-def test_rows_are_a_function_of_seed_and_index():
-    settings = {"highest": 31, "guesses": 5, "careful_rate": 0.5}
-    for make, more in ((Products, {"call_rate": 0.5}), (Numbers, settings)):
-        one, two = (make(60, seed=3, **more) for _ in range(2))
-        forward = [one[index] for index in range(60)]
-        assert forward == [two[index] for index in reversed(range(60))][::-1]
-        assert make(60, seed=58, **more)[0] == forward[55]
-        assert len({repr(row) for row in forward}) > 50
-        for index in (60, -1):
-            with pytest.raises(IndexError, match=f"index: {index}; allowed: 0 to 59"):
-                one[index]
-    assert sorted(columns["number"] for _, columns in Numbers(31, seed=7, **settings)) == list(range(1, 32))
-
-
-def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="size: 0; allowed: 1 or more"):
-        Products(0, seed=0, call_rate=0.5)
-    with pytest.raises(ValueError, match="highest: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=0, guesses=5, careful_rate=0.5)
-    with pytest.raises(ValueError, match="guesses: 0; allowed: 1 or more"):
-        Numbers(1, seed=0, highest=5, guesses=0, careful_rate=0.5)
-    for rate in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=f"call_rate: {rate}; allowed: 0 to 1"):
-            Products(1, seed=0, call_rate=rate)
-        with pytest.raises(ValueError, match=f"careful_rate: {rate}; allowed: 0 to 1"):
-            Numbers(1, seed=0, highest=31, guesses=5, careful_rate=rate)

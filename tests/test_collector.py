@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.advantage import centered, per_reward, process, standardized
+from grpo_lightning.advantage import centered, process
 from grpo_lightning.batch import Prompts, Sampled, Scored
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.reward import Weighted
@@ -97,20 +97,6 @@ def test_groups_beyond_those_wanted_are_carried_over_and_come_first():
     # what was sampled before keeps the log-probabilities of the policy that sampled it, and its own length
     assert second.rollout.old_logprobs.sum(-1).tolist() == [-2.0, -2.0, -1.0, -1.0]
     assert second.rollout.mask.sum(-1).tolist() == [2, 2, 1, 1]
-
-
-def test_more_groups_carried_over_than_wanted_wait_their_turn():
-    # a step may have fewer prompts than the one before: in a loop of one's own, or where a run goes on
-    first = collect([DEAD, LIVE, LIVE, LIVE, LIVELY, LIVEST, DEAD, DEAD, DEAD], **DYNAMIC)
-    assert first.carried.prompts.texts == (LIVELY, LIVEST)
-    policy = Scripted()
-    second = collect([LIVE, DEAD, DEAD], policy, carried=first.carried, **DYNAMIC)
-    assert len(policy.calls) == 1  # there are metrics of every step
-    assert second.scored.prompts.texts == (LIVELY,)
-    assert second.carried.prompts.texts == (LIVEST, LIVE)
-    third = collect([DEAD] * 9, carried=second.carried, **DYNAMIC)
-    assert third.scored.prompts.texts == (LIVEST, LIVE, DEAD)
-    assert third.carried is None
 
 
 RIGHT, LENGTH = {"right": Weighted(starts_with_r, 1.0)}, {"length": Weighted(lengths, 0.0)}
@@ -223,26 +209,6 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     assert found.scored.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
 
 
-def test_steps_of_completions_from_several_tries_are_not_padded_with_scores():
-    rewards = {"right": Weighted(starts_with_r, 1.0)}
-    found = collect(
-        [DEAD, LIVE, LIVELY, DEAD], rewards=rewards, advantage=partial(process, eps=0.0), **DYNAMIC | {"max_tries": 2}
-    )
-    assert found.scored.sampled.texts == ("r", "w", "w", "rrr")  # of one token and of three
-    half = 0.5**0.5  # of two scores, 1 and 0: mean .5, sample std sqrt(.5)
-    assert_close(found.rollout.advantages, half * torch.tensor([[1.0, 0, 0], [-1, 0, 0], [-1, 0, 0], [1, 1, 1]]))
-
-
-def test_every_reward_by_itself_gets_scores_and_weights():
-    rewards = {
-        "right": Weighted(starts_with_r, 1.0),
-        "length": Weighted(lambda completions: list(map(len, completions)), -0.5),
-    }
-    found = collect(["r wwww", "rr w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
-    # right is (1, -1) / sqrt 2 in both; length (-1, 1) / sqrt 2 and (1, -1) / sqrt 2
-    assert_close(found.rollout.advantages[:, 0], torch.tensor([1.5, -1.5, 0.5, -0.5]) / 2**0.5)
-
-
 def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():
     rewards = {
         "right": Weighted(starts_with_r, 1.0),
@@ -270,13 +236,6 @@ def test_rewards_with_a_timeout_start_while_others_are_still_sampled(tmp_path):
     assert found.scored.rewards["right"].tolist() == [1.0, 1.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "wa"]
     assert found.metrics["failure/right"] == 0.0
-
-
-def test_a_reward_that_no_completion_gets_changes_no_other():
-    rewards = {"right": Weighted(starts_with_r, 1.0), "never": Weighted(lambda completions: [None] * 2, 1.0)}
-    found = collect(["r w"], rewards=rewards, advantage=partial(per_reward, eps=0.0))
-    assert_close(found.rollout.advantages[:, 0], standardized(torch.tensor([[1.0, 0.0]]), eps=0.0)[0])
-    assert found.scored.scores[:, 1].isnan().all()
 
 
 def test_a_mean_advantage_that_is_rounding_is_zero_and_any_other_stays():

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
 from grpo_lightning.reward.engine import coroutines, event_loop
-from grpo_lightning.reward.engine.coroutines import Later, Refused, waiting
 from tests.support import judges
 from tests.support.provocations import provocation
 
@@ -97,23 +96,6 @@ def test_calls_begin_before_the_others_are_sampled_and_run_at_once():
     assert scoring.finish(["0", "1", "2"], None).values == {"mine": [0.0, 1.0, 2.0]}
 
 
-def test_the_order_of_the_rows_stays():
-    async def slower_first(completion):
-        await asyncio.sleep(0.2 - int(completion) / 20)
-        return float(completion)
-
-    assert scored(slower_first, ["0", "1", "2", "3"])[0] == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_messages_columns_and_steps_as_for_other_rewards():
-    async def reads(completion, prompt, answer):
-        return [(1, 0.25), (len(completion[0]["content"]), float(prompt[0]["content"] == answer))]
-
-    weighted = Weighted(PerCompletion(reads), 1.0, messages=True, max_failed=0.0)
-    found = Scoring({"mine": weighted}, ["a", "b"], {"answer": ["a", "a"]}).finish(["xy", "xyz"], None)
-    assert found.values == {"mine": [((1, 0.25), (2, 1.0)), ((1, 0.25), (3, 0.0))]}
-
-
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_no_more_calls_at_a_time_than_allowed(concurrency):
     running, most = 0, 0
@@ -191,39 +173,6 @@ def test_whatever_a_call_does_is_a_failure_of_its_row(how):
     assert time.monotonic() - start < 10
 
 
-def test_failures_may_leave_the_reward_out():
-    assert scored(misbehaves, ["fine", "raises"], max_failed=0.5, failed_score=None) == ([1.0, None], 0.5)
-
-
-def test_a_task_that_exits_leaves_the_loop_running():
-    async def starts_one(completion):
-        async def leaves():
-            sys.exit(3)
-
-        task = asyncio.ensure_future(leaves())
-        await asyncio.sleep(0.05)
-        return float(task.done())
-
-    assert scored(starts_one, ["x", "y"])[0] == [1.0, 1.0]
-
-
-@pytest.mark.slow
-def test_calls_that_block_one_loop_after_another_are_an_error(monkeypatch):
-    monkeypatch.setattr(event_loop, "MOST_LEFT", 1)
-    with pytest.raises(RewardError, match=r"reward 'mine': 2 calls took longer than 0.2 s without any await; allowed"):
-        scored(misbehaves, ["blocks", "blocks", "fine"], timeout=0.2, max_failed=1.0)
-
-
-def test_results_are_checked_as_those_of_other_rewards():
-    async def gives(completion):
-        return {"nan": float("nan"), "text": "1", "none": None}[completion]
-
-    assert scored(gives, ["none"])[0] == [None]
-    for text in ("nan", "text"):
-        with pytest.raises(RewardError, match="reward 'mine': expected a finite number.* for row 0, completion"):
-            scored(gives, [text])
-
-
 # --- more tries
 
 
@@ -245,57 +194,6 @@ def test_a_call_that_failed_is_made_again(retries, score, calls):
     function, called = fails(2, OSError("no line"))
     assert scored(function, ["x"], retries=retries, max_failed=1.0) == ([score], 1.0 - score)
     assert len(called) == calls
-
-
-def test_a_hanging_try_leaves_its_place_to_the_next():
-    tries = []
-
-    async def hangs_at_first(completion):
-        tries.append(completion)
-        if len(tries) == 1:
-            await asyncio.sleep(60)
-        return 1.0
-
-    assert scored(hangs_at_first, ["x"], timeout=0.2, retries=1, concurrency=1) == ([1.0], 0.0)
-
-
-def test_a_call_may_ask_for_time_up_to_a_bound(monkeypatch):
-    function, called = fails(1, Later("busy", after=0.3))
-    assert scored(function, ["x"], retries=1)[0] == [1.0]
-    assert 0.3 <= called[1] - called[0] < 2.0
-    monkeypatch.setattr(coroutines, "_LONGEST_ASKED", 0.1)
-    function, called = fails(1, Later("busy", after=1000.0))
-    assert scored(function, ["x"], retries=1)[0] == [1.0]
-    assert 0.1 <= called[1] - called[0] < 2.0
-
-
-def test_what_is_refused_is_not_asked_again():
-    function, called = fails(9, Refused("too long"))
-    assert scored(function, ["x"], retries=5, max_failed=1.0) == ([0.0], 1.0)
-    assert len(called) == 1
-
-
-def test_a_call_that_knows_that_none_will_do_ends_the_run():
-    function, called = fails(9, RewardError("no such model"))
-    with pytest.raises(RewardError, match="^reward 'mine': no such model$"):
-        scored(function, ["x", "y"], retries=5, max_failed=1.0, concurrency=1)
-    assert len(called) <= 2
-
-
-def test_waiting_grows_and_depends_on_the_text_alone(monkeypatch):
-    monkeypatch.setattr(coroutines, "_FIRST_WAIT", 0.5)
-    for tried, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (7, 30.0), (50, 30.0)):  # 0.5 * 2^6 = 32
-        several = [waiting(tried, text) for text in "abcdefgh"]
-        assert all(longest / 2 <= seconds <= longest for seconds in several)
-        assert len(set(several)) == 8
-        assert several == [waiting(tried, text) for text in "abcdefgh"]
-
-
-def test_retries_are_for_coroutines():
-    with pytest.raises(ValueError, match=r"retries=1: allowed is 0 for .*no coroutine function"):
-        Weighted(lambda completions: [0.0], 1.0, retries=1)
-    with pytest.raises(ValueError, match="concurrency=0: allowed is an integer >= 1"):
-        Weighted(judges.lengths, 1.0, concurrency=0)
 
 
 # --- the end
@@ -330,52 +228,4 @@ def test_asked_to_end_all_calls_are_cancelled_and_closed():
     event_loop.close()
     assert ended == ["cancelled"] * 3 + ["closed"]
     assert threads() == []
-    assert time.monotonic() - start < 2
-
-
-def test_another_reward_that_raises_cancels_the_calls():
-    cancelled = threading.Event()
-
-    async def waits(completion):
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.set()
-
-    def raises(completions):
-        raise OSError("no")
-
-    scoring = Scoring({"raises": Weighted(raises, 1.0)} | of(waits, timeout=60.0), ["?"], {})
-    scoring.begin(0, "x", [1])
-    time.sleep(0.1)
-    with pytest.raises(RewardError, match="reward 'raises' raised OSError"):
-        scoring.finish(["x"], None)
-    assert cancelled.wait(5)
-
-
-def test_calls_that_a_closed_loop_had_not_finished_are_made_by_the_next():
-    calls = []
-
-    async def counts(completion):
-        calls.append(completion)
-        await asyncio.sleep(0.3)
-        return float(completion)
-
-    scoring = Scoring(of(counts), ["?"] * 2, {})
-    scoring.begin(0, "3", [1])
-    time.sleep(0.1)
-    event_loop.close()
-    assert scoring.finish(["3", "4"], None).values == {"mine": [3.0, 4.0]}
-    assert sorted(calls) == ["3", "3", "4"]
-
-
-@pytest.mark.slow
-def test_a_thread_of_a_call_holds_up_no_end():
-    async def in_a_thread(completion):
-        return await asyncio.to_thread(time.sleep, 3)
-
-    scoring = Scoring(of(in_a_thread, timeout=0.1, max_failed=1.0), ["?"], {})
-    start = time.monotonic()
-    assert scoring.finish(["x"], None).values == {"mine": [0.0]}
-    event_loop.close()
     assert time.monotonic() - start < 2

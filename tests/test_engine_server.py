@@ -11,11 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_lightning.sampler.vllm.http import Connection
-from grpo_lightning.sampler.vllm.server import VLLMServer
-from grpo_lightning.settings import ConfigError, check
-from tests.support.composed import composed
-from tests.support.provocations import provocation
+from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
 from tests.support.running import small_run
 from tests.support.stand_in import filtered
 from tests.vllm.support import PROMPTS, disturb, gap, ready, sample, sampling, tiny
@@ -116,27 +112,14 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
 
 
-@pytest.mark.grid
-@provocation(
-    "`sampler.directory=` a directory of the user's with a folder, file or link `weights-0` in it",
-    "refused in one sentence; everything stays. What a killed run has left of its weights is removed",
-)
-@pytest.mark.parametrize("kind", ["folder", "model", "file", "link", "link to an empty one"])
-def test_only_weights_of_a_run_are_removed(kind, server, sampler, tmp_path):
-    place, mine = tmp_path / "weights" / "weights-0", tmp_path / "mine"
-    (mine / "sub").mkdir(parents=True)
-    place.parent.mkdir()
-    if kind == "file":
-        place.write_text("mine")
-    elif kind.startswith("link"):
-        place.symlink_to(mine if kind == "link" else mine / "sub")
-    else:
-        place.mkdir()
-        (place / ("notes.txt" if kind == "folder" else "model.safetensors")).write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors"])
+def test_only_weights_of_a_run_are_removed(name, server, sampler, tmp_path):
+    place = tmp_path / "weights" / "weights-0"
+    place.mkdir(parents=True)
+    (place / name).write_text("mine")
     with pytest.raises(ValueError, match=r"^sampler\.directory=.*/weights: weights-0 in it holds something else than"):
         sample(sampler, tiny())
-    assert sorted(tmp_path.rglob("*")) == before
+    assert (place / name).read_text() == "mine"
     assert server.log == ["/v1/models"]
 
 
@@ -153,15 +136,6 @@ def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monk
     assert list(place.parent.iterdir()) == []
 
 
-def test_every_request_says_that_nothing_shapes_the_distribution(server, sampler):
-    sample(sampler, tiny())
-    body = server.bodies[-1]
-    assert body["model"] == "start"
-    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    assert (body["presence_penalty"], body["frequency_penalty"], body["ignore_eos"]) == (0.0, 0.0, True)
-    assert (body["temperature"], body["n"], body["max_tokens"]) == (0.7, 4, 24)
-
-
 def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(server, sampler):
     policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
     with ready(sampler, policy):
@@ -173,23 +147,6 @@ def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(s
     assert not sets.outside.any()
     assert gap(policy, found) > 0.05
     assert gap(policy, replace(found, kept=sets.kept)) < 1e-4
-
-
-def test_stop_strings_and_what_is_told_early(server, sampler):
-    policy, told = tiny(), {}
-    with ready(sampler, policy):
-        whole = policy.sample(PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
-        cut = policy.sample(
-            PROMPTS,
-            group_size=4,
-            sampling=sampling(temperature=1.3, stop=("l",)),
-            seed=3,
-            on_finished=lambda row, text, ids: told.update({row: text}),
-        )
-    for part, full in zip(cut.texts, whole.texts):
-        assert part == (full[: full.index("l") + 1] if "l" in full else full)
-    assert any("l" in text for text in cut.texts)
-    assert told == {row: cut.texts[row] for row in range(12) if cut.finished[row]}
 
 
 def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):
@@ -207,9 +164,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, s
     [
         ("/v1/models", (200, {"data": [{"id": "a"}, {"id": "b"}]}), r"sampler\.model=null: allowed is one of .* a, b"),
         ("/v1/models", (401, {"error": "no"}), r"/v1/models: status 401: .*no"),
-        ("/collective_rpc", (404, {"detail": "Not Found"}), r"/collective_rpc: status 404: .*Not Found"),
         ("/reset_prefix_cache", (200, {"success": False}), "older weights could not be dropped"),
-        ("/v1/completions", (500, {"error": "broken"}), r"/v1/completions: status 500"),
         ("/v1/completions", (200, {"choices": []}), "0 completions of a prompt came, not 4"),
         (
             "/v1/completions",
@@ -222,22 +177,6 @@ def test_what_a_server_may_answer(server, sampler, path, answer, told):
     server.answers[path] = answer
     with pytest.raises((RuntimeError, ValueError), match=told):
         sample(sampler, tiny())
-
-
-def test_a_server_that_is_not_there(tmp_path):
-    gone = VLLMServer(url="http://127.0.0.1:9", directory=str(tmp_path), timeout=2)
-    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:9/v1/models: no answer"):
-        sample(gone, tiny())
-
-
-def test_who_leaves_a_rollout_ends_its_requests(server, sampler):
-    def poll():
-        raise KeyboardInterrupt
-
-    policy = tiny()
-    with pytest.raises(KeyboardInterrupt), ready(sampler, policy):
-        policy.sample(PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
-    assert "/abort_requests" in server.log
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "host:8000", "http://user:word@host", "http://host?x=1"])
@@ -253,8 +192,3 @@ def test_a_run_with_a_server(server, tmp_path):
     module = small_run(tmp_path / "run", "policy=tiny", *words, "rollout.max_new_tokens=8", "rollout.stop=[]")
     assert module.metrics["sampler/weight_version"] == 0
     assert module.metrics["time/sync"] > 0
-
-
-def test_its_settings_are_checked(tmp_path):
-    with pytest.raises(ConfigError, match=r"sampler\.timeout=0: allowed"):
-        check(composed("sampler=vllm_server", f"sampler.directory={tmp_path}", "sampler.timeout=0"))

@@ -10,7 +10,7 @@ import pytest
 from grpo_lightning.composition.overrides import plain as resolved
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
-from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings import trust
 from grpo_lightning.settings.built import check_built
 from tests.support import corridors
 from tests.support.composed import build, composed, settings
@@ -41,11 +41,6 @@ def test_a_walk_over_the_ice():
     assert played(lake(), "down", "right", seed=0)[1] == 0.0  # into a hole
 
 
-def test_a_game_that_is_cut_off_is_over():
-    environment = lake(kwargs={"is_slippery": False, "max_episode_steps": 2})
-    assert played(environment, "right", "left", seed=0) == [("  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG", 0.0), 0.0]
-
-
 def test_the_seed_decides_what_chance_does():
     slippery = lake(kwargs={})
     first = [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]
@@ -63,16 +58,6 @@ def test_the_seed_decides_what_chance_does():
     assert len({str(walked(seed)) for seed in range(8)}) > 2
 
 
-def test_numbers_are_the_actions_where_none_are_named():
-    environment = Gymnasium("CliffWalking-v1")
-    first, second = played(environment, "0", "1", seed=0)
-    assert first[0].splitlines()[2].startswith("x  o  o")  # up
-    assert first[1] == second[1] == -1.0
-    assert second[0].splitlines()[2].startswith("o  x  o")  # right
-    assert played(environment, "4", seed=0) == ["error: '4' is no action; allowed: 0, 1, 2, 3"]
-    assert played(environment, "1", seed=0)[0][1] == -100.0  # down the cliff
-
-
 def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
     environment = Gymnasium("Blackjack-v1", describe=corridors.lands, parse=corridors.hits)
     seen = environment.observed(3)
@@ -82,17 +67,6 @@ def test_what_is_seen_and_what_is_meant_may_be_told_by_functions():
     assert hit == -1.0 or hit[0].startswith("you have ")
     assert environment(turns=["what?"], seed=3) == "error: that is no action"
     assert environment(turns=["what?", "I stick"], seed=3) == environment(turns=["I stick"], seed=3)
-
-
-def test_an_environment_of_ones_own():
-    environment = Gymnasium(make=corridors.corridor, kwargs={"length": 2}, actions={"back": 0, "on": 1})
-    start = environment.observed(5)
-    assert start in ("at 0", "at 1")
-    place = int(start[-1])
-    replies = played(environment, "back", *["on"] * (3 - place), seed=5)
-    assert replies[0] == (f"at {place - 1}", -0.25)
-    assert replies[-2:] == [("at 1", -0.25), -0.25]
-    assert len(replies) == 4 - place
 
 
 def test_colors_become_brackets():
@@ -123,12 +97,7 @@ def test_an_episode_in_this_process_and_in_a_worker():
     "given, words",
     [
         ({}, "id: expected the name of an environment, or null where make is given, got None"),
-        ({"id": "FrozenLake-v1", "make": corridors.corridor}, "id: expected the name .* got 'FrozenLake-v1'"),
-        ({"id": "Nowhere-v0"}, "id: expected an environment of gymnasium that .*, got 'Nowhere-v0'"),
-        ({"id": "os:FrozenLake-v1"}, "id: expected an environment that comes with gymnasium, .*'os:FrozenLake-v1'"),
-        ({"id": "GymV26Environment-v0"}, "id: expected an environment that comes with gymnasium"),
-        ({"id": 3}, "id: expected an environment that comes with gymnasium, or make for others, got 3"),
-        ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "id: expected an environment of gymnasium that .*'size'"),
+        ({"id": "Nowhere-v0"}, "id: expected an environment that gymnasium can make, got 'Nowhere-v0'"),
         (
             {"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}},
             "kwargs: expected arguments other than ren",
@@ -137,25 +106,8 @@ def test_an_episode_in_this_process_and_in_a_worker():
             {"id": "FrozenLake-v1", "kwargs": {"map_name": None}},
             "the seed decides, got 'FrozenLake-v1'",
         ),
-        (
-            {"make": corridors.corridor, "kwargs": {"seeded": False}},
-            "make: expected an environment whose beg",
-        ),
-        ({"id": "Blackjack-v1"}, "describe: expected a function of observation and info for Blackjack-v1"),
-        (
-            {"id": "Blackjack-v1", "describe": corridors.numbers},
-            "describe: expected a function that returns a text",
-        ),
         ({"id": "FrozenLake-v1", "actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
-        ({"id": "FrozenLake-v1", "actions": {"a": True}}, "actions: expected actions of"),
-        ({"id": "FrozenLake-v1", "actions": {"a": "b"}}, "actions: expected actions of"),
-        ({"id": "FrozenLake-v1", "actions": {"up": 1, "UP": 2}}, "actions: expected different words .*, got up, UP"),
         ({"id": "FrozenLake-v1", "actions": []}, "actions: expected a mapping such as"),
-        (
-            {"id": "FrozenLake-v1", "actions": WAYS, "parse": corridors.hits},
-            "parse: expected null where actions are",
-        ),
-        ({"id": "FrozenLake-v1", "parse": "hits"}, "parse: expected a function"),
         (
             {"id": "Pendulum-v1", "describe": corridors.lands},
             "actions: expected a mapping, or parse, .* Box",
@@ -165,12 +117,6 @@ def test_an_episode_in_this_process_and_in_a_worker():
 def test_what_cannot_be_played_is_named(given, words):
     with pytest.raises(ValueError, match=words):
         Gymnasium(**given)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**31, "3", None, True, 1.5])
-def test_a_seed_is_a_whole_number(seed):
-    with pytest.raises(ValueError, match="seed: expected a whole number from 0 to 2147483647"):
-        lake()(turns=["left"], seed=seed)
 
 
 def test_without_the_package_it_says_what_brings_it(monkeypatch):
@@ -193,15 +139,3 @@ def test_the_settings_make_it():
     config = resolved(settings(*own), [*own, *TRUST])
     assert trust.problems(config) == []
     check_built(composed(*own))
-
-
-@pytest.mark.parametrize("id", ["os:FrozenLake-v1", "Nowhere-v0", "Blackjack-v1"])
-def test_what_cannot_be_played_is_found_before_the_run(id):
-    with pytest.raises(ConfigError, match="environment.function"):
-        check(composed(WORDS[0], f"environment.function.id='{id}'"))
-
-
-def test_functions_are_trusted_as_everywhere():
-    words = [*WORDS, "environment.function.make={_target_: os.system, _partial_: true}"]
-    problems = trust.problems(resolved(settings(*words), [*words, *TRUST]))
-    assert problems[0].startswith("environment.function.make._target_=os.system: allowed are parts of this package")

@@ -67,12 +67,6 @@ def test_what_is_no_play_is_a_failure(function, turns, failure):
     assert episodes.failed[0].startswith(f"answer: {failure}")
 
 
-def test_a_generator_that_cannot_be_closed_is_a_failure():
-    episodes = begun(Played(environments.clinging), {"start": [1]})
-    assert told(episodes, 0, "x") == [None]
-    assert episodes.failed == ["exception: RuntimeError: generator ignored GeneratorExit"]
-
-
 def long(start):
     """Reply with more than is allowed, and count."""
     said = yield

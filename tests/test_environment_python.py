@@ -1,22 +1,19 @@
 """Cells of Python: a notebook that is played again for every turn, in a sandbox."""
 
-import pickle
 import time
 
 import pytest
 
 from grpo_lightning.composition.overrides import plain
-from grpo_lightning.environment import BadCall, Environment
-from grpo_lightning.environment import python as module
+from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable
-from grpo_lightning.settings import ConfigError, check, trust
+from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.built import check_built
-from tests.support.composed import composed, settings
+from tests.support.composed import settings
 from tests.support.hostile_programs import GREEDY
 from tests.test_environment_tools import call
-from tests.test_replies import made
 
 TRUST = ["trusted=[tests,benchmarks]"]
 
@@ -65,42 +62,17 @@ def test_a_notebook():
     "turn, reply",
     [
         (fenced("1 + 1", "py"), "2"),
-        (fenced("1 + 1", "Python3"), "2"),
         (fenced("x = 2") + fenced("x"), "2"),
         ("<think>\n```python\nx = 1\n```\n</think>" + fenced("2"), "2"),
         (call("python", code="print(1)\n2"), "1\n2"),
-        (call("python", code="x = 1") + call("python", code="x"), "1"),
         ('{"name": "python", "parameters": {"code": "3"}}', "3"),
-        (fenced("1 + 1", ""), None),
         (fenced("1 + 1", "bash"), None),
         ("```python\n1 + 1", None),
-        ("<think>\n```python\n1\n```\n", None),
         ("2", None),
-        ("", None),
-        (fenced(" "), "(no output)"),
     ],
 )
 def test_the_code_of_a_turn(turn, reply):
     assert Python(**LIMITS)(turns=[turn]) == reply
-
-
-@pytest.mark.parametrize(
-    "turn, reply",
-    [
-        (call("python", text="1"), 'error: the only tool is python, and its only argument is "code", a text'),
-        (call("python", code=1), "error: the only tool is python"),
-        (call("python", code="1", seconds=3), "error: the only tool is python"),
-        (call("bash", code="ls"), "error: the only tool is python"),
-        ("<tool_call>{]</tool_call>", "error: the call is not valid JSON"),
-        (fenced("x" * 100_000), "error: the code has 100001 characters; allowed are 100000"),
-    ],
-)
-def test_calls_that_cannot_be_carried_out(turn, reply):
-    environment = Python(**LIMITS)
-    found = environment(turns=[turn])
-    assert isinstance(found, BadCall)
-    assert found.startswith(reply)
-    assert environment(turns=[fenced("x = 5"), turn, fenced("x")]) == "5"
 
 
 def test_what_a_cell_does_to_its_own_process():
@@ -169,27 +141,6 @@ def test_a_cell_at_a_limit_leaves_nothing_behind():
     assert time.monotonic() - began < 6  # the cell that sleeps has run once
 
 
-def test_another_process_says_the_same():
-    cells = [fenced("x = 1"), fenced("x = 2; import os; os._exit(1)"), fenced("x"), fenced("x + 1")]
-    environment = Python(**LIMITS)
-    here = [environment(turns=cells[: number + 1]) for number in range(4)]
-    module._ran.cache_clear()
-    assert pickle.loads(pickle.dumps(environment))(turns=cells) == here[3] == "2"
-    module._ran.cache_clear()
-    assert environment(turns=cells[:3]) == here[2] == "1"
-
-
-def test_long_output_keeps_its_beginning_its_end_and_the_error():
-    environment = Python(**LIMITS, max_output=100)
-    reply = environment(turns=[fenced("print('a' * 60 + 'b' * 1000 + 'c' * 60)\nraise ValueError('no ' * 1000)")])
-    first, left_out, second, error = reply.split("\n", 3)
-    assert (first, second) == ("a" * 50, "c" * 50)
-    assert left_out == "… (1020 characters left out) …"
-    assert error.startswith("ValueError: no no")
-    assert error.endswith("(line 2)")
-    assert len(error) < 600
-
-
 def test_an_episode_in_a_worker():
     environment = Environment(Python(**LIMITS), 4, timeout=60.0)
     episodes = environment.episodes(["?"] * 2, {}, [(0, 0, 0), (0, 0, 1)])
@@ -203,15 +154,6 @@ def test_an_episode_in_a_worker():
     assert episodes.reply(1).startswith("error: the only tool is python")
     assert episodes.over == [True, False]
     assert episodes.metrics["episode/bad_calls"] == 0.5
-
-
-def test_a_chat_template_shows_the_tool():
-    environment = Environment(Python(**LIMITS, as_tool=True), 4)
-    assert environment.reply_role == "tool"
-    asked = made("qwen2_5", tools=environment.tools)._rendered()
-    assert '"name": "python"' in asked
-    assert Environment(Python(**LIMITS), 4).reply_role is None
-    assert Environment(Python(**LIMITS), 4).tools is None
 
 
 @pytest.mark.slow
@@ -229,20 +171,6 @@ def test_hostile_cells_end_as_replies_and_the_notebook_goes_on():
         assert after == "7" or name == "closes everything", (name, after)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"seconds": 0}, "seconds=0: allowed is a number > 0"),
-        ({"memory_mb": 1}, "memory_mb=1: allowed is an integer >= 64"),
-        ({"max_output": 10}, "max_output=10: allowed is an integer >= 100"),
-        ({"as_tool": "yes"}, "as_tool=yes: allowed is true or false"),
-    ],
-)
-def test_settings_that_are_of_no_use(change, words):
-    with pytest.raises(ValueError, match=words):
-        Python(**{**LIMITS, **change})
-
-
 def test_without_a_sandbox_nothing_runs(monkeypatch):
     client.close()
     change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
@@ -253,10 +181,3 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
         check_built(config)
     client.close()
-
-
-def test_the_settings_are_checked_before_the_run():
-    words = ["environment=python", "environment.function.memory_mb=1"]
-    with pytest.raises(ConfigError, match="environment.function.memory_mb=1: allowed is an integer >= 64"):
-        check(composed(*words))
-    assert trust.problems(plain(settings("environment=python"), TRUST)) == []

@@ -31,16 +31,8 @@ def half(completions, **_):
     return [0.5 for _ in completions]
 
 
-def kept(completions, answer, *, level=1, log_file=None, path="x"):
-    return [1.0]
-
-
 def none(completions):
     return [None]
-
-
-def pair(completions):
-    return [((3, 1.0),)]
 
 
 def prompted(prompts, completions):
@@ -85,8 +77,8 @@ def test_what_it_needs_is_what_the_verifier_names():
         return list(inspect.signature(Retry(verifier, max_turns=2, discount=1, reply="no")).parameters)
 
     assert named(exact) == ["turns", "answer"]
-    assert named(numeric) == named(partial(numeric, tolerance=1.0)) == ["turns", "answer"]  # no column says a tolerance
-    assert named(kept) == ["turns", "answer", "level"]
+    assert named(numeric) == ["turns", "answer", "tolerance"]
+    assert named(partial(numeric, tolerance=1.0)) == ["turns", "answer"]  # what is bound stays
     assert named(reasoning_gym) == ["turns", "answer", "task", "metadata", "task_config"]
     assert named(prompted) == ["turns", "prompt"]
     assert sorted(named(PerCompletion(longest))) == ["limit", "prompt", "turns"]
@@ -94,26 +86,6 @@ def test_what_it_needs_is_what_the_verifier_names():
     check_columns(environment, ["answer", "task", "metadata"])
     with pytest.raises(ValueError, match="'metadata' is no column"):
         check_columns(environment, ["answer", "task"])
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"verifier": 3}, "verifier: expected a function"),
-        ({"discount": 1.5}, "discount=1.5: allowed is a number from 0 to 1"),
-        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
-        ({"reply": " "}, "reply: expected a text that is not empty, got ' '"),
-        ({"reply": None}, "reply: expected a text"),
-    ],
-)
-def test_settings_that_are_of_no_use(change, words):
-    with pytest.raises(ValueError, match=words):
-        Retry(**{"verifier": exact, "max_turns": 3, "discount": 0.5, "reply": REPLY} | change)
-
-
-def test_a_verifier_that_gives_no_number_is_a_failure():
-    with pytest.raises(ValueError, match=r"verifier: expected a list with one number or None, got \[\(\(3, 1.0\),\)\]"):
-        retried(pair, "a")
 
 
 def test_an_episode_of_three_turns():

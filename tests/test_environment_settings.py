@@ -1,9 +1,5 @@
 """Environments as settings and as objects: what composes, what is refused, and what the policy is told."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -11,11 +7,9 @@ import torch
 
 import grpo_lightning as grpo
 from grpo_lightning.environment import Environment, EpisodeError, Played
-from grpo_lightning.policy.hf import load
-from grpo_lightning.settings import ConfigError, check
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import ROOT, build, composed
+from tests.support.composed import build
 from tests.support.provocations import provocation
 from tests.test_settings import problems
 
@@ -46,13 +40,6 @@ def shown(tmp_path_factory):
 
 def letters(completions, **columns):
     return [float(len(set(text))) for text in completions]
-
-
-def test_without_an_environment_nothing_is_built():
-    config = composed()
-    assert config["environment"] is None
-    assert config["rollout"]["environment"] is config["validation"]["environment"] is None
-    assert build()("rollout").judge.environment is None
 
 
 def test_training_and_validation_have_the_same_environment():
@@ -92,19 +79,6 @@ def test_every_value_out_of_range_is_named():
 
 
 @pytest.mark.parametrize(
-    "target, message",
-    [
-        ("tests.support.environments.guesss", "not found"),
-        ("os.system", "allowed are parts of this package"),
-        ("grpo_lightning.environment.call.generator", "allowed are parts of this package"),
-    ],
-)
-def test_only_what_may_be_trusted_is_called(target, message):
-    (found,) = problems("environment=custom", f"environment.function._target_={target}")
-    assert found.startswith(f"environment.function._target_={target}: {message}")
-
-
-@pytest.mark.parametrize(
     "override, messages",
     [
         (
@@ -125,11 +99,6 @@ def test_what_does_not_go_with_an_environment_is_refused(override, messages):
     found = problems(*GUESS.split(), *override.split())
     for message in messages:
         assert any(one.startswith(message) for one in found), found
-
-
-def test_engines_are_named():
-    found = problems(*GUESS.split(), "sampler=vllm", "mode=fit")
-    assert any(one.startswith("sampler=vllm: allowed with an environment is sampler=own") for one in found)
 
 
 def welcome(turns):
@@ -154,11 +123,6 @@ def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
     assert runs[1].metrics["val/pass@1"] == 1.0
 
 
-@pytest.mark.parametrize("override", ["rollout=dynamic_sampling", "mode=export"])
-def test_what_is_right_passes(override):
-    check(composed(*GUESS.split(), override))
-
-
 @pytest.mark.slow
 def test_a_function_becomes_an_environment():
     run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
@@ -172,61 +136,11 @@ def test_a_function_becomes_an_environment():
     assert isinstance(played.module.rollout.environment.function, Played)
 
 
-@pytest.mark.slow
-def test_an_object_or_none_takes_the_place_of_settings():
-    given = Environment(environments.guess, 5, timeout=2.0)
-    run = grpo.compose(*SMALL, environment=given, reward=letters, data=ROWS)
-    assert run.module.rollout.environment is run.module.validation.judge.environment is given
-    assert grpo.compose(*SMALL, environment=None, reward=letters, data=ROWS).module.rollout.environment is None
-
-
-@pytest.mark.parametrize(
-    "words, given, message",
-    [
-        ([], 3, "environment=3: allowed are a function, a generator function, an Environment and None"),
-        (["environment=custom"], environments.guess, "environment is given as an object"),
-        (["environment.max_turns=3"], Environment(environments.guess, 5), "environment is given as an object"),
-        (["rollout.over_sample=1.5"], environments.guess, "rollout.over_sample=1.5: allowed with an environment is 1"),
-        (["rollout.over_sample=1.5"], Environment(environments.guess, 5), "rollout.over_sample=1.5: allowed with an"),
-    ],
-)
-def test_an_object_that_is_none_is_refused(words, given, message):
-    with pytest.raises(ValueError, match=message):
-        grpo.compose(*SMALL, *words, environment=given, reward=letters, data=ROWS)
-
-
 @provocation("an environment that names a column that there is not", "a clear error before weights are read")
 def test_a_missing_column_is_an_early_error(monkeypatch):
     run = grpo.compose(*SMALL, *GUESS.split(), "trusted=[tests]", reward=letters, data=["a", "b", "c", "d"])
     with pytest.raises(EpisodeError, match="parameter 'number' is no column of the data"):
         _ = run.data
-
-
-@pytest.mark.slow
-def test_rewards_are_told_of_episodes():
-    def of_turns(completions, turns, replies, turn_scores):
-        return [0.0] * len(completions)
-
-    run = grpo.compose(*SMALL, environment=environments.guess, reward=of_turns, data=ROWS)
-    assert "number" in run.data.columns
-    with pytest.raises(ValueError, match="parameter 'turns' is no column of the data"):
-        _ = grpo.compose(*SMALL, reward=of_turns, data=ROWS).data
-    named = [row | {"replies": "x"} for row in ROWS]
-    with pytest.raises(EpisodeError, match="column 'replies' has the name of what rewards are told of episodes"):
-        _ = grpo.compose(*SMALL, environment=environments.guess, reward=letters, data=named).data
-
-
-@pytest.mark.slow
-def test_the_reward_of_an_environment_needs_one():
-    (found,) = problems("reward=[environment]")
-    assert found.startswith("reward.environment: allowed with an environment, whose scores it is")
-    check(composed(*GUESS.split(), "reward=[environment]", "advantage=to_go"))
-
-
-@provocation("environment=custom without a function", "the key is named")
-def test_a_function_that_is_not_named_is_asked_for():
-    with pytest.raises(ConfigError, match=r"environment\.function\._target_"):
-        grpo.compose(*SMALL, "environment=custom", reward=letters, data=ROWS)
 
 
 TOOL = (
@@ -264,84 +178,3 @@ def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
 
 def unread(*_, **__):
     raise AssertionError("weights are read")
-
-
-@provocation("a role that the chat template cannot show", "refused before weights are read")
-def test_a_role_that_cannot_be_shown_is_refused(shown, monkeypatch):
-    template = shown / "chat_template.jinja"
-    before = template.read_text()
-    template.write_text(
-        before.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
-    )
-    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
-    try:
-        with pytest.raises(ValueError, match="replies of the role tool: the chat template drops them"):
-            _ = with_tools(shown).module
-    finally:
-        template.write_text(before)
-
-
-def test_tools_of_the_settings_are_no_second_truth(shown):
-    with pytest.raises(ValueError, match=r"policy\.template_kwargs\.tools: allowed is null with environment tests"):
-        _ = with_tools(shown, "policy.template_kwargs={tools: []}").module
-
-
-@pytest.mark.slow
-def test_a_policy_that_is_an_object_has_to_show_the_tools_itself(shown):
-    options = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-    with pytest.raises(ValueError, match=r"allowed is one with template_kwargs=\{'tools': environment\.tools\}"):
-        _ = with_tools(shown, policy=load(str(shown), **options)).module
-    own = load(str(shown), **options, template_kwargs={"tools": list(environments.Tool.tools)})
-    assert with_tools(shown, policy=own).module.policy is own
-
-
-GAME = """
-import os, time
-
-def game(turns, number, rng):
-    luck = rng.random()
-    if luck < 0.1:
-        time.sleep(600)
-    if luck < 0.3:
-        os._exit(3)
-    return "on" if len(turns) < 2 else float(len(turns[-1]) > number)
-"""
-
-
-@pytest.mark.slow
-@provocation("a run whose environment hangs or crashes now and then", "they are counted and left out")
-def test_a_run_outlives_the_failures_of_its_environment(tmp_path):
-    (tmp_path / "my_game.py").write_text(GAME)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    own = ("data=jsonl", "data.path=rows.jsonl", "reward=[environment]", "policy=scratch")
-    words = [*SMALL, *own, "environment=custom", "environment.function._target_=my_game.game"]
-    limits = ["environment.timeout=0.3", "rollout.max_new_tokens=24", "rollout.stop=[a,e,i,o,u]"]
-
-    def run(most):
-        command = [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *words,
-            *limits,
-            f"environment.max_failed={most}",
-            f"hydra.run.dir=run{most}",
-        ]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    done = run(1.0)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads((tmp_path / "run1.0" / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert 0 < summary["metrics"]["episode/failed"] < 1
-    assert "environment my_game.game failed in" in (tmp_path / "run1.0" / "train.log").read_text()
-    refused = run(0.0)
-    assert refused.returncode == 1
-    assert "environment my_game.game failed in" in refused.stderr
-    assert "environment.max_failed=0" in refused.stderr

@@ -15,12 +15,11 @@ from grpo_lightning.batch.turns import spans
 from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
-from grpo_lightning.reward.environment import of_environment
+from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
-from tests.support import games
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
 from tests.support.provocations import provocation
@@ -67,16 +66,6 @@ def test_scores_stand_at_the_ends_of_their_turns(policy):
     assert metrics["episode/failed"] == metrics["episode/bad_calls"] == 0
 
 
-def test_what_is_cut_or_does_not_count_belongs_to_the_last_turn(policy):
-    rewards = {"environment": Weighted(partial(of_environment), 2.0, clip=[0.0, 0.15])}
-    scored, _ = judged(policy, rewards=rewards)
-    for row, turns in enumerate(spans(scored.sampled.mask)):
-        raw = float(scored.rewards["environment"][row])
-        if raw > 0.15:
-            found = {place: value for place, value in enumerate(scored.steps[row].tolist()) if value == value}
-            assert found == pytest.approx({turns[-1][1] - 1: 0.3})
-
-
 def test_rewards_are_told_the_last_turn_and_ask_for_all(policy):
     seen = {}
 
@@ -114,17 +103,6 @@ def test_the_length_of_an_episode_is_that_of_all_turns_and_replies(policy):
     assert scored.rewards["overlong"].tolist() == pytest.approx(overlong)
     cosine = [(1 + math.cos(math.pi * length / 60)) / 2 for length in lengths]
     assert scored.rewards["cosine"].tolist() == pytest.approx(cosine, abs=1e-6)
-
-
-def test_episodes_are_not_carried_over(policy):
-    environment = Environment(scored_turns, max_turns=9)
-    settings = {"reward": {"environment": Weighted(partial(of_environment), 1.0)}, "outcome": None, "threshold": 1.0}
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 60, "stop": ()}
-    collector = Collector(
-        **settings, **sampling, environment=environment, advantage=advantage.centered, group_size=3, over_sample=1.5
-    )
-    with pytest.raises(ValueError, match=r"rollout.over_sample=1.5: allowed with an environment is 1"):
-        collector.collect(policy, None, DATA, microbatch_tokens=1000, context=StepContext(seed=5))
 
 
 def test_steps_of_other_rewards_lie_in_the_last_turn(policy):
@@ -215,34 +193,6 @@ def test_a_reply_that_cannot_be_read_fails_its_episode(policy, monkeypatch):
         collected(policy, strange, max_failed=0.05)
 
 
-@pytest.mark.slow
-def test_every_fault_of_a_worker_costs_its_episode_only(policy):
-    """Hanging, leaving, being killed, raising and lying, each in the second turn of its rows."""
-    prompts = Prompts(
-        tuple(f"{word} {number} =" for number in range(5) for word in ("12 +", "34 +")), {"answer": ("?",) * 10}
-    )
-    settings = {"max_turns": 3, "timeout": 2.0, "max_failed": 1.0}
-    found = {}
-    for function in (games.again, games.unwell):
-        judge = Judge({"environment": Weighted(of_environment, 1.0)}, None, 1.0, Environment(function, **settings))
-        found[function], metrics = judge.score(
-            policy, prompts, group_size=4, sampling=SAMPLING, context=StepContext(seed=5)
-        )
-    well, unwell = found[games.again], found[games.unwell]
-    failed = unwell.rewards["total"].isnan()
-    assert 5 < int(failed.sum()) < 30
-    assert metrics["episode/failed"] == pytest.approx(float(failed.float().mean()))
-    for row, has_failed in enumerate(failed.tolist()):
-        own, other = unwell.sampled.turns[row], well.sampled.turns[row]
-        assert own == (other[:2] if has_failed else other)
-
-
-def test_an_episode_that_the_environment_does_not_end_is_not_finished(policy):
-    scored, _ = judged(policy, lambda turns: "The", max_turns=2)
-    assert not any(scored.sampled.finished)
-    assert max(map(len, scored.sampled.turns)) == 2
-
-
 def test_what_is_logged(policy):
     found = collected(policy, scored_turns)
     sampled, metrics = found.scored.sampled, found.metrics
@@ -285,18 +235,6 @@ def test_to_go_has_the_gradient_of_the_expected_sum_of_scores(probability):
 def test_process_would_teach_to_stop_where_going_on_is_better(probability):
     """The scores of all turns are standardized together, however many there are of each kind."""
     assert expected_gradient(advantage.process, probability) < -0.005
-
-
-def test_to_go_by_hand():
-    nan = torch.nan
-    steps = torch.tensor([[[0.1, nan, 1.0], [nan, 0.4, nan], [nan, nan, nan]]])
-    # sums 1.1 and .4; the third has no score
-    expected = torch.tensor([[[1.1 - 0.4, 1.0 - 0.4, 1.0 - 0.4], [0.4 - 1.1, 0.4 - 1.1, 0.0 - 1.1], [0.0, 0.0, 0.0]]])
-    assert_close(advantage.to_go(steps), expected)
-    alone = torch.tensor([[[1.0], [nan]]])
-    assert advantage.to_go(alone).count_nonzero() == 0
-    with pytest.raises(ValueError, match="at least 2"):
-        advantage.to_go(torch.zeros(2, 1, 3))
 
 
 def test_a_table_says_who_said_what_and_what_it_was_worth(policy):

@@ -5,14 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy import tokenization
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.own import talking
-from grpo_lightning.sampler.own.cache import PlainCache
 from grpo_lightning.sampler.own.decode import decode
 from tests.support.checkpoints import tokenizer
 from tests.support.episodes import Played, chatty, played_alone
@@ -58,37 +56,3 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
         found = policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=5, partner=partner)
         assert_equal(found, expected)
         assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)
-
-
-def test_completions_that_wait_make_the_model_s_own_cache_no_longer():
-    """What is drawn while a completion waits is taken out, by hand for two rows of one prompt."""
-    torch.manual_seed(0)
-    cache = PlainCache(MODELS["every other layer"](), [[5, 6, 7]], 2, longest=20, begun={}, pad_id=0)
-    cache.rewinds = True
-    with torch.no_grad():
-        cache.open([0, 1])
-        for token in (11, 12, 13, 14):
-            cache.step(torch.tensor([token, token + 100]))
-        keys = [layer.keys.clone() for layer in cache._cache.layers]
-        cache.rewind([0], [1])
-        assert cache._seen.tolist() == [[0, 0, 0, 1, 1, 1, 1], [1] * 7]
-        cache.rewind([1], [2])
-    assert cache._seen.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
-    for layer, before in zip(cache._cache.layers, keys, strict=True):
-        assert type(layer) is DynamicLayer
-        assert torch.equal(layer.keys[0, :, 1:], before[0, :, :4])
-        assert torch.equal(layer.keys[1], before[1, :, :5])
-
-
-def test_a_state_that_cannot_forget_is_refused():
-    cache = PlainCache(MODELS["every layer"](), [[5, 6, 7]], 1, longest=20, begun={}, pad_id=0)
-    cache.rewinds = True
-    with torch.no_grad():
-        cache.open([0])
-        cache.step(torch.tensor([11]))
-        cache._cache = DynamicCache()
-        cache._cache.layers = [LinearAttentionLayer()]
-        cache._cache.layers[0].is_initialized = True
-        cache.rewind([0], [1])  # nothing is to be forgotten
-        with pytest.raises(ValueError, match="MistralForCausalLM keeps a LinearAttentionLayer, which cannot forget"):
-            cache.rewind([0], [0])

@@ -1,7 +1,6 @@
 """Completions of several turns, as the policy samples them: the same on every path, at any pace, in any batch."""
 
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -104,17 +103,6 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     assert min(lengths) <= 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
-def test_the_model_s_own_cache_gives_the_same_episodes(checkpoints, waits):
-    """Completions that wait go on in it like the others, here up to where the model has no positions any more."""
-    policy = opened(checkpoints["gpt2"], share_prompts=False)
-    expected = played_alone(policy, PROMPTS, chatty, group_size=3, sampling=Sampling(**SAMPLING), seed=5)
-    policy._context = max(map(len, policy.tokenize(PROMPTS))) + LONGER
-    policy.model.transformer.wpe.weight.data = policy.model.transformer.wpe.weight.data[: policy._context]
-    assert_equal(sampled(policy, waits=waits), expected)
-
-
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
 def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
     policy = PlainPolicy(Digits())
@@ -192,19 +180,6 @@ def test_a_reply_that_leaves_no_room_cuts_before_it(policy):
     assert not any(found.finished)
 
 
-def test_a_reply_names_no_end(policy, monkeypatch):
-    """A reply may hold end tokens and stop strings: only what the model says ends a turn."""
-    policy.end_ids = [5]
-    monkeypatch.setattr(policy, "reply_ids", lambda text, **_: [5, 30, 5, 31])
-    found = sampled(policy, lambda turns: "x", options={"stop": ("th",)})
-    length, count = found.mask.shape[1], 0
-    for row, turns in enumerate(spans(found.mask)):
-        for (_, end), (start, _) in pairwise(turns):
-            assert found.ids[row, -length:][end:start].tolist() == [5, 30, 5, 31]
-            count += 1
-    assert count > 5
-
-
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "temperature": 0.7}], ids=["plain", "truncated"])
 def test_the_policy_scores_what_it_sampled(checkpoints, share_prompts, options):
@@ -260,8 +235,3 @@ def as_one(found: Sampled, row: int, start: int, end: int) -> Sampled:
         finished=(True,),
         kept=None if kept is None else type(kept)(kept.sizes.unsqueeze(0), kept.ids),
     )
-
-
-def test_turns_are_runs_of_the_mask():
-    mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]]).bool()
-    assert spans(mask) == [[(0, 2), (4, 5)], [(0, 1), (3, 6)], [(2, 3)]]

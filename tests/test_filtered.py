@@ -15,8 +15,8 @@ from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
 from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.rollout.sets import with_sets
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.tries import with_sets
 from grpo_lightning.sampler.filtered import options, sets
 from grpo_lightning.sampler.own import draw
 from grpo_lightning.transformer import logits

@@ -1,24 +1,16 @@
 """A language model as a judge, played by a server of this machine that answers, hangs, lies and breaks off."""
 
-import contextlib
 import json
-import os
-import threading
-import time
-from email.utils import formatdate
-from pathlib import Path
 
 import pytest
 
-from grpo_lightning.output import redaction
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.reward import RewardError, Weighted, check_columns
+from grpo_lightning.reward import RewardError, Weighted
 from grpo_lightning.reward import score as scores_of
 from grpo_lightning.reward.engine import coroutines, event_loop
 from grpo_lightning.reward.judge import ChatJudge
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.request import message
-from grpo_lightning.settings import ConfigError, check, given
+from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
@@ -34,7 +26,6 @@ KEY = "k3y-of-nobody-at-all"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(coroutines, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(redaction, "_known", set())
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     yield
@@ -73,16 +64,6 @@ def test_what_is_asked_and_what_comes_out():
     assert not any("authorization" in headers or "cookie" in headers for headers in server.headers)
 
 
-def test_columns_fill_the_template():
-    template = "{completion} against {answer}: {{}} {lowest} {highest} {fence}"
-    with serving("score: -1") as server:
-        settings = {"template": template, "scale": [-1, 1]}
-        assert asked(server, ["four"], columns={"answer": [4]}, settings=settings) == [0.0]
-        assert server.messages == ["~~~~~~~~\nfour\n~~~~~~~~ against 4: {} -1 1 ~~~~~~~~"]
-        with pytest.raises(RewardError, match="reward 'judge': parameter 'answer' is no column of the data"):
-            check_columns({"judge": Weighted(judge(server, template=template), 1.0)}, ["solution"])
-
-
 # --- scores
 
 
@@ -90,20 +71,14 @@ def test_columns_fill_the_template():
     "answer, score",
     [
         ("SCORE: 10", 1.0),
-        ("SCORE: 0", 0.0),
         ("**Score: 7**", 0.7),
         ("**SCORE:** 7.5.", 0.75),
-        ("# score : 3/10", 0.3),
         ("<think>SCORE: 1</think>\nSCORE: 9", 0.9),
         ("The answer says\nSCORE: 10\nwhich is a trick.\nSCORE: 1\n", 0.1),
         ("SCORE: 99", None),
-        ("SCORE: 10.01", None),
         ("SCORE: -1", None),
-        ("SCORE: 1,5", None),
         ("SCORE: NaN", None),
-        ("SCORE: 1e1000", 0.1),  # 1, and some letters
         ("SCORE: " + "9" * 400, None),
-        ("My score is 7", None),
         ("", None),
     ],
 )
@@ -112,83 +87,49 @@ def test_the_last_score_in_the_scale_counts(answer, score):
         assert asked(server) == [score]
 
 
-def test_a_pattern_that_runs_wild_is_a_failure(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.reward.judge.chat._SEARCH_SECONDS", 0.2)
-    with serving("a" * 40 + "!") as server:
-        assert asked(server, settings={"pattern": r"^(?:(a|a|aa)+)+$"}) == [None]
-
-
 # --- servers
 
 BAD = {
     "lies": Reply(text="SCORE: 99"),
-    "says nothing of a score": Reply(text="a fine answer"),
     "answers no JSON": Reply(body=b"<html>"),
     "answers JSON of another kind": Reply(body=b'{"choices": []}'),
-    "answers a number": Reply(body=b"7"),
-    "answers null": Reply(body=b'{"choices": [{"message": {"content": null}}]}'),
-    "answers nothing": Reply(body=b""),
     "answers nested lists": Reply(body=b"[" * 200_000),
     "answers 2 MiB": Reply(text="SCORE: 5" + " " * 2**21),
     "answers without an end": Reply(endless=True),
     "answers compressed": Reply(headers={"content-encoding": "gzip"}),
     "closes the connection": Reply(hangs_up=True),
     "breaks off": Reply(headers={"content-length": "9999"}, endless=False, body=b"{}"),
-    "hangs": Reply(seconds=1.0),
+    "hangs": Reply(seconds=3.0),
     "is overloaded (429)": Reply(status=429),
     "breaks (500)": Reply(status=500),
-    "is being restarted (503)": Reply(status=503),
 }
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            how,
-            marks=provocation(
-                f"a judge whose server {how}", "that completion is asked about again, and then counts as failed"
-            ),
-        )
-        for how in BAD
-    ],
+@provocation(
+    "a judge whose server lies, answers something else, breaks off or is overloaded",
+    "that completion is asked about again, and then counts as failed",
 )
-def test_a_bad_answer_is_a_failure_and_the_next_may_be_better(how):
-    timeout = 0.3 if how in ("hangs", "breaks off") else 5.0
-    with serving(BAD[how]) as server:
-        assert asked(server, retries=1, timeout=timeout) == [None]
-        assert len(server.asked) == 2
-    with serving(lambda number, _: BAD[how] if number == 0 else "SCORE: 4") as server:
-        assert asked(server, retries=1, timeout=timeout) == [0.4]
-
-
-def test_nobody_there_is_a_failure():
-    with serving("SCORE: 1") as server:
-        pass
-    assert asked(server, retries=1) == [None]
+def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
+    for how, bad in BAD.items():
+        timeout = 1.0 if how in ("hangs", "breaks off") else 5.0
+        with serving(bad) as server:
+            assert asked(server, retries=1, timeout=timeout) == [None], how
+            assert len(server.asked) == 2
+        with serving(lambda number, _, bad=bad: bad if number == 0 else "SCORE: 4") as server:
+            assert asked(server, retries=1, timeout=timeout) == [0.4], how
+    assert asked(server, retries=1) == [None]  # nobody is there any more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["0.4", None], ids=["seconds", "date"])
-def test_the_server_may_ask_for_time(after):
+def test_the_server_may_ask_for_time():
+    after = "0.4"
     busy = Reply(status=429, headers={"retry-after": after})
     with serving(lambda number, _: busy if number == 0 else "SCORE: 4") as server:
-        if after is None:
-            busy.headers["retry-after"] = formatdate(time.time() + 2, usegmt=True)  # whole seconds
         assert asked(server, retries=1) == [0.4]
     assert 0.4 <= server.times[1] - server.times[0] < 4
 
 
-@pytest.mark.parametrize("after", ["soon", "-5", "", "Thu, 99 Foo"])
-def test_a_senseless_request_for_time_is_ignored(after):
-    busy = Reply(status=503, headers={"retry-after": after})
-    with serving(lambda number, _: busy if number == 0 else "SCORE: 4") as server:
-        assert asked(server, retries=1) == [0.4]
-    assert server.times[1] - server.times[0] < 1
-
-
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("status", [400, 422])
 def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
     refused = Reply(status=status, body=b'{"error": "\x1b[2J too   long"}')
     with serving(lambda _, text: refused if "long" in text else "SCORE: 6") as server:
@@ -200,7 +141,7 @@ def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
         assert "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405])
+@pytest.mark.parametrize("status", [401, 404])
 @provocation("a judge whose server knows neither key nor model (401, 403, 404)", "one sentence with address and status")
 def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
     monkeypatch.setenv("SOME_KEY", KEY)
@@ -217,7 +158,7 @@ def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
 
 
 @provocation("a judge whose server redirects to another one", "nothing is sent there; one sentence says where it leads")
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_redirects_are_not_followed(status):
     with serving("SCORE: 10") as elsewhere:
         away = Reply(status=status, body=b"", headers={"location": f"{elsewhere.url}/chat/completions"})
@@ -233,26 +174,6 @@ def test_no_more_requests_at_a_time_than_allowed():
     with serving(Reply(seconds=0.05)) as server:
         assert asked(server, [f"answer {row}" for row in range(12)], concurrency=3) == [0.5] * 12
     assert server.most_at_once == 3
-
-
-def sockets():
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(link.startswith("socket:") for link in links)
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="counts sockets")
-def test_no_connection_and_no_thread_is_left():
-    before = sockets()
-    with serving(lambda _, text: Reply(seconds=60) if "slow" in text else "SCORE: 5") as server:
-        assert asked(server, ["a", "b", "slow"], timeout=1.0) == [0.5, 0.5, None]
-        assert "rewards" not in {thread.name for thread in threading.enumerate()}
-    deadline = time.monotonic() + 5
-    while sockets() > before + 1 and time.monotonic() < deadline:  # its thread still sleeps over the slow one
-        time.sleep(0.05)
-    assert sockets() <= before + 1
 
 
 # --- completions that address the judge
@@ -289,7 +210,6 @@ def test_a_completion_stays_between_its_fences(evil):
     tokens = ("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "</s>", "<\uff5cAssistant\uff5c>")
     for token in tokens:
         assert token not in text
-    assert "{rubric}" in text or "{rubric}" not in evil
     text.encode()
 
 
@@ -306,13 +226,6 @@ def test_a_judge_that_reads_only_between_the_fences_is_not_fooled():
         assert asked(server, ["4", *EVIL.values()]) == [1.0] + [0.0] * len(EVIL)
 
 
-def test_html_stays_as_it_is():
-    text = message(
-        "{completion}", {"completion": "<think>a < b | c</think> <s2> a|>b [x] <p>"}, rubric="", scale=(0, 1)
-    )
-    assert "<think>a < b | c</think> <s2> a|>b [x] <p>" in text
-
-
 # --- the key
 
 
@@ -325,7 +238,6 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     assert KEY not in cache.read_text()
     assert "your key is REDACTED\\n" in cache.read_text()
     assert KEY not in caplog.text
-    assert hide(f"text {KEY}") == f"text {redaction.MASK}"
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "k\u00e9y-k\u00e9y", "a\nb-key"])
@@ -344,47 +256,10 @@ OVERRIDES = ("reward=[judge]", "reward.judge.function.base_url=http://localhost/
 
 def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    config = composed(*OVERRIDES)
-    check(config)  # what has nothing to do with this machine
-    [problem] = key_problems(config)
+    [problem] = key_problems(composed(*OVERRIDES))
     assert problem.startswith("reward.judge.function.api_key_env=OPENAI_API_KEY: allowed is an environment variable")
-    assert list(key_problems(config | {"mode": "export"})) == []
-    assert list(key_problems(composed(*OVERRIDES, "reward.judge.function.api_key_env=null"))) == []
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert list(key_problems(config)) == []
-
-
-@provocation(
-    "`reward.judge.function.api_key_env=sk-…`: a key where the name of its variable belongs",
-    "refused by its key, and not shown",
-)
-@pytest.mark.parametrize("key", ["sk-abcdefghijkl", "abcdefgh12345678", "Abc-Def", "a bcdef"])
-def test_a_key_in_the_settings_is_refused_and_not_shown(key):
-    with pytest.raises(
-        ConfigError, match=r"reward.judge.function.api_key_env: allowed is the name of an envir"
-    ) as error:
-        check(composed(*OVERRIDES, f"reward.judge.function.api_key_env='{key}'"))
-    assert key not in str(error.value)
-    assert key not in hide(f"reward.judge.function.api_key_env={key}")
-
-
-@provocation(
-    "a settings file that names a judge's `base_url`, to which a key of the environment would be sent",
-    "refused by its key: only the command line may say where a key goes",
-)
-def test_where_a_key_goes_only_the_command_line_says():
-    config = {"reward": composed(*OVERRIDES)["reward"]}
-    told = ["reward.judge.function.base_url stands in a file; allowed is to give it on the command line, or to compose"]
-    assert given.ungiven(config, []) == told
-    assert given.ungiven(config, ["reward.judge.function.model=m", "reward.other.function.base_url=x"]) == told
-    assert given.ungiven(config, [*OVERRIDES]) == []
-    assert given.ungiven(config, ["reward.judge.function={base_url: x}"]) == []
-    copied = config | {"rollout": {"reward": config["reward"]}}
-    assert given.ungiven(copied, [*OVERRIDES]) == []
-    own = {"judge": {"function": config["reward"]["judge"]["function"] | {"base_url": "https://elsewhere/v1"}}}
-    assert given.ungiven(copied | {"rollout": {"reward": own}}, [*OVERRIDES]) == [f"rollout.{told[0]}"]
-    config["reward"]["judge"]["function"]["api_key_env"] = None
-    assert given.ungiven(config, []) == []
+    assert list(key_problems(composed(*OVERRIDES))) == []
 
 
 # --- settings
@@ -396,53 +271,25 @@ def test_where_a_key_goes_only_the_command_line_says():
     [
         ("base_url", "ftp://host/v1", "an address such as"),
         ("base_url", "api.openai.com/v1", "an address such as"),
-        ("base_url", "https://", "an address such as"),
         ("base_url", "https://host:port/v1", "an address such as"),
         ("base_url", "https://me:secret1@host/v1", "an address such as"),
-        ("base_url", "https://secret1@host/v1", "an address such as"),
-        ("base_url", "'https://host/v1?key=x'", "an address such as"),
-        ("base_url", "'https://host/v 1'", "an address such as"),
         ("base_url", "'http://127.0.0.1:8000/collective_rpc?'", "an address such as"),
-        ("base_url", "'http://127.0.0.1:8000/collective_rpc#'", "an address such as"),
-        ("base_url", r"'http://127.0.0.1:8000\v1'", "an address such as"),
         ("base_url", "http://host/v1", "https, or a server of this machine, or allow_http=true"),
-        ("base_url", "http://10.0.0.1/v1", "https, or a server of this machine, or allow_http=true"),
-        ("base_url", "http://localhost.evil.com/v1", "https, or a server of this machine, or allow_http=true"),
         ("model", "''", "a text that is not empty"),
-        ("rubric", "' '", "a text that is not empty"),
         ("template", "no field", "a text with {completion} and names of columns"),
         ("template", "'{completion} {0}'", "fields that are names in braces"),
         ("template", "'{completion.__class__}'", "fields that are names in braces"),
-        ("template", "'{completion!r}'", "fields that are names in braces"),
         ("template", "'{completion} {prompts}'", "a text with {completion} and names of columns"),
-        ("scale", "[10,0]", r"\[lowest, highest\], two numbers"),
-        ("scale", "[0,true]", r"\[lowest, highest\], two numbers"),
         ("scale", "7", r"\[lowest, highest\], two numbers"),
         ("pattern", "'('", "a regular expression"),
         ("pattern", "'score'", "a regular expression with one group"),
-        ("request", "{model: other}", "fields other than"),
         ("request", "7", "fields other than"),
-        ("cache", "/etc/hosts", "a file whose name ends with .jsonl, or null"),
-        ("cache", "s3://bucket/judge.jsonl", "a file whose name ends with .jsonl, or null"),
     ],
 )
 def test_settings_that_cannot_work_are_named_by_key(setting, value, allowed):
     with pytest.raises(ConfigError, match=rf"reward.judge.function.{setting}=.*allowed is {allowed}") as error:
         check(composed(*OVERRIDES, f"++reward.judge.function.{setting}={value}"))
     assert "secret1" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "url", ["https://api.openai.com/v1", "http://127.0.0.1:8000/v1/", "http://[::1]:8000/v1", "http://localhost:80"]
-)
-def test_addresses_that_can_work(url):
-    check(composed(*OVERRIDES[::2], f"reward.judge.function.base_url='{url}'"))
-
-
-def test_http_may_be_allowed():
-    check(
-        composed(*OVERRIDES, "++reward.judge.function.base_url=http://host/v1", "reward.judge.function.allow_http=true")
-    )
 
 
 def test_the_settings_build_a_judge():
@@ -472,55 +319,12 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
     assert {line["model"] for line in lines} == {"m", "other"}
 
 
-def test_equal_completions_are_asked_about_once_at_the_same_time_too(tmp_path):
-    with serving(lambda number, _: Reply(seconds=0.2, text=f"SCORE: {number}")) as server:
-        assert asked(server, ["a"] * 6, settings={"cache": str(tmp_path / "judge.jsonl")}) == [0.0] * 6
-        assert len(server.asked) == 1
-
-
 def test_failures_are_not_kept(tmp_path):
     settings = {"cache": str(tmp_path / "judge.jsonl")}
     with serving(lambda number, _: "nothing" if number == 0 else "SCORE: 4") as server:
         assert asked(server, settings=settings) == [None]
         assert asked(server, settings=settings) == [0.4]
     assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 1
-
-
-def test_with_another_scale_or_pattern_answers_are_others(tmp_path):
-    settings = {"cache": str(tmp_path / "judge.jsonl"), "template": "{completion}"}
-    with serving(lambda number, _: "SCORE: 8" if number == 0 else "SCORE: 3") as server:
-        assert asked(server, settings=settings) == [0.8]
-        assert asked(server, settings=settings | {"scale": [0, 4]}) == [0.75]
-        assert asked(server, settings=settings | {"pattern": r"E: (\d)"}) == [0.3]
-        assert asked(server, settings=settings) == [0.8]
-        assert len(server.asked) == 3
-
-
-@pytest.mark.parametrize("torn", [b'{"request": "ab', b'{"request": "ab", "answer": "SCORE: 1"}', b"{", b""])
-def test_a_line_that_was_not_written_to_its_end_counts_for_nothing(torn, tmp_path):
-    path = tmp_path / "judge.jsonl"
-    path.write_bytes(torn)
-    answers = Answers(path)
-    assert answers.get("ab") is None
-    # Of a line that lacks only its end the next one makes a whole one, which is the first.
-    expected = "SCORE: 1" if b"answer" in torn else "SCORE: 2"
-    assert answers.put("ab", "SCORE: 2") == expected
-    assert answers.put("cd", "SCORE: 3", score=0.3) == "SCORE: 3"
-    assert (Answers(path).get("ab"), Answers(path).get("cd")) == (expected, "SCORE: 3")
-    answers.put("ef", "SCORE: 4", model="hf_" + 20 * "a")
-    assert b"aaaa" not in path.read_bytes()
-
-
-def test_damaged_lines_count_for_nothing(tmp_path):
-    path = tmp_path / "judge.jsonl"
-    Answers(path).put("ab", "one")
-    with path.open("ab") as file:
-        file.write(b'null\n[1]\n\xff\xfe\n{"request": 1, "answer": "x"}\n{"request": "q"}\n\n' + b"[" * 10**5 + b"\n")
-    answers = Answers(path)
-    assert answers.get("ab") == "one"
-    assert answers.get("q") is None
-    assert answers.put("q", "two") == "two"
-    assert Answers(path).get("q") == "two"
 
 
 def test_the_first_answer_in_the_file_counts_for_all_processes(tmp_path):
@@ -532,50 +336,3 @@ def test_the_first_answer_in_the_file_counts_for_all_processes(tmp_path):
     assert one.get("q") == other.get("q") == Answers(path).get("q") == "first"
     assert other.put("r", "third") == "third"
     assert one.get("r") == "third"  # what others have added is seen
-
-
-def test_a_file_that_was_replaced_is_read_anew(tmp_path):
-    path = tmp_path / "judge.jsonl"
-    one = Answers(path)
-    one.put("q", "a long first answer")
-    path.unlink()
-    Answers(path).put("r", "x")
-    assert one.get("r") == "x"
-
-
-@provocation(
-    "a judge whose file of answers is a link, or a file of another kind", "it is neither read nor written; one sentence"
-)
-@pytest.mark.parametrize(
-    "kind", ["link", "hard link", "other", "empty line", "brace", "directory", "pipe", "no_access"]
-)
-def test_other_files_are_left_alone(kind, tmp_path):
-    path, other = tmp_path / "judge.jsonl", tmp_path / "mine.jsonl"
-    other.write_text('{"prompt": "mine"}\n')
-    if kind == "link":
-        path.symlink_to(other)
-    elif kind == "hard link":
-        other.write_text("")
-        path.hardlink_to(other)
-    elif kind in ("other", "empty line", "brace"):
-        path.write_text({"other": "", "brace": "{\n"}.get(kind, "\n") + '{"prompt": "mine"}\n')
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path = tmp_path / "mine.jsonl" / "judge.jsonl"
-    with serving("SCORE: 5") as server:
-        with pytest.raises(RewardError, match=rf"^reward 'judge': {path}"):
-            asked(server, settings={"cache": str(path)}, timeout=2.0)
-        assert server.asked == []
-    assert other.read_text() == ("" if kind == "hard link" else '{"prompt": "mine"}\n')
-
-
-def test_a_first_line_that_was_torn_is_passed_by(tmp_path):
-    path = tmp_path / "judge.jsonl"
-    for torn in ("", "{", '{"request": "q', '{"request": "q", "answ'):
-        path.write_text(torn)
-        assert Answers(path).get("r") is None
-        assert Answers(path).put("r", "x") == "x"
-        assert Answers(path).get("r") == "x"

@@ -1,21 +1,15 @@
 """Whole runs with a judge: it fails, it is asked once, runs are killed and go on, and nothing waits for it."""
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
-import signal
 
 import pytest
 import torch
 
 from tests.support.judges import Reply, serving
-from tests.support.processes import finish, start
 from tests.support.provocations import provocation
-from tests.support.running import SMALL, small_run
-from tests.test_processes import KILL, wait_for
-from tests.test_signals import begin, ended
+from tests.support.running import small_run
 
 pytestmark = pytest.mark.slow
 KEY = "k3y-of-nobody-at-all"
@@ -33,15 +27,6 @@ def settings(server, rewards="custom,judge"):
 def by_text(number, text):
     """A judge who always says the same of the same text, from 0 to 10."""
     return f"SCORE: {hashlib.sha256(text.encode()).digest()[0] / 25.5:.3f}"
-
-
-def answered(path):
-    """How many different requests the file has answers to."""
-    found = set()
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.add(json.loads(line)["request"])
-    return len(found)
 
 
 def weights(directory):
@@ -96,62 +81,3 @@ def test_a_continued_run_asks_nothing_twice(tmp_path):
             assert found.metrics[name] == value, name
     assert all(torch.equal(weights(again)[name], value) for name, value in weights(first).items())
     assert (first / "judge.jsonl").read_bytes() == (again / "judge.jsonl").read_bytes()
-
-
-@provocation(
-    "`kill -9` to one of two processes with a judge, then `checkpoint=last`",
-    "what was answered is not asked again; the weights of an unbroken run of one process, but for rounding",
-)
-def test_two_processes_that_are_killed_continue_exactly(tmp_path):
-    small = [word for word in SMALL if not word.startswith(("reward", "trainer"))]
-    small += ["steps=4", "data.prompts_per_step=4", "validation.every=4", "callbacks.checkpoint.every=1"]
-    with serving(by_text) as server:
-        own = [*small, *settings(server, "judge")]
-        killed = start(2, tmp_path, "ddp", {"broken": [*own, *KILL, "+callbacks.kill.moment=rollout"]})
-        printed = [process.communicate(timeout=300)[0] for process in killed]
-        assert killed[1].returncode == -9, printed[0][-2000:]
-        before = len(server.asked)
-        answers = tmp_path / "broken" / "judge.jsonl"
-        known = answered(answers)
-        assert 0 < known <= before  # some may have been on their way
-        with answers.open("a") as file:
-            file.write('{"request": "half a li')
-        finish(start(2, tmp_path, "ddp", {"broken": [*own, "checkpoint=last"]}))
-        assert len(server.asked) - before == answered(answers) - known  # nothing that was answered is asked again
-        assert len(set(server.messages)) >= answered(answers) > known
-    with serving(by_text) as server:
-        finish(start(1, tmp_path, "cpu", {"alone": [*small, *settings(server, "judge")]}))
-        alone = set(server.messages)
-    expected, found = weights(tmp_path / "alone"), weights(tmp_path / "broken")
-    assert len(alone) > before
-    for name, value in expected.items():
-        assert (found[name] - value).norm() < 1e-5 * value.norm(), name
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(
-            "marks_and_waits",
-            marks=provocation("Ctrl-C while a coroutine as a reward waits", "saved and ended at once, exit 130"),
-        ),
-        pytest.param(
-            "swallows",
-            marks=provocation(
-                "Ctrl-C while a coroutine as a reward waits that catches every exception",
-                "saved and ended within seconds, exit 130",
-            ),
-        ),
-    ],
-)
-def test_nobody_waits_for_a_coroutine(function, tmp_path):
-    process = begin(
-        tmp_path,
-        f"reward.custom.function._target_=tests.support.judges.{function}",
-        f"+reward.custom.function.path={tmp_path}/begun",
-        "+reward.custom.function.seconds=50",
-        "reward.custom.timeout=60",
-    )
-    wait_for((tmp_path / "begun").exists, process)
-    os.killpg(process.pid, signal.SIGINT)
-    assert "step 0 is saved" in ended(tmp_path, process, exit_status=130, status="interrupted", seconds=60)

@@ -6,8 +6,8 @@ import torch
 from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own.budget import rows_within
 from grpo_lightning.sampler.own.buffers import Buffers
+from grpo_lightning.sampler.own.cache import rows_within
 from tests.support.checkpoints import write_checkpoint
 
 SHAPE = Shape(trained=0, frozen=0, body=0, hidden=64, layers=10, intermediate=1, vocabulary=9, keys=32)

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_lightning as grpo
-from grpo_lightning.reward import Weighted, score
 from grpo_lightning.reward.model import RewardModel
 from tests.support.checkpoints import write_reward_model
 from tests.support.composed import ROOT
@@ -85,15 +84,6 @@ def test_the_programs_tokenizer_stays_as_it_is_and_texts_are_cut_on_the_left(pat
     assert "2 of 2 texts are longer" in caplog.text
 
 
-def test_a_live_network_reads_as_much_as_its_context(path):
-    network, words = loaded(path)
-    assert RewardModel.of(network, words).max_length == 512
-    (row,) = RewardModel.of(network, words).encode(["a"], [" pizza" * 2000])
-    assert len(row) == 512
-    with pytest.raises(ValueError, match="max_length=513: allowed is at most 512, the context of"):
-        RewardModel.of(network, words, max_length=513)
-
-
 def test_rows_of_ones_own_network_are_of_equal_length_and_keep_their_order():
     network = Mean()
     model = RewardModel.of(network, Letters(), batch_tokens=8)
@@ -117,30 +107,6 @@ def test_it_scores_in_evaluation_mode_and_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        lambda values: values[:, 0],
-        lambda values: values,
-        lambda values: type("Output", (), {"logits": values}),
-        lambda values: values.transpose(0, 1)[0],
-    ],
-    ids=["[B]", "[B, 1]", "logits", "not contiguous"],
-)
-def test_a_value_per_row_may_have_several_shapes(shape):
-    assert RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"]) == [1.0, 3.0]
-
-
-def test_one_row_may_be_a_number_without_dimensions_as_in_the_guide():
-    assert RewardModel.of(Mean(lambda values: values.squeeze()), Letters(), batch_tokens=1)(["b"], ["d"]) == [2.0]
-
-
-def test_a_label_is_chosen_of_several():
-    assert RewardModel.of(Mean(labels=3), Letters(), label=2)(["b"], ["d"]) == [6.0]
-    with pytest.raises(ValueError, match="label=3: allowed is 0 to 2, the logits of 'Mean'"):
-        RewardModel.of(Mean(labels=3), Letters(), label=3)(["b"], ["d"])
-
-
-@pytest.mark.parametrize(
     "shape, gave",
     [
         (lambda values: values.mean(), r"\(\)"),
@@ -159,64 +125,6 @@ def test_without_a_tokenizer_texts_are_token_ids():
     assert model([[1, 2], "3 4", [5]], ["3", "11", ""]) == [2.0, 6.0, 5.0]
     with pytest.raises(ValueError, match=r"'What is 1 2': a reward model without a tokenizer reads token ids"):
         model(["What is 1 2"], ["3"])
-
-
-def test_a_tokenizer_of_ones_own_reads_token_ids_and_cuts():
-    model = RewardModel.of(Mean(), Letters(), max_length=3)
-    assert model.encode([[0, 1, 2]], ["dz"]) == [[2, 3, 25]]
-    with pytest.raises(ValueError, match="no tokens"):
-        model([" "], [""])
-    assert model([], []) == []
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"batch_tokens": 0}, "batch_tokens=0: allowed is an integer >= 1"),
-        ({"max_length": 0}, "max_length=0: allowed is an integer >= 1"),
-        ({"label": -1}, "label=-1: allowed is an integer >= 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
-        RewardModel.of(Mean(), Letters(), **settings)
-
-
-def test_a_value_that_is_not_finite_is_an_error():
-    with pytest.raises(ValueError, match=r"'Mean' gave nan for row 0"):
-        RewardModel.of(Mean(lambda values: values * float("nan")), Letters())(["b"], ["d"])
-
-
-def test_it_goes_where_its_network_goes():
-    network = Mean()
-    model = RewardModel.of(network, Letters())
-    assert (model.device, model.dtype) == (torch.device("cpu"), "float32")
-    network.to("meta")
-    assert model.device == torch.device("meta")
-    model.logits([[1, 2]])
-    assert network.device == torch.device("meta")
-    half = RewardModel.of(Mean().to(torch.bfloat16), Letters())
-    assert half.dtype == "bfloat16"
-    assert half.logits([[1, 2]]).dtype == torch.float32
-    quantized = Mean()
-    quantized.stored = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
-    assert RewardModel.of(quantized, Letters()).dtype == "uint8"
-    assert RewardModel.of(nn.Flatten(), Letters()).device == torch.device("cpu")
-
-
-def test_objects_around_one_network_share_its_weights():
-    network = Mean()
-    model, other = RewardModel.of(network, Letters()), RewardModel.of(network)
-    assert model.shares_weights(other)
-    assert other.shares_weights(model)
-    assert not model.shares_weights(RewardModel.of(copy.deepcopy(network)))
-    model.reset()
-    assert model.network is network
-
-
-def test_it_is_a_reward_like_any_other():
-    rewards = {"model": Weighted(RewardModel.of(Mean(), Letters()), 2.0)}
-    assert score(rewards, ["b"], ["d"], {"answer": ["d"]})["model"] == [2.0]
 
 
 class Scored(nn.Module):
@@ -244,29 +152,6 @@ def test_a_run_trains_by_it(tmp_path):
     assert metrics["reward/model"] == metrics["reward/total"] != 0
     assert metrics["reward/std"] > 0
     assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
-
-
-@pytest.mark.slow
-def test_it_may_learn_from_the_runs_outcomes(tmp_path):
-    network, words = Scored(200), AutoTokenizer.from_pretrained(TINY)
-    before = network.embedding.weight.detach().clone()
-    run = grpo.compose(
-        *[word for word in SMALL if not word.startswith("callbacks")],
-        "callbacks=reward_model",
-        "callbacks.reward_model.every=1",
-        "callbacks.reward_model.lr=0.1",
-        run_dir=tmp_path,
-        reward={"model": RewardModel.of(network, words), "accuracy": odd},
-        data=[{"prompt": "Spell sun backward"}, {"prompt": "Spell moon backward"}],
-    )
-    metrics = run.fit().metrics
-    assert 0 <= metrics["reward_model/accuracy"] <= 1
-    assert metrics["reward_model/loss"] > 0
-    assert not torch.equal(network.embedding.weight, before)
-
-
-def odd(completions, **_):
-    return [float(len(text) % 2) for text in completions]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Unfinished, restored
-from grpo_lightning.sampler.own.begun import Begun
+from grpo_lightning.sampler.own.slots import Begun
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
 from tests.support.processes import finish, start

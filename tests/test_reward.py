@@ -65,6 +65,13 @@ def test_a_reward_cannot_reorder_what_the_next_one_sees():
     assert score(rewards, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
 
 
+def test_a_column_fills_an_optional_argument_of_its_name():
+    def function(completions, *, output="none", path=None):
+        return [float(text == right) for text, right in zip(completions, output)]
+
+    assert scored(function, columns={"output": ["a", "c"], "path": ["x", "y"]}) == [1.0, 0.0]
+
+
 def test_per_completion_passes_one_row():
     def one(text, answer, prompt, missing=9):
         return None if text == "b" else len(text) + 10 * int(answer) + 100 * len(prompt) + missing
@@ -108,20 +115,6 @@ def test_all_problems_are_named_at_once():
     assert str(error.value).count(";") == 5 + 4  # between six problems, and before "there are" in four of them
 
 
-def test_no_reward_at_all_is_a_mistake():
-    with pytest.raises(RewardError, match="expected at least one"):
-        score({}, ["p"], ["a"], {})
-
-
-@pytest.mark.parametrize(
-    ("prompts", "columns", "message"),
-    [(["p"], {}, "'prompts': expected 2 values, got 1"), (["p", "q"], {"a": [1]}, "'a': expected 2 values, got 1")],
-)
-def test_unequal_lengths_are_refused(prompts, columns, message):
-    with pytest.raises(RewardError, match=message):
-        score({"mine": Weighted(lambda completions: [0, 0], 1.0)}, prompts, ["a", "b"], columns)
-
-
 # --- what a function returns
 
 
@@ -145,12 +138,6 @@ def test_anything_else_names_the_row_and_the_beginning_of_its_text(bad):
 @pytest.mark.parametrize("result", [[], [1.0], [1.0, 1.0, 1.0]])
 def test_a_wrong_count_is_an_error(result):
     with pytest.raises(RewardError, match=f"reward 'mine': expected 2 scores, got {len(result)}"):
-        scored(lambda completions: result)
-
-
-@pytest.mark.parametrize("result", [None, 1.0, "ab", b"ab", {"a": 1, "b": 2}])
-def test_no_list_is_an_error(result):
-    with pytest.raises(RewardError, match="reward 'mine': expected a list"):
         scored(lambda completions: result)
 
 
@@ -181,17 +168,7 @@ def test_total_adds_what_applies():
     assert total(rewards, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25, 0.0]
 
 
-def test_a_total_that_overflows_is_an_error():
-    with pytest.raises(RewardError, match="row 1"):
-        total({"a": Weighted(len, 10.0)}, {"a": [1.0, 1e308]})
-
-
 @pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
 def test_a_weight_is_a_finite_number(weight):
     with pytest.raises(ValueError, match="weight=.*: allowed is a finite number"):
         Weighted(len, weight)
-
-
-def test_a_reward_is_callable():
-    with pytest.raises(ValueError, match="_partial_"):
-        Weighted([1.0], 1.0)

@@ -1,19 +1,16 @@
 """Programs that models write are scored by what they do, and no program ends a run"""
 
-import json
 from functools import partial
 
 import pytest
 
 from grpo_lightning import compose
-from grpo_lightning.composition.recalled import recalled
 from grpo_lightning.reward import RewardError, Scoring, Weighted
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.sandbox import client
-from grpo_lightning.settings import ConfigError, check
+from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.built import check_built
-from grpo_lightning.settings.rewards import reward_problems
 from tests.support.composed import composed
 from tests.support.provocations import provocation
 from tests.support.sandboxed import SETTINGS, without_landlock
@@ -35,25 +32,15 @@ def scored(text, tests=DOUBLES, **settings):
     ("completion", "found"),
     [
         (fenced("a"), "a\n"),
-        (fenced("a", "py"), "a\n"),
-        (fenced("a", "Python3"), "a\n"),
-        (fenced("a", ""), "a\n"),
         (fenced("a", "bash"), None),
         (fenced("a") + fenced("b"), "b\n"),
         (fenced("a") + fenced("b", "text"), "a\n"),
-        (fenced("a") + "\n```python\nb", "a\n"),  # cut off
         ("<think>\n```python\na\n```\n</think>", None),
         ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
         ("```python\na\n```\n<answer>\n```python\nb\n```\n</answer>", "b\n"),
         ("<answer>print(1)</answer>", "print(1)"),
-        ("<answer>```bash\nb\n```</answer>", None),
-        ("<answer></answer>", None),
         ("print(1)", None),
-        ("", None),
-        (fenced("if a:\n\n    b"), "if a:\n\n    b\n"),
-        (fenced(" "), None),
         (fenced("x" * 100_000), None),
-        (fenced("x" * 99_999), "x" * 99_999 + "\n"),
     ],
 )
 def test_the_program_of_a_completion(completion, found):
@@ -65,55 +52,18 @@ def test_the_program_of_a_completion(completion, found):
     [
         (RIGHT, 1.0),
         ("print(4)", 1 / 3),
-        ("n = int(input())\nprint(2 * n if n < 5 else 7)", 2 / 3),
         ("print('4  \\n\\n')", 1 / 3),  # white space at ends
-        ("print(' 4')", 1 / 3),
         ("print('4 4')", 0.0),
-        ("print('4\\n4')", 0.0),
-        ("pass", 0.0),
         (RIGHT + "\nraise SystemExit(1)", 0.0),
-        (RIGHT + "\n1 / 0", 0.0),
         (RIGHT + "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)", 1.0),
         ("import os\nos._exit(0)", 0.0),  # an exit status alone passes nothing
-        ("import os\nos.abort()", 0.0),
         ("def (", 0.0),
         ("while True: pass", 0.0),
         ("x = bytearray(2**30)\n" + RIGHT, 0.0),
-        ("while True: print('4')", 0.0),
     ],
 )
 def test_the_share_of_the_tests_that_pass(text, score):
     assert scored(text, seconds=1.5, cpu_seconds=1) == score
-
-
-def test_all_or_nothing():
-    assert scored(RIGHT, all_or_nothing=True) == 1.0
-    assert scored("print(4)", all_or_nothing=True) == 0.0
-
-
-@provocation(
-    "settings of a reward that have completions of their own, programs, which would run before the sandbox was tried",
-    "nothing runs while settings are checked",
-)
-def test_settings_have_no_completions(monkeypatch):
-    ran = []
-    monkeypatch.setitem(code.__globals__, "run", lambda *program: ran.append(program))
-    node = {
-        "_target_": "grpo_lightning.reward.code.code",
-        "_partial_": True,
-        "completions": [fenced(RIGHT)],
-        **SETTINGS,
-    }
-    assert list(reward_problems(node | {"tests": [DOUBLES]}, "reward.code.function")) == []
-    [told] = reward_problems(node | {"tests": [DOUBLES], "seconds": 0}, "reward.code.function")
-    assert told.startswith("reward.code.function.seconds=0: allowed is")
-    assert ran == []
-
-
-def test_completions_have_tests_of_their_own():
-    tests = [DOUBLES, [{"input": "", "output": "1"}], json.dumps(DOUBLES), DOUBLES]
-    texts = [fenced(RIGHT), fenced("print(1)"), fenced("print(0)"), "no program"]
-    assert code(texts, tests, **SETTINGS) == [1.0, 1.0, 1 / 3, 0.0]
 
 
 ADD = "def add(a, b):\n    print('adding')\n    return a + b\n"
@@ -123,27 +73,15 @@ ADD = "def add(a, b):\n    print('adding')\n    return a + b\n"
     ("text", "test", "score"),
     [
         (ADD, {"function": "add", "args": [1, 2], "output": 3}, 1.0),
-        (ADD, {"function": "add", "args": [1, 2], "output": 4}, 0.0),
-        (ADD, {"function": "add", "args": ["a", "é"], "output": "aé"}, 1.0),
-        (ADD, {"function": "add", "args": [[1], [2]], "output": [1, 2]}, 1.0),
         (ADD, {"function": "add", "args": [0.1, 0.2], "output": 0.3}, 1.0),
         (ADD, {"function": "add", "args": [0.1, 0.2], "output": 0.3001}, 0.0),
         (ADD, {"function": "add", "args": [10**20, 1], "output": 10**20}, 0.0),  # whole numbers are exact
         (ADD, {"function": "add", "args": [1], "output": 3}, 0.0),
-        (ADD, {"function": "sub", "args": [1, 2], "output": 3}, 0.0),
         ("def f(x): return (x, {'a': None})", {"function": "f", "args": [1], "output": [1, {"a": None}]}, 1.0),
         ("def f(): return True", {"function": "f", "args": [], "output": 1}, 0.0),
-        ("def f(): return 1", {"function": "f", "args": [], "output": True}, 0.0),
-        ("def f(): return '1'", {"function": "f", "args": [], "output": 1}, 0.0),
         ("def f(): return {1, 2}", {"function": "f", "args": [], "output": [1, 2]}, 0.0),
-        ("def f(): return [1, 2]", {"function": "f", "args": [], "output": [1]}, 0.0),
-        ("def f(): return {'a': 1, 'b': 2}", {"function": "f", "args": [], "output": {"a": 1}}, 0.0),
-        ("def f(): return float('nan')", {"function": "f", "args": [], "output": 1.0}, 0.0),
-        ("def f(): return 10 ** 400", {"function": "f", "args": [], "output": 1.0}, 0.0),
-        ("def f():\n    x = []\n    x.append(x)\n    return x", {"function": "f", "args": [], "output": [1]}, 0.0),
         ("def f():\n    import os\n    os._exit(0)", {"function": "f", "args": [], "output": 0}, 0.0),
         ("class Solution:\n    def f(self, x): return x", {"function": "Solution.f", "args": [7], "output": 7}, 1.0),
-        ("from __future__ import annotations\ndef f(): return 'x'", {"function": "f", "args": [], "output": "x"}, 1.0),
     ],
 )
 def test_functions_are_called(text, test, score):
@@ -182,17 +120,8 @@ def test_the_first_test_that_takes_too_long_ends_the_rest(monkeypatch):
     ("tests", "message"),
     [
         (None, "tests: expected a list with at least one test, got None"),
-        ([], "tests: expected a list with at least one test"),
-        ("[", "tests: expected JSON, got '\\['"),
-        ("7", "tests: expected a list with at least one test, got '7'"),
         ([["1", "2"]], "tests: expected {input: text, output: text} or {function: NAME or CLASS.METHOD"),
-        ([{"input": "1"}], "tests: expected {input: text, output: text} or"),
-        ([{"input": "1", "output": 2}], "tests: expected {input: text, output: text} or"),
         ([{"input": "1", "output": " \n"}], "tests: expected an output that is not empty"),
-        ([{"input": "1", "output": "2", "more": 1}], "tests: expected {input: text, output: text} or"),
-        ([{"function": "a.b.c", "args": [], "output": 1}], "tests: expected {input: text, output: text} or"),
-        ([{"function": "f()", "args": [], "output": 1}], "tests: expected {input: text, output: text} or"),
-        ([{"function": "f", "args": {}, "output": 1}], "tests: expected {input: text, output: text} or"),
         ([{"function": "f", "args": [], "output": None}], "value other than null"),
     ],
 )
@@ -234,33 +163,6 @@ def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     ):
         check_built(config)
     check_built(composed("reward=[accuracy]"))
-
-
-@provocation("the same in a replay of recorded rollouts", "refused before a program runs")
-def test_nor_does_a_replay(monkeypatch, tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- reward=[code]\n")
-    config, build = recalled(tmp_path, (), ("reward",))
-    assert callable(build("reward.code.function", config["reward"]["code"]["function"]))
-    monkeypatch.setattr(client, "_ATTEMPTS", "print('read a file')#OUTSIDE")
-    with pytest.raises(ConfigError, match=r"reward\.code\.function: the sandbox does not hold on this machine; .*read"):
-        build("reward.code.function", config["reward"]["code"]["function"])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seconds=0", "reward.code.function.seconds=0: allowed is a number > 0"),
-        ("cpu_seconds=0", "reward.code.function.cpu_seconds=0: allowed is an integer >= 1"),
-        ("memory_mb=1", "reward.code.function.memory_mb=1: allowed is an integer >= 64"),
-        ("seconds_in_all=-1", "reward.code.function.seconds_in_all=-1: allowed is a number > 0"),
-        ("all_or_nothing=1", "reward.code.function.all_or_nothing=1: allowed is true or false"),
-    ],
-)
-def test_settings_are_checked_early(override, message):
-    with pytest.raises(ConfigError) as error:
-        check(composed("reward=[code]", f"reward.code.function.{override}"))
-    assert message in str(error.value)
 
 
 @pytest.mark.slow

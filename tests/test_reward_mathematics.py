@@ -1,6 +1,7 @@
 import logging
 import re
 import time
+from functools import lru_cache
 
 import pytest
 
@@ -19,41 +20,20 @@ def scored(given, right):
         ("1/2", "0.5"),
         ("\\frac12", 0.5),
         ("0.333333", "1/3"),
-        (".5.", "1/2"),
         ("1,234", "1234"),
-        ("$1,234", 1234),
-        ("50%", "50\\%"),
         ("2**10", "1024"),
         ("2^10", "1024"),
-        ("(2^3)^2", "64"),  # 8 * 8
         ("10^{-3}", "0.001"),
-        ("1e5", "100000"),
-        ("5!", "120"),
         ("\\binom{5}{2}", "10"),
-        ("sqrt(8)", "2\\sqrt{2}"),
-        ("2^(1/2)", "\\sqrt2"),
         ("\u03c0/2", "\\frac{\\pi}{2}"),
-        ("30\u00b0", "30^\\circ"),
         ("\u22123", "-3"),
-        ("x^2+2x+1", "(x+1)^2"),
         ("e^{-x^2}", "\\exp(-x^2)"),
-        ("y=2x+1", "y-2x=1"),
-        ("x = 5", "5"),
         ("\\{2, 1\\}", "1, 2"),
-        ("[1,2)", "$[1,2)$"),
         ("The answer is 72.", "48 + 24 = 72 #### 72"),
-        ("10 apples", "10"),
         ("5 \\text{ cm}", "5"),
-        ("\u221a2", "\\sqrt{2}"),
         ("\u221a(2)/2", "\\frac{\\sqrt2}{2}"),
-        ("3\\sqrt{2}", "\\sqrt{18}"),
-        ("x\u00b2", "x^2"),
         ("La r\u00e9ponse est 72", "72"),
-        ("\u7b54\u6848\u662f 72\u3002", "72"),
-        ("\u7b54\u6848\u662f $\\frac{1}{2}$\u3002", "0.5"),
-        ("Evelyn", "\\text{Evelyn}"),
         ("\\boxed{\\text{Evelyn}}", "$\\text{ Evelyn }$"),
-        ("\\sin a \\cos b + \\cos a \\sin b", "\\sin(a+b)"),
     ],
 )
 def test_equal_as_mathematics(given, right):
@@ -67,17 +47,13 @@ def test_equal_as_mathematics(given, right):
         ("0.33", "1/3"),
         ("3.14", "\\pi"),
         ("(1,2)", "(2,1)"),
-        ("x^2+2x-1", "(x+1)^2"),
         ("x", "y"),
-        ("1", "1, 2"),
         ("1 or 2", "2"),
-        ("1000000000000000000001", "1000000000000000000002"),
         ("48", "48 + 24 = 72 #### 72"),
         ("\\frac{1}{", "1"),
         ("\\boxed{7", "7"),
         ("", "7"),
         ("\u00bd", "\\frac12"),  # not read, and not taken for something else
-        ("7\u202e", "7"),
         ("Bob", "\\text{Evelyn}"),
         ("\u7b54\u6848\u662f 71", "72"),
     ],
@@ -94,8 +70,6 @@ def test_unequal(given, right):
         "word " * 1_000 + "\\boxed{0.5}",  # the box counts, however long the text before it
         "$\\frac{1}{2}$",
         "\\(\\frac{1}{2}\\)",
-        "\\[0.5\\]",
-        "$$0.5$$",
         "The sum is $\\frac{1}{2}$",
     ],
 )
@@ -117,45 +91,23 @@ def test_the_last_box_counts_and_not_the_better_of_two():
 
 HUGE = [
     "9**9**9",
-    "9^9^9",
     "9^{9^{9}}",
-    "9^(9^9)",
-    "10^{10^{10}}",
     "((9^9)^9)^99",  # 9 * 9 * 99 = 8,019
-    "{9^{99}}^{99}",  # 99 * 99 = 9,801
     "2^{99 \\cdot 99}",
-    "x^{1001}",
-    "10^{-99999999}",
-    "1e999999999",
     "1e-999999999",
-    "99999!",
     "201!",
-    "9!!",
     "(9!)!",
-    "2^{9!}",
-    "\\binom{201}{100}",
     "1" * 51,
     "\\sin\\sin\\sin\\sin\\sin 1",
     "\\cot-\\cot-\\cot-\\cot-\\cot1",
     "\\sin(\\cos(\\tan(\\ln(\\sec(1)))))",
-    "\\exp\\exp\\exp 3",
-    "e^{e^{e^{3}}}",
     "\\log_{2}\\log_{2}\\log_{2}\\log_{2}\\log_{2} 3",
-    "1:2" * 11,
-    "1/2" * 11,
-    "x_" * 9 + "1",
-    "|x|" * 5,  # 10 bars
-    "x!" * 21,
     "(x+1)" * 31,
     "\\cot" + "a" * 17,
-    "\\sum_{i=1}^{10} i",
     "\\prod_{i=1}^{10} i",
-    "\\int_0^1 x dx",
-    "\\intx dx",
     '9"9"' * 30,
     "\\lim_{x \\to 0} x",
     "(" * 9 + "1" + ")" * 9,
-    "1+" * 150 + "1",  # 301 characters
 ]
 
 
@@ -175,23 +127,11 @@ def test_what_could_take_long_is_not_parsed(huge, monkeypatch):
 SMALL = [
     "x^{1000}",
     "2^{500}",
-    "(x+1)^{10}",
-    "200!",
-    "\\binom{200}{100}",
     "1" * 50,
     "((((((((1))))))))",
     "\\sin\\sin\\sin\\sin 1",
-    "\\exp\\exp 3",
     "e^{2x}+e^{3x}+e^{4x}+e^{5x}",  # each ends with its bracket
-    "\\sin(1)+\\cos(2)+\\tan(3)+\\sin(4)+\\cos(5)+\\tan(6)",
-    "\\sin 1, \\sin 2, \\sin 3, \\sin 4, \\sin 5",
-    "(\\sin x)(\\sin y)(\\sin z)(\\cos x)(\\cos y)",
-    "1/2+" * 9 + "1/2",
     "x_1+" * 7 + "x_1",
-    "|x|+|y|+|z|+|w|",
-    "x!+" * 19 + "x!",
-    "(x+1)" * 30,
-    "\\cot" + "a" * 16,
     "1+" * 149 + "11",  # 300 characters
 ]
 
@@ -224,60 +164,61 @@ SUM = "\\{SIGN_{n=0}^{\\infty}\\frac{NAME^n}{n!}\\}"
     "a completion, or a right answer of a data set, in whose sum a name is a call in Python, which sympy would run",
     "it is compared as text only",
 )
-@pytest.mark.parametrize(
-    "sign", ["\\sum", "\\s''um", '\\s"um', "\\s\\!um", "\\s\\displaystyleum", "\\pr''od", "\\sumn"]
-)
-@pytest.mark.parametrize("name", NAMED)
-def test_names_are_not_run(sign, name, tmp_path, monkeypatch):
+def test_names_are_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    evil = SUM.replace("SIGN", sign).replace("NAME", name)
-    for given, right in ((evil, "72"), (evil, "\\{x+1\\}"), ("\\{2\\}", evil), (evil, f"{{{evil}}}")):
-        assert math([f"\\boxed{{{given}}}"], [right])[0] in (0.0, None)
-    assert formula.read_formula(evil) is None
+    for sign in ("\\sum", "\\s''um", "\\s\\!um", "\\s\\displaystyleum", "\\pr''od"):
+        for name in NAMED:
+            evil = SUM.replace("SIGN", sign).replace("NAME", name)
+            for given, right in ((evil, "\\{x+1\\}"), ("\\{2\\}", evil)):
+                assert math([f"\\boxed{{{given}}}"], [right])[0] in (0.0, None)
+            assert formula.read_formula(evil) is None
     assert not (tmp_path / "HIT").exists()
 
 
 PARTED = '$3$, $\\sin(0\\cdot \\s"um_{n=0}^{\\infty}\\frac{NAME^n}{n!})$, $\\fbox{0}$'
 """The whole text is normalized to its \\fbox; math-verify reads each formula by itself."""
 PAIR = "\\left(3,\\frac{\\pi}{2}\\right)"
+NESTED = '$3$, $\\{\\{\\s"um_{n=0}^{\\infty}\\frac{NAME^n}{n!}, 1\\}, 2\\}$, $\\fbox{0}$'
+HIDDEN_SUMS = [(SUM.replace("SIGN", "\\s''um"), "\\{x+2\\}"), (PARTED, PAIR), (NESTED, PAIR)]
 
 
 @pytest.fixture
-def without_looks(monkeypatch):
-    monkeypatch.setattr(formula, "_is_bounded", lambda text: True)
-    monkeypatch.setattr(mathematics, "_is_worked_out", lambda text: True)
+def fresh():
     mathematics._parsed.cache_clear()
+    mathematics._is_worked_out.cache_clear()
     mathematics._are_equal.cache_clear()
     yield
     mathematics._parsed.cache_clear()
+    mathematics._is_worked_out.cache_clear()
     mathematics._are_equal.cache_clear()
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("sum_", [SUM.replace("SIGN", "\\s''um"), PARTED])
-@pytest.mark.grid
-def test_names_are_not_run_wherever_a_sum_is_read(sum_, name, tmp_path, monkeypatch, without_looks):
-    """No look at the text is needed for this: nothing is compiled while it is read."""
+@pytest.mark.parametrize("only", ["text", "sums", "calls"])
+def test_each_look_by_itself_keeps_names_from_being_run(only, tmp_path, monkeypatch, fresh):
+    """The text is looked at, and what was parsed: a sum that is left, and a name that is a call, are not compared."""
     monkeypatch.chdir(tmp_path)
-    for right in ("\\{x+1\\}", PAIR):
-        math([sum_.replace("NAME", name)], [right])
-        math([right], [sum_.replace("NAME", name)])
+    if only == "text":
+        monkeypatch.setattr(mathematics, "_is_worked_out", lru_cache(lambda text: True))
+    else:
+        monkeypatch.setattr(formula, "_is_bounded", lambda text: True)
+    if only == "calls":
+        monkeypatch.setattr(mathematics, "ExprWithLimits", mathematics.Limit)
+    for sum_, right in HIDDEN_SUMS:
+        for name in NAMED:
+            evil = sum_.replace("NAME", name)
+            math([evil], [right])
+            math([right], [evil])
     assert not (tmp_path / "HIT").exists()
 
 
-@pytest.mark.parametrize(("sum_", "right"), [(SUM.replace("SIGN", "\\s''um"), "\\{x+2\\}"), (PARTED, PAIR)])
-def test_that_names_would_be_run(sum_, right, tmp_path, monkeypatch, without_looks):
-    """What the test before this one guards against."""
+def test_that_names_would_be_run(tmp_path, monkeypatch, fresh):
+    """What the tests before this one guard against."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mathematics, "call_uncompiled", lambda function, *rest, **named: function(*rest, **named))
-    math([sum_.replace("NAME", NAMED[3])], [right])
+    monkeypatch.setattr(formula, "_is_bounded", lambda text: True)
+    monkeypatch.setattr(mathematics, "_is_worked_out", lru_cache(lambda text: True))
+    for sum_, right in HIDDEN_SUMS:
+        math([sum_.replace("NAME", NAMED[3])], [right])
     assert (tmp_path / "HIT").exists()
-
-
-def test_they_would_not_be_run_by_the_parser_either(monkeypatch):
-    monkeypatch.setattr(mathematics, "parse", lambda *_, **__: [eval("1 + 1")])
-    with pytest.raises(RuntimeError, match="text that is read would become Python code"):
-        mathematics._parsed("$1 + 1$ of this test")
 
 
 @pytest.mark.parametrize(
@@ -285,14 +226,11 @@ def test_they_would_not_be_run_by_the_parser_either(monkeypatch):
     [
         ("f(x_{max}) + \\dot{y}", True),
         ("\\begin{pmatrix} a & b_1 \\\\ 3 & 4 \\end{pmatrix}", True),
-        ("\\text{p. m.} + \\alpha", True),
         ("2 + \\sum_{n=0}^{3} n", False),
         ("\\{1, \\sum_{n=0}^{3} n\\}", False),
-        ("1 < x < \\sum_{n=0}^{3} n", False),
         ("\\begin{pmatrix} 1 & \\sum_{n=0}^{3} n \\end{pmatrix}", False),
         ("2 + \\int x dx", False),
         ("2 + \\lim_{x \\to 0} x", False),
-        ("\\operatorname{cols}(\\begin{pmatrix} 1 & 2 \\end{pmatrix})", False),
     ],
 )
 def test_what_is_worked_out(text, is_worked_out):

@@ -1,11 +1,8 @@
 """Rewards that read chat messages, as TRL's own do for conversational data; and TRL's own."""
 
-import asyncio
-import functools
-
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
+from grpo_lightning.reward import RewardError, Weighted, check_columns, score
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.settings import check
 from tests.support import rewards
@@ -47,44 +44,6 @@ def test_texts_become_messages_and_messages_stay():
     }
 
 
-def test_without_the_setting_texts_are_handed_over():
-    seen = {}
-
-    def looks(prompts, completions):
-        seen.update(prompts=prompts, completions=completions)
-        return [0.0, 0.0]
-
-    scored(looks, [PLAIN, CHAT], ["a", "b"], messages=False)
-    assert seen == {"prompts": [PLAIN, CHAT], "completions": ["a", "b"]}
-
-
-def test_arguments_by_place_are_messages_too():
-    def by_place(prompts, completions, /):
-        return [len(asked[-1]["content"] + said[0]["content"]) for asked, said in zip(prompts, completions)]
-
-    assert scored(by_place, ["ab", CHAT], ["c", "d"]) == [3.0, 10.0]
-
-
-@WHERE
-def test_functions_for_conversational_data_work_unchanged(timeout):
-    assert scored(rewards.letters, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [3.0, 0.0]
-    assert scored(rewards.of_messages, [PLAIN, CHAT], ["two", ""], timeout=timeout) == [2.0, 3.0]
-    assert scored(functools.partial(rewards.letters, extra=1), [CHAT], ["two"], timeout=timeout) == [3.0]
-
-
-@WHERE
-def test_a_single_completion_is_a_list_of_messages(timeout):
-    one = PerCompletion(rewards.of_one_answer)
-    assert scored(one, [PLAIN, CHAT], ["2", "3"], columns={"answer": ["2", "2"]}, timeout=timeout) == [11.0, 20.0]
-
-
-def test_a_completion_that_was_begun_before_the_others_is_a_list_of_messages():
-    weighted = Weighted(rewards.of_messages, 1.0, timeout=60.0, max_failed=0.0, messages=True)
-    scoring = Scoring({"mine": weighted}, [CHAT, PLAIN], {})
-    scoring.begin(1, "two", [1])
-    assert scoring.finish(["one", "two"], None).values == {"mine": [3.0, 2.0]}
-
-
 def test_a_reward_cannot_change_what_the_next_one_sees():
     def rude(prompts, completions):
         for prompt, completion in zip(prompts, completions):
@@ -113,22 +72,7 @@ def test_steps_end_at_characters_of_the_text():
         scored(lambda completions: [[[41, 1.0]]], [PLAIN], ["x" * 40])
 
 
-def test_errors_show_the_text():
-    with pytest.raises(RewardError, match=r"KeyError: 'no'; row 1 raises KeyError: 'no', completion 'no'\. "):
-        scored(lambda completions: [{"yes": 1.0}[c[0]["content"]] for c in completions], [PLAIN, CHAT], ["yes", "no"])
-    with pytest.raises(RewardError, match="got nan for row 1, completion 'no'"):
-        scored(lambda completions: [0.0, float("nan")], [PLAIN, CHAT], ["yes", "no"])
-    with pytest.raises(RewardError, match="first on row 0, exception: TypeError.*, completion 'yes'"):
-        scored(rewards.of_messages, [[{"role": "tool", "content": ""}]], ["yes"], timeout=60.0)
-
-
 # --- settings
-
-
-@pytest.mark.parametrize("value", [1, "true", None])
-def test_messages_are_asked_for_or_not(value):
-    with pytest.raises(ValueError, match="messages=.*: allowed is true or false"):
-        Weighted(rewards.letters, 1.0, messages=value)
 
 
 def test_the_setting_reaches_the_reward():
@@ -148,22 +92,7 @@ def test_the_setting_reaches_the_reward():
 # --- coroutines
 
 
-def test_a_plain_function_around_a_coroutine_function_is_one():
-    @functools.wraps(rewards.later)
-    def waits(completions, **columns):
-        return asyncio.run(rewards.later(completions, **columns))
-
-    assert scored(waits, [PLAIN], ["two"]) == [0.0]
-
-
 # --- TRL's own
-
-
-@WHERE
-def test_trl_think_format(timeout):
-    think_format = pytest.importorskip("trl.rewards").think_format_reward
-    texts = ["<think>\na\n</think>\nb", "<think>\na\nb"]
-    assert scored(think_format, [PLAIN, CHAT], texts, timeout=timeout) == [1.0, 0.0]
 
 
 @WHERE
@@ -184,8 +113,3 @@ def test_trl_soft_overlong(timeout, messages):
     ids = [[1] * 80, [1] * 90, [1] * 101]
     found = scored(overlong, [PLAIN, CHAT, CHAT], ["a", "b", "c"], ids=ids, timeout=timeout, messages=messages)
     assert found == [0.0, -0.5, -1.0]
-
-
-def test_what_only_trl_hands_over_is_a_missing_column():
-    with pytest.raises(RewardError, match="parameter 'trainer_state' is no column of the data"):
-        check_columns({"mine": Weighted(lambda completions, trainer_state, log_extra=None: [], 1.0)}, [])

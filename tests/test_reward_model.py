@@ -1,11 +1,7 @@
 """A reward model says what its own logits say, whatever it is batched with, and is loaded once."""
 
 import gc
-import json
 import logging
-import pickle
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -13,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from grpo_lightning.reward import RewardError, Weighted, check_columns, score
+from grpo_lightning.reward import RewardError, Weighted, score
 from grpo_lightning.reward.model import RewardModel, _holders
 from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
 
@@ -85,12 +81,6 @@ def test_scores_keep_their_order_and_do_not_depend_on_the_batch(architecture, re
         assert reward_model(path, batch_tokens=tokens)(PROMPTS, COMPLETIONS) == pytest.approx(single, abs=1e-5), tokens
 
 
-def test_batches_go_from_long_to_short_within_the_budget(chat):
-    rows = [[0] * 3, [0] * 11, [0] * 5, [0] * 5, [0] * 4]
-    # 11 alone is above 10; then 2 x 5 = 10; then 4 with 3, as 2 x 4 = 8.
-    assert list(reward_model(chat, batch_tokens=10).batches(rows)) == [[1], [2, 3], [4, 0]]
-
-
 def test_the_end_of_a_longer_text_is_read_and_said_once(chat, caplog):
     model = reward_model(chat, max_length=8)
     with caplog.at_level(logging.WARNING):
@@ -130,29 +120,6 @@ def test_what_is_cut_keeps_the_tokenizers_own_first_and_last_token(tmp_path):
     assert model(["a", PROMPTS[0]], ["b", "c"]) == pytest.approx(single, abs=1e-6)  # in evaluation mode: no dropout
 
 
-def test_a_template_has_its_own_special_tokens(tmp_path):
-    model, words, _ = bert(tmp_path, template="{{ messages[0]['content'] }}|{{ messages[1]['content'] }}")
-    assert model.encode(["a"], ["b"]) == [words("a|b", add_special_tokens=False)["input_ids"]]
-
-
-def test_the_models_own_padding_token_is_not_taken_for_the_end_of_a_text(tmp_path):
-    # The model pads with one token and its tokenizer with another, in which a text ends.
-    path = write_reward_model(tmp_path, "llama", chat=False)
-    config = json.loads((path / "config.json").read_text())
-    start = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|im_start|>")
-    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": start}))
-    texts = ["46<|endoftext|>", "a long answer<|endoftext|>"]
-    expected = [alone(path, "What is 12 + 34?" + text) for text in texts]
-    assert reward_model(path)(PROMPTS[:1] * 2, texts) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_padding_token_that_is_no_token_is_not_used(tmp_path):
-    path = write_reward_model(tmp_path, "llama", chat=False, pad=False)
-    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | {"pad_token_id": -1}))
-    expected = [alone(path, prompt + text) for prompt, text in zip([PROMPTS[0], PROMPTS[2]], COMPLETIONS[::2])]
-    assert reward_model(path)([PROMPTS[0], PROMPTS[2]], COMPLETIONS[::2]) == pytest.approx(expected, abs=1e-5)
-
-
 def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
     first, second = reward_model(chat), reward_model(chat, label=1)
     assert first.shares_weights(second)
@@ -171,16 +138,6 @@ def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
     assert len(_holders) == known - 1
 
 
-def test_what_is_forgotten_is_read_again(chat):
-    model = reward_model(chat)
-    before = model(PROMPTS, COMPLETIONS)
-    with torch.no_grad():
-        model.network.score.weight.mul_(2)
-    assert model(PROMPTS, COMPLETIONS) == pytest.approx([2 * value for value in before], rel=1e-4)
-    model.reset()
-    assert model(PROMPTS, COMPLETIONS) == before
-
-
 def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(chat):
     model, expected = reward_model(chat), reward_model(chat)(PROMPTS, COMPLETIONS)
     model.reset()
@@ -193,20 +150,6 @@ def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(cha
     assert model.network.score.weight.grad.abs().sum() > 0
 
 
-def test_it_is_a_reward_like_any_other(chat):
-    rewards = {"model": Weighted(reward_model(chat), 1.0)}
-    check_columns(rewards, ["answer"])
-    found = score(rewards, PROMPTS, COMPLETIONS, {"answer": ["46"] * 4})
-    assert found["model"] == pytest.approx(reward_model(chat)(PROMPTS, COMPLETIONS), abs=1e-6)
-    assert reward_model(chat)([], []) == []
-
-
-def test_16_bit_weights_give_32_bit_scores(chat):
-    found = reward_model(chat, dtype="bfloat16")(PROMPTS, COMPLETIONS)
-    assert found == pytest.approx(reward_model(chat)(PROMPTS, COMPLETIONS), rel=0.1, abs=0.1)
-    assert reward_model(chat, dtype="bfloat16").logits([[1, 2]]).dtype == torch.float32
-
-
 @pytest.mark.parametrize("bits, stored", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
 def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
     path = write_reward_model(tmp_path, "qwen3", chat=True, labels=3, seed=1, **QUANTIZABLE)
@@ -216,34 +159,6 @@ def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
     exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
     found = torch.tensor(model(PROMPTS, COMPLETIONS))
     assert (found - exact).abs().mean() < 0.5 * exact.std()
-
-
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
-def test_a_head_with_a_bias_is_not_quantized_either(bits, tmp_path):
-    network = bert(tmp_path, quantization=bits)[0].network
-    assert type(network.bert.encoder.layer[0].intermediate.dense).__name__ != "Linear"
-    assert type(network.classifier).__name__ == "Linear"
-
-
-def test_quantization_without_its_package_is_refused(chat, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.reward.model.is_accelerate_available", lambda: False)
-    with pytest.raises(ValueError, match="quantization=8bit: allowed is null without the package accelerate"):
-        reward_model(chat, quantization="8bit")
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"dtype": "float8"}, "dtype=float8: allowed is one of float32, bfloat16, float16"),
-        ({"quantization": "3bit"}, "quantization=3bit: allowed is 8bit, 4bit or null"),
-        ({"batch_tokens": 0}, "batch_tokens=0: allowed is an integer >= 1"),
-        ({"max_length": 0}, "max_length=0: allowed is an integer >= 1"),
-        ({"label": -1}, "label=-1: allowed is an integer >= 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
-        reward_model("nowhere", **settings)
 
 
 @pytest.mark.parametrize(
@@ -280,18 +195,3 @@ def test_a_logit_that_is_not_finite_is_an_error(chat):
         model.network.score.weight.fill_(torch.inf)
     with pytest.raises(ValueError, match=r"gave (nan|inf|-inf) for row \d"):
         model(PROMPTS, COMPLETIONS)
-
-
-def test_an_empty_text_is_an_error(plain):
-    with pytest.raises(ValueError, match="no tokens"):
-        reward_model(plain)(["a", ""], ["b", ""])
-
-
-def test_it_does_not_go_to_worker_processes(chat):
-    with pytest.raises(TypeError, match="reward.model.timeout=null"):
-        pickle.dumps(reward_model(chat))
-
-
-def test_other_rewards_do_not_import_it():
-    code = "import sys, grpo_lightning.reward; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

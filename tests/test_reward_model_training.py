@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts, Sampled, Scored
-from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, examples, replayed
+from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, replayed
 from tests.support.checkpoints import write_reward_model
 from tests.support.running import small_module, small_run
 from tests.test_callbacks import scalars
@@ -43,34 +42,6 @@ def plain(tmp_path_factory):
 
 
 # What is learned from
-
-
-def scored(texts, outcomes, threshold) -> Scored:
-    rows = len(texts)
-    values = torch.tensor(outcomes)
-    ones = torch.ones(rows, 1)
-    sampled = Sampled(
-        ids=torch.zeros(rows, 2, dtype=torch.long),
-        attention_mask=torch.ones(rows, 2, dtype=torch.bool),
-        mask=torch.ones(rows, 1, dtype=torch.bool),
-        logprobs=-ones,
-        entropy=ones,
-        texts=tuple(texts),
-        finished=(True,) * rows,
-    )
-    rewards = {"accuracy": values, "model": -values, "total": values}
-    chat = ({"role": "user", "content": "q"},)
-    return Scored(Prompts(("p", chat), {}), sampled, rewards, values >= threshold, values.unsqueeze(-1), ones)
-
-
-def test_labels_are_the_outcomes_of_the_rows_it_applies_to():
-    chat = ({"role": "user", "content": "q"},)
-    found = examples(scored("abcdef", [1.0, 0.4, 0.5, math.nan, 0.0, 0.6], 0.5), "accuracy")
-    # Two prompts of three completions; right from 0.5 on; nothing is known of "d".
-    assert found == [
-        *[("p", "a", True), ("p", "b", False), ("p", "c", True)],
-        *[(chat, "e", False), (chat, "f", True)],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -129,34 +100,6 @@ def test_accuracy_rises_on_text_that_can_be_told_apart(plain):
     assert loss[-1] < 0.5 * loss[0]
 
 
-def test_metrics_are_of_the_weights_before_and_of_all_examples(plain):
-    model = reward_model(plain, batch_tokens=1)  # one text per forward pass
-    model.reset()
-    train = callback(lr=0.0, batch_size=3, epochs=2, replay=0.5)  # a rate of 0: every loss is that of these weights
-    train.pending, train.buffer = separable(5), separable(9, seed=1)[4:]
-    together = train.pending + train.buffer  # share 0.5: all five of each
-    scores = model([p for p, _, _ in together], [t for _, t, _ in together])
-    labels = [label for _, _, label in together]
-    losses = [math.log1p(math.exp(-s if label else s)) for s, label in zip(scores, labels)]
-    right = [(s > 0) == label for s, label in zip(scores, labels)]
-    found = train.update(model, 1)
-    assert found["reward_model/accuracy"] == pytest.approx(sum(right[:5]) / 5)
-    assert found["reward_model/loss"] == pytest.approx(sum(losses) / 10, rel=1e-5)
-
-
-def test_what_was_trained_on_becomes_history_of_which_the_newest_stays(plain):
-    model, train = reward_model(plain), callback(buffer_size=7)
-    train.buffer, train.pending = separable(4), separable(5, seed=1)
-    expected = [*train.buffer, *train.pending][-7:]
-    train.update(model, 1)
-    assert train.buffer == expected
-    assert train.pending == []
-    train = callback(buffer_size=0)
-    train.pending = separable(2)
-    train.update(model, 1)
-    assert train.buffer == []
-
-
 def trained(path, step=1, **settings) -> dict:
     model = reward_model(path, batch_tokens=settings.pop("batch_tokens", 200))
     model.reset()
@@ -198,27 +141,6 @@ def test_the_seed_and_the_step_choose_the_order(plain):
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert not torch.equal(one, trained(plain, step=2, **settings)["score.weight"])
-
-
-def test_neither_inference_mode_nor_autocast_takes_part(plain):
-    expected = trained(plain)
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = trained(plain)
-    assert same(found, expected)
-
-
-def test_two_of_them_keep_two_states():
-    assert callback().state_key != callback(reward="other").state_key
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(plain):
-    model, train = reward_model(plain, label=0, device="cpu:0"), callback()
-    with torch.no_grad():  # scores stay finite, the gradient of what they are made from does not
-        model.network.score.weight.zero_()
-    model.network.score.weight.register_hook(lambda gradient: gradient * math.inf)
-    train.pending = separable(2)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        train.update(model, 1)
 
 
 # In a run
@@ -318,22 +240,11 @@ def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_pat
     assert abs(fresh["val/reward/model"] - again["val/reward/model"]) > 1e-3
 
 
-@pytest.mark.slow
-def test_a_run_does_not_inherit_what_another_has_trained(checkpoint, tmp_path):
-    overrides = settings_of(checkpoint)
-    held = small_run(tmp_path / "one", *overrides, "steps=2")  # its weights stay in memory
-    small_run(tmp_path / "two", *overrides, "steps=2")
-    assert same(state_of(last(tmp_path / "one")), state_of(last(tmp_path / "two")))
-    assert held.completed_steps == 2
-
-
 @pytest.mark.parametrize(
     "changed, message",
     [
         ({"callbacks__reward_model__reward": "other"}, "reward=other: allowed is .* of which there are model"),
-        ({"callbacks__reward_model__reward": "format"}, "reward=format: allowed is .* of which there are model"),
         ({"rollout__outcome": "model"}, "rollout.outcome=model: allowed is another reward"),
-        ({"reward__model__function__dtype": "bfloat16"}, "dtype=bfloat16; allowed for training are null and float32"),
     ],
 )
 def test_a_run_that_cannot_train_it_does_not_start(changed, message, checkpoint, tmp_path):
@@ -351,33 +262,3 @@ def test_quantized_weights_and_several_processes_are_refused(checkpoint):
         callback().on_fit_start(SimpleNamespace(world_size=1), module)
     with pytest.raises(ValueError, match="there are none: add one"):
         callback().on_fit_start(SimpleNamespace(world_size=1), small_module())
-
-
-def test_a_continued_run_takes_the_new_rate_and_its_examples(plain):
-    model, train, later = reward_model(plain), callback(), callback(lr=0.5)
-    train.pending = separable(6)
-    train._restore(model)
-    train.update(model, 1)
-    train.pending = separable(2)
-    later.load_state_dict(train.state_dict())
-    assert later.state_dict()["trained"] is not None  # before training starts, for a checkpoint of that moment
-    later._restore(reward_model(plain))
-    assert (later.pending, later.buffer) == (train.pending, train.buffer)
-    assert [group["lr"] for group in later._optimizer.param_groups] == [0.5]
-
-
-@pytest.mark.parametrize(
-    "name, value, allowed",
-    [
-        ("every", 0, "an integer >= 1"),
-        ("epochs", 0, "an integer >= 1"),
-        ("batch_size", 0, "an integer >= 1"),
-        ("buffer_size", -1, "an integer >= 0"),
-        ("replay", 1.0, "a fraction in"),
-        ("lr", -1.0, "a number >= 0"),
-        ("max_grad_norm", 0.0, "a number > 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_at_once(name, value, allowed):
-    with pytest.raises(ValueError, match=f"callbacks.reward_model.{name}={value}: allowed is {allowed}"):
-        callback(**{name: value})

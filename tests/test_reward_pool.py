@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, registered, score, verifier
+from grpo_lightning.reward import RewardError, Scoring, Weighted, score
 from grpo_lightning.reward.engine import pool
 from tests.support import hostile
 
@@ -31,26 +31,6 @@ def never_lets_python_run(value=0):
     return max(range(10**13))
 
 
-def leaves_with_0(value):
-    os._exit(0)
-
-
-def keeps_alarms_to_itself(how):
-    if how == "handles":
-        signal.signal(signal.SIGALRM, lambda *_: None)
-    if how == "switches_off":
-        signal.alarm(0)
-    if how != "handles":
-        time.sleep(60)
-    return how
-
-
-def ends_a_program(value):
-    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    program.terminate()
-    return program.wait()
-
-
 def refuses():
     raise OSError("not here")
 
@@ -63,10 +43,6 @@ class OnlyThere:
 
     def __call__(self, value):
         return OnlyThere()
-
-
-def gives_what_cannot_come_back(value):
-    return OnlyThere()
 
 
 class SlowVerifier:
@@ -109,43 +85,6 @@ def test_hangs_in_c_code_are_ended_and_hold_nobody_up(hang):
     assert time.monotonic() - start < 2.5  # 0.5 s for both at once; asking them to end first would take 3 s
 
 
-def test_the_time_is_kept_for_a_row_after_one_that_handles_alarms_itself():
-    pool.configure(1)
-    rows = [{"how": how} for how in ("handles", "handles", "sleeps", "handles")]
-    found = run(keeps_alarms_to_itself, rows, seconds=0.5)
-    pool.configure(2)
-    late = pool.Failure("timeout", "took longer than 0.5 s")
-    assert found == ["handles", "handles", late, "handles"]
-
-
-@pytest.mark.slow
-def test_a_row_that_switches_its_alarm_off_is_ended_later(monkeypatch):
-    monkeypatch.setattr(pool, "_SPARE_SECONDS", 0.5)
-    start = time.monotonic()
-    found = run(keeps_alarms_to_itself, [{"how": "switches_off"}], seconds=0.5)
-    assert time.monotonic() - start < 10  # 0.5 + 0.5 s, and 3 s that pebble waits for a worker to leave by itself
-    assert found == [pool.Failure("timeout", "took longer than 0.5 s")]
-
-
-def test_an_alarm_ends_with_its_row():
-    pool.configure(1)
-    assert run(hostile.double, [{"value": 1}], seconds=0.3) == [2]
-    before = workers()
-    time.sleep(0.6)
-    assert run(hostile.naps, [{"seconds": 0.0}]) == [0.0]
-    assert workers() == before
-    pool.configure(2)
-
-
-def test_waiting_for_a_worker_is_not_counted():
-    assert run(hostile.naps, [{"seconds": 0.3}] * 8, seconds=1.0) == [0.3] * 8  # the last starts after 0.9 s
-
-
-@pytest.mark.slow
-def test_imports_are_not_counted():
-    assert run(hostile.Once(1.5), [{"value": 1}], seconds=0.5) == [2]
-
-
 @pytest.mark.parametrize(
     "how, kind, message",
     [
@@ -167,45 +106,11 @@ def test_whatever_happens_in_a_worker_is_a_failure_of_its_row(how, kind, message
     assert len(found[1].message) <= 300
 
 
-def test_leaving_without_a_word_is_a_failure_of_the_row_and_seen_at_once():
-    start = time.monotonic()
-    found = run(leaves_with_0, [{"value": 0}], seconds=30.0)
-    assert found == [pool.Failure("crash", "its worker died with exit code 70")]
-    assert time.monotonic() - start < 10
-
-
-def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_row():
-    found = run(gives_what_cannot_come_back, [{"value": 0}])
-    assert found == [pool.Failure("exception", "OSError: not here")]
-
-
-def test_workers_know_which_data_sets_the_settings_name():
-    pool.close()
-    registered.note_own("of_the_settings", {"datasets": [{"name": "part"}]})
-    found = pool.submit(hostile.is_noted, [{"task": name} for name in ("of_the_settings", "part", "x")], seconds=20)
-    assert found.result() == [True, True, False]
-    registered.forget()  # at the start of another run, while workers of the last one are there
-    registered.note_own("x", {})
-    found = pool.submit(hostile.is_noted, [{"task": name} for name in ("of_the_settings", "part", "x")], seconds=20)
-    assert found.result() == [False, False, True]
-    before = workers()
-    assert pool.submit(hostile.is_noted, [{"task": "x"}], seconds=20).result() == [True]
-    assert workers() == before
-
-
 def test_a_function_that_no_worker_can_import_is_the_users_mistake():
     pending = pool.submit(OnlyThere(), [{"value": 0}] * 3, seconds=5.0)
     with pytest.raises(ValueError, match="OnlyThere.*cannot run in a worker process: OSError: not here; allowed"):
         pending.result()
     assert run(hostile.double, [{"value": 1}]) == [2]
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_impossible_numbers_are_refused(seconds):
-    with pytest.raises(ValueError, match="seconds: expected a number above 0"):
-        pool.submit(hostile.double, [{"value": 1}], seconds=seconds)
-    with pytest.raises(ValueError, match="workers: expected at least 1 or None, got 0"):
-        pool.configure(0)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks up a process id")
@@ -224,53 +129,11 @@ def test_signals_that_reach_all_processes_are_for_the_trainer_alone():
     assert not set(pool._FOR_TRAINER) & signal.pthread_sigmask(signal.SIG_BLOCK, [])  # which still gets them
 
 
-def test_what_a_function_starts_can_be_ended():
-    assert run(ends_a_program, [{"value": 0}]) == [-signal.SIGTERM]
-
-
 def test_rows_survive_workers_that_are_killed_from_outside():
     run(hostile.double, [{"value": 1}] * 4)
     for pid in workers():
         os.kill(pid, signal.SIGKILL)
     assert run(hostile.double, [{"value": value} for value in range(20)]) == [2 * value for value in range(20)]
-
-
-@pytest.mark.slow
-def test_rows_that_a_closed_pool_had_not_finished_are_run_by_the_next():
-    pending = pool.submit(hostile.naps, [{"seconds": s} for s in (0.0, 0.5, 0.6, 0.7)], seconds=5.0)
-    time.sleep(0.2)
-    start = time.monotonic()
-    pool.close()
-    assert time.monotonic() - start < 2
-    assert pending.result() == [0.0, 0.5, 0.6, 0.7]
-
-
-def test_what_all_workers_need_is_imported_once():
-    name = "tests.support.hostile"
-    assert pool._modules(hostile.double) == [pool.__name__, name]
-    wrapped = PerCompletion(functools.partial(hostile.double))
-    assert pool._modules(wrapped)[-1] == name
-    assert "reasoning_gym.factory" in pool._modules(verifier.make_scorer("rubiks_cube", {})._verifier)
-    assert pool._modules("".upper) == [pool.__name__, "builtins"]
-
-
-def test_what_cannot_be_pickled_is_refused_at_once():
-    with pytest.raises(ValueError, match="cannot run in a worker process.*functions of a module"):
-        pool.submit(lambda value: value, [{"value": 1}], seconds=1.0)
-
-
-def test_the_pool_starts_again_after_it_was_closed():
-    pool.close()
-    assert run(hostile.double, [{"value": 4}]) == [8]
-
-
-def test_cores_are_shared_between_the_processes_of_a_machine(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    assert pool._default_workers() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert pool._default_workers() == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert pool._default_workers() == 1
 
 
 SCRIPT = """
@@ -337,20 +200,6 @@ def output_of(tmp_path, text):
     return ended.stdout, ended.stderr
 
 
-def test_workers_that_cannot_start_are_an_error(tmp_path):
-    text = """
-from grpo_lightning.reward.engine import pool
-from tests.support import hostile
-pool.configure(1)
-pool.submit(hostile.double, [{"value": 1}] * 3, seconds=5).result()
-print("never")
-"""
-    said, complaint = output_of(tmp_path, text)
-    assert said == ""
-    assert "\nRuntimeError: the worker processes of rewards do not start" in complaint
-    assert 'needs `if __name__ == "__main__":`' in complaint
-
-
 def test_a_forked_process_starts_workers_of_its_own(tmp_path):
     text = """
 import os
@@ -371,30 +220,6 @@ if __name__ == "__main__":
     assert output_of(tmp_path, text)[0] == "[2]\n[4]\n[6]\n"
 
 
-@pytest.mark.slow
-def test_a_process_that_ends_does_not_wait_for_rows_that_hang(tmp_path):
-    text = """
-import time
-from grpo_lightning.reward.engine import pool
-from tests.test_reward_pool import never_lets_python_run
-if __name__ == "__main__":
-    pool.configure(2)
-    pool.submit(never_lets_python_run, [{}] * 2, seconds=50)
-    time.sleep(0.5)
-    print(time.monotonic())
-"""
-    said, complaint = output_of(tmp_path, text)
-    assert time.monotonic() - float(said) < 2.5
-    assert complaint == ""
-
-
-@pytest.mark.slow
-def test_ten_thousand_rows_take_seconds():
-    start = time.monotonic()
-    assert len(run(hostile.double, [{"value": 1}] * 10_000)) == 10_000
-    assert time.monotonic() - start < 10
-
-
 # --- rewards with a timeout
 
 TIMED = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0)}
@@ -408,20 +233,6 @@ def test_a_hanging_reward_is_ended_and_counted_and_scores_what_is_set():
     assert found.failed == {"slow": pytest.approx(1 / 3)}
     rewards = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0, failed_score=None)}
     assert score(rewards, ["p"] * 3, texts, columns) == {"slow": [1.0, None, 0.0]}
-
-
-def test_completions_may_be_handed_over_one_by_one_in_any_order():
-    scoring = Scoring(
-        TIMED | {"sum": Weighted(lambda completions: [5.0] * 4, 1.0)}, ["p"] * 4, {"answer": list("abcd")}
-    )
-    assert scoring.may_begin
-    scoring.begin(2, "c", [1])
-    scoring.begin(0, "x", [1])
-    assert scoring.finish(["x", "b", "c", "x"], [[1]] * 4).values == {
-        "slow": [0.0, 1.0, 1.0, 0.0],
-        "sum": [5.0] * 4,
-    }
-    assert not Scoring({"sum": Weighted(lambda completions: [1.0], 1.0)}, ["p"], {}).may_begin
 
 
 def test_more_failures_than_allowed_end_the_run_with_the_cause():

@@ -1,13 +1,11 @@
-import functools
 import json
 import logging
 import re
 import time
 
 import pytest
-from jsonschema import Draft202012Validator, validators
 
-from grpo_lightning.reward import PerCompletion, RewardError, Weighted, pattern, score
+from grpo_lightning.reward import pattern
 from grpo_lightning.reward.accuracy import exact
 from grpo_lightning.reward.format import reasoning_steps
 from grpo_lightning.reward.json_schema import json_schema
@@ -16,7 +14,6 @@ from grpo_lightning.reward.pattern import keyword
 from grpo_lightning.reward.pattern import pattern as pattern_reward
 
 # --- steps
-from tests.support.provocations import provocation
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,6 @@ from tests.support.provocations import provocation
         ("Step 1: a Step 22: b", 2),
         ("Step: a, Step one: b, Step 1 c, step 1: d", 0),
         ("1. a\n2. b\n  10. c\n1.5 d", 3),
-        ("costs 1. and 2. dollars", 0),
         ("- a\n* b\n• c\n-d\n--", 3),
         ("First, a. Second, b. Next, c. Finally, d.", 4),
         ("first, a. Second b. Nextly, c. AFirst, d", 0),
@@ -71,33 +67,6 @@ def test_right_is_a_score_of_at_least_one():
     assert found == [1.0, -1.0, 1.0, None, -1.0, None]  # of steps the mean, 0.5
 
 
-def test_the_outcome_is_called_with_what_it_names():
-    settings = {"max_length": 4, "right": [1.0, 0.5], "wrong": [-1.0, -0.5]}
-    outcome = PerCompletion(lambda text, level, prompt: float(text == prompt * level))
-    reward = functools.partial(cosine_length, outcome=outcome, **settings)
-    columns = {"level": [1, 2], "other": [0, 0]}
-    found = score({"cosine": Weighted(reward, 1.0)}, ["p", "q"], ["p", "q"], columns, [[1] * 4, [1] * 4])
-    assert found == {"cosine": [0.5, -0.5]}
-    with pytest.raises(RewardError, match=r"outcome: it needs level, which is no column; there are \['prompts'\]"):
-        score({"cosine": Weighted(reward, 1.0)}, ["p"], ["p"], {}, [[1]])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_length": 0}, "max_length: expected at least 1 token, got 0"),
-        ({"right": [1.0]}, r"right: expected \[at length 0, at max_length\], two finite numbers, got \[1.0\]"),
-        ({"wrong": [1.0, float("nan")]}, r"wrong: expected .* got \[1.0, nan\]"),
-        ({"wrong": "12"}, "wrong: expected .* got '12'"),
-        ({"outcome": lambda completions: [1.0]}, "outcome: expected 2 scores, got 1"),
-    ],
-)
-def test_broken_settings_of_cosine_length_are_named(settings, message):
-    known = {"outcome": exact, "max_length": 4, "right": [1.0, 0.5], "wrong": [-1.0, -0.5], "answer": ["1", "1"]}
-    with pytest.raises(ValueError, match=message):
-        cosine_length(["1", "2"], [[1], [1]], **{**known, **settings})
-
-
 def test_soft_overlong_falls_over_the_buffer():
     ids = [[1] * n for n in (0, 80, 85, 90, 100, 120)]  # 100 - 20 = 80;  (80 - 85) / 20 = -0.25
     assert soft_overlong(ids, max_length=100, buffer=0.2) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
@@ -126,33 +95,10 @@ def test_repetition(text, n, penalty):
     assert repetition([text], n=n, max_penalty=-2.0) == pytest.approx([penalty])
 
 
-def test_no_repetition_is_plain_zero():
-    assert str(repetition(["a b c d"], n=2, max_penalty=-1.0)) == "[0.0]"
-
-
-@pytest.mark.parametrize(
-    ("n", "max_penalty", "message"),
-    [
-        (0, -1.0, "n: expected at least 1 word, got 0"),
-        (3, 0.5, "max_penalty: expected a finite number of at most 0, got 0.5"),
-        (3, float("-inf"), "max_penalty: .* got -inf"),
-    ],
-)
-def test_broken_settings_of_repetition_are_named(n, max_penalty, message):
-    with pytest.raises(ValueError, match=message):
-        repetition(["a"], n=n, max_penalty=max_penalty)
-
-
 def test_keyword():
     texts = ["Because it is, THEREFORE", "because", "thereforebecause", "the re", ""]
     assert keyword(texts, words=["because", "Therefore", "so it is", "it is"]) == [0.75, 0.25, 0.5, 0.0, 0.0]
     assert keyword(["STRASSE"], words=["straße"]) == [1.0]
-
-
-@pytest.mark.parametrize("words", [[], "because", [""], ["a", 1], None])
-def test_broken_words_are_named(words):
-    with pytest.raises(ValueError, match="words: expected a list.* got " + re.escape(repr(words))):
-        keyword(["a"], words=words)
 
 
 def test_pattern():
@@ -172,20 +118,6 @@ def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
     assert dict(pattern.timed_out) == {"^(a|aa|aaa)+$": 2}
 
 
-@pytest.mark.parametrize("expression", ["(", "[a", "*", "(?P<a>", None, 3])
-def test_a_broken_expression_is_named(expression):
-    with pytest.raises(
-        ValueError, match="expression: expected a regular expression, got " + re.escape(repr(expression))
-    ):
-        pattern_reward(["a"], expression=expression, seconds=1.0)
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "1"])
-def test_seconds_are_more_than_none(seconds):
-    with pytest.raises(ValueError, match="seconds: expected a number > 0"):
-        pattern_reward(["a"], expression="a", seconds=seconds)
-
-
 # --- JSON
 
 SCHEMA = {
@@ -201,21 +133,15 @@ SCHEMA = {
         ('{"name": "a", "age": 3}', 1.0),
         ('<think>{}</think><answer>{"name": "a"}</answer>', 1.0),
         ('```json\n{"name": "a"}\n```', 1.0),
-        ('```\n{"name": "a"}\n```', 1.0),
-        ('```JSON {"name": "a"}```', 0.0),
-        ('```{"name": "a"}```', 1.0),
         ('{"name": "a", "age": -1}', 0.0),
-        ('{"name": "a", "age": "3"}', 0.0),
         ('{"age": 3}', 0.0),
         ('{"name": "a"} and', 0.0),
         ("{'name': 'a'}", 0.0),
         ('{"name": "a", "x": NaN}', 0.0),
-        ('{"name": "a", "x": Infinity}', 0.0),
         ('{"name": "a", "age": 1e999}', 0.0),
         ('{"name": "a", "age": 1' + "0" * 5_000 + "}", 0.0),
         ('{"name": "' + "a" * 20_000 + '"}', 0.0),
         ("", 0.0),
-        ("```", 0.0),
         ("[]", 0.0),
     ],
 )
@@ -241,43 +167,6 @@ def test_a_schema_may_be_a_file(tmp_path):
 def test_a_broken_schema_is_named(schema):
     with pytest.raises(ValueError, match="schema: .* got " + re.escape(repr(schema))):
         json_schema(['"a"'], schema=schema)
-
-
-def test_a_pattern_that_the_draft_does_not_check_is_named_too():
-    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "patternProperties": {"(": {}}}
-    with pytest.raises(ValueError, match="schema: a .ref or pattern in it is broken"):
-        json_schema(['{"a": 1}'], schema=schema)
-
-
-@provocation(
-    "a stranger's JSON schema whose `$schema` chooses a validator that the program has registered with jsonschema",
-    "refused by its key",
-)
-def test_schemas_choose_no_validator_of_the_programs(monkeypatch):
-    ran = []
-    kind = validators.extend(Draft202012Validator, {"condition": lambda _, text, *more: ran.append(text)})
-    monkeypatch.setitem(validators._META_SCHEMAS, "urn:mine", kind)
-    schema = {"$schema": "urn:mine", "condition": "evil()"}
-    assert validators.validator_for(schema) is kind
-    with pytest.raises(
-        ValueError, match=r"schema: \$schema is 'urn:mine'; allowed are drafts 3, 4, 6, 7, 2019-09, 2020-12"
-    ):
-        json_schema(["{}"], schema=schema)
-    for nested in (
-        {"properties": {"a": schema}},
-        {"allOf": [{"type": "object"}, schema]},
-        {"$defs": {"x": schema}, "$ref": "#/$defs/x"},
-        {"$schema": 5},
-        {"$schema": ["urn:mine"]},
-    ):
-        with pytest.raises(ValueError, match=r"schema: \$schema is .*; allowed are drafts 3, 4, 6, 7, 2019-"):
-            json_schema(['{"a": {}}'], schema=nested)
-    assert ran == []
-    of_settings = {"properties": {"$schema": {"type": "string"}}, "required": ["$schema"]}
-    assert json_schema(['{"$schema": "x"}', '{"$schema": 1}', "{}"], schema=of_settings) == [1.0, 0.0, 0.0]
-    for name, place in (("draft-03", "schema#"), ("draft-07", "schema#"), ("draft/2020-12", "schema")):
-        known = {"$schema": f"http{'s' * ('/' in name)}://json-schema.org/{name}/{place}", "type": "object"}
-        assert json_schema(["{}", "[]"], schema=known) == [1.0, 0.0]
 
 
 def test_nothing_is_fetched(monkeypatch):

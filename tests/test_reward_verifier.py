@@ -1,5 +1,4 @@
 import inspect
-import math
 import os
 import re
 import time
@@ -8,7 +7,6 @@ import pytest
 
 from grpo_lightning.reward import verifier
 from grpo_lightning.reward.accuracy import reasoning_gym, verifier_failures
-from grpo_lightning.reward.engine import pool
 from grpo_lightning.reward.verifier import (
     GATES,
     TIMED,
@@ -18,6 +16,7 @@ from grpo_lightning.reward.verifier import (
     make_scorer,
     may_be_verified,
 )
+from tests.support.provocations import provocation
 from tests.test_reward_pool import SlowVerifier
 
 
@@ -40,11 +39,6 @@ def test_a_verifier_knows_the_settings_of_its_data_set():
     assert verified("puzzle24", solution, None, metadata, task_config={"min_value": 3}) == 0.01
 
 
-def test_an_entry_of_a_composite_is_scored_by_the_data_set_it_comes_from():
-    assert verified("composite", "5", "5", {"source_dataset": "chain_sum"}) == 1.0
-    assert verified("composite", "5", "5", {"source_dataset": "chain_sum"}, task_config={"datasets": []}) == 1.0
-
-
 def test_a_verifier_that_raises_on_the_models_text_scores_0_and_is_counted(caplog):
     verifier_failures.clear()
     metadata = {"factors": [2, 3]}
@@ -59,12 +53,6 @@ def test_a_verifier_that_raises_on_the_models_text_scores_0_and_is_counted(caplo
 def test_a_verifier_that_raises_on_the_right_answer_too_means_broken_data():
     with pytest.raises(ValueError, match=r"'prime_factorization'.*on the data set's own answer 'six'"):
         verified("prime_factorization", "two", "six")
-
-
-@pytest.mark.parametrize(("given", "value"), [(3.0, 1.0), (-0.5, 0.0), (0.25, 0.25), (math.nan, 0.0), (math.inf, 0.0)])
-def test_a_verifiers_value_is_clamped(monkeypatch, given, value):
-    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: lambda answer, entry: given)
-    assert verified("any", "5", "5") == value
 
 
 def test_unknown_tasks_and_broken_metadata_raise():
@@ -125,62 +113,60 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
     [
         (is_literal, "[[1, -2], ('a', 'b')]", True),
         (is_literal, "[[1, -2], ('a', b)]", False),
-        (is_literal, "1 0 1\n0 0 1", True),  # no expression: eval raises at once
         (is_literal, "_ Q", True),
-        (is_literal, "a.b", False),
         (is_literal, " \ta.b", False),  # eval ignores the space before it
-        (is_literal, "\xa0a.b", False),  # which eval refuses, but not what a verifier strips
-        (is_literal, "\xa0[1]\n", True),
-        (is_literal, "1 + 1", False),
         (is_literal, "-" * 9_000 + "1", False),
-        (is_arithmetic, " (3 + 4.5) * -2 / 7", True),
-        (is_arithmetic, "1000000000000", True),
         (is_arithmetic, "1000000000001", False),
-        (is_arithmetic, "2**3", False),
-        (is_arithmetic, "7 // 2", False),
-        (is_arithmetic, "x", False),
         (is_arithmetic, "1j", False),
-        (is_arithmetic, "1e999", False),
         (is_arithmetic, "True", False),
-        (is_arithmetic, "3 +", False),
-        (is_arithmetic, "1" + "+1" * 500, False),  # 1001 characters
         (is_algebra, "2*(2 - 8*x)**(3/2)/3 + C", True),  # 2 * (1 + 3) * (1 + 2) = 24 of 64
         (is_algebra, "x**31", True),  # 2 * (1 + 31) = 64
-        (is_algebra, "x**31.4", False),
-        (is_algebra, "x**0.03", False),  # 2 * (1 + 1 / 0.03) > 64
         (is_algebra, "(x**2 + 1)**3 * exp(-x)", True),  # 2 * 3 * 2 * 4 = 48
-        (is_algebra, "((x**2)**2)**2", False),  # 6**3
-        (is_algebra, "9**(9 * 9 * 9)", False),
         (is_algebra, "9**9**9", False),
-        (is_algebra, "E**E**E", False),
         (is_algebra, "log(cos(x)) / sqrt(x)", True),
         (is_algebra, "exp(exp(exp(x)))", False),
-        (is_algebra, "Integral(x, x)", False),
         (is_algebra, "exec(x)", False),
-        (is_algebra, "factorial(99)", False),
-        (is_algebra, "log(x, 2)", False),
         (is_algebra, "exp(x, evaluate=1)", False),
-        (is_algebra, "x.diff(x)", False),
-        (is_algebra, "(sin)(x)", True),
-        (is_algebra, "sin(x)(x)", False),
-        (is_algebra, "x | 1", False),
-        (is_algebra, "~x", False),
-        (is_algebra, "x**" * 300 + "2", False),
-        (is_algebra, "+" * 990 + "x", False),
-        (GATES["coin_flip"], "1.5e-3", True),
         (GATES["coin_flip"], "3/1024", True),
         (GATES["coin_flip"], "1e100", True),
-        (GATES["coin_flip"], "1e1000", False),
-        (GATES["coin_flip"], "1e9,9,9,9", False),
-        (GATES["rush_hour"], "A+2 B-13", True),
         (GATES["propositional_logic"], "P" * 1000, True),
-        (GATES["propositional_logic"], "P" * 1001, False),
     ],
 )
 def test_gates(check, text, allowed):
     start = time.process_time()
     assert check(text) is allowed
     assert time.process_time() - start < 0.5
+
+
+@provocation(
+    "a data set whose rows name a task of reasoning_gym and hold Python code in `answer` or `metadata`",
+    "refused in one sentence before anything is evaluated",
+)
+def test_rows_that_a_verifier_would_evaluate_run_no_code(tmp_path):
+    mark = tmp_path / "ran"
+    evil, x = f"__import__('os').system('touch {mark}')", {"variable": "x"}
+    rows = [
+        ("bitwise_arithmetic", "0x1", {"problem": evil}, "0x1"),
+        ("simple_integration", "x + C", x | {"integrand": evil}, "x**2"),
+        ("intermediate_integration", "x + C", x | {"integrand": f"x - {evil!r}"}, "x**2"),
+        ("polynomial_multiplication", evil, {}, "x"),
+        ("number_sorting", evil, {"direction": "ascending"}, "[1]"),
+        ("composite", "1", {"source_dataset": "bitwise_arithmetic", "problem": evil}, "0x1"),
+    ]
+    for task, answer, metadata, text in rows:
+        with pytest.raises(ValueError, match="the task's verifier would evaluate it; allowed are") as error:
+            verified(task, text, answer, metadata)
+        assert "\n" not in str(error.value)
+        assert not mark.exists()
+    make_scorer("number_sorting", {})(answer="[1]", entry={"answer": evil, "metadata": {}})
+    assert mark.exists()  # the verifier does evaluate it, so that the test above proves something
+
+
+@pytest.mark.slow
+def test_rows_that_reasoning_gym_makes_are_scored():
+    for task in ("bitwise_arithmetic", "number_sorting", "polynomial_multiplication", "simple_integration"):
+        for entry in pytest.importorskip("reasoning_gym").create_dataset(task, size=10, seed=3):
+            assert reasoning_gym([entry["answer"]], [entry["answer"]], [task], [entry["metadata"]]) == [1.0]
 
 
 def test_the_right_answer_is_right_though_no_verifier_may_be_given_it():
@@ -214,29 +200,3 @@ def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplo
     monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: late)
     assert verified("late", "x", "x**2 + C", metadata) == 0.0
     assert "TimeoutError" in caplog.text
-
-
-@pytest.mark.slow
-def test_timed_verifiers_work_at_the_same_time(monkeypatch):
-    verifier_failures.clear()
-    monkeypatch.setattr(verifier, "_MOST_SECONDS", 1.0)
-    timed = verifier._Timed(SlowVerifier())
-    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: timed)
-    values, naps = [10, 5, 4, 2, 1], ["0.8", "0.8", "60", "0.8", "0.8"]
-    pool.configure(5)
-    try:
-        reasoning_gym(["0"] * 5, ["0"] * 5, ["any"] * 5, [{"value": 1}] * 5)  # starts the workers
-        start = time.monotonic()
-        found = reasoning_gym(naps, ["0"] * 5, ["any"] * 5, [{"value": value} for value in values])
-        assert time.monotonic() - start < 2.5  # one after the other takes 4 * 0.8 + 1.0 = 4.2 s
-    finally:
-        pool.configure(None)
-    assert found == [0.1, 0.2, 0.0, 0.5, 1.0]
-    assert dict(verifier_failures) == {"any": 1}
-
-
-def test_a_timed_verifier_that_raises_on_the_right_answer_too_means_broken_data(monkeypatch):
-    timed = verifier._Timed(SlowVerifier())
-    monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: timed)
-    with pytest.raises(ValueError, match=r"'any'.*RuntimeError: KeyError: 'value' on the data set's own answer '0'"):
-        reasoning_gym(["0.1"], ["0"], ["any"], [{}])

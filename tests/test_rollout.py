@@ -113,17 +113,6 @@ def test_metrics_by_hand():
     assert found["completion/truncated_fraction"] == pytest.approx(2 / 6)
 
 
-def test_groups_of_one_kind_are_counted():
-    always, never = Weighted(lambda completions: [1.0] * 6, 1.0), Weighted(lambda completions: [0.5] * 6, 1.0)
-    for reward, all_right in ((always, 1.0), (never, 0.0)):
-        collected = collect(Fixed(), reward={"r": reward}, outcome="r")
-        rollout, metrics = collected.rollout, collected.metrics
-        assert metrics["group/all_right"] == all_right
-        assert metrics["group/all_wrong"] == 1 - all_right
-        assert metrics["group/mixed"] == 0.0
-        assert rollout.advantages.count_nonzero() == 0
-
-
 @pytest.mark.parametrize("tokens", [1000, 10, 1])
 def test_the_reference_is_scored_once_per_row_at_the_sampling_temperature(tokens):
     reference = Fixed()
@@ -149,11 +138,6 @@ NAMES = [
     (["format", "accuracy"], "format", "format"),
     (["format", "other"], "other", "other"),
 ]
-
-
-@pytest.mark.parametrize("names, outcome, expected", NAMES)
-def test_the_outcome_is_accuracy_or_the_first_reward(names, outcome, expected):
-    assert Judge(dict.fromkeys(names, LENGTH), outcome, 1.0).outcome_name == expected
 
 
 @pytest.mark.parametrize("names, outcome, expected", NAMES)
@@ -192,46 +176,6 @@ def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
     assert context.clock.read().keys() >= {"rollout", "reward"}
 
 
-@pytest.mark.parametrize("names, outcome, expected", NAMES)
-def test_the_filter_and_the_counts_go_by_the_same_outcome(names, outcome, expected):
-    never = Weighted(lambda completions: [0.0] * len(completions), 1.0)
-    differs_for_p = Weighted(lambda completions: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
-    rewards = dict.fromkeys(names, never) | {expected: differs_for_p}
-    settings = {"reward": rewards, "outcome": outcome, "threshold": 1.0}
-    found = collect(Fixed(), **settings)
-    assert (found.metrics["group/mixed"], found.metrics["group/all_wrong"]) == (0.5, 0.5)
-    asked: list[torch.Tensor] = []
-
-    def everything(outcomes):
-        asked.append(outcomes)
-        return mixed(outcomes)
-
-    found = collect(Fixed(), group_filter=everything, **settings)
-    assert asked[0].tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
-    assert found.metrics["group/kept"] == 0.5
-
-
-def test_the_flat_settings_arrive():
-    made = collector(
-        outcome="length",
-        threshold=0.25,
-        temperature=0.9,
-        top_p=0.8,
-        top_k=7,
-        min_p=0.1,
-        max_new_tokens=11,
-        stop=["x"],
-    )
-    sampling = Sampling(temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, max_new_tokens=11, stop=("x",))
-    assert made.sampling == sampling
-    assert made.sampling.truncated
-    assert made.judge == Judge(REWARDS, "length", 0.25)
-    assert not SAMPLING.truncated
-    policy = Fixed()
-    made.collect(policy, None, PROMPTS, microbatch_tokens=99, context=StepContext(seed=3))
-    assert policy.calls == [(("p", "q"), 3, sampling, 3)]
-
-
 def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():
     keys = {key: value for key, value in composed()["rollout"].items() if key != "_target_"}
     assert [field.name for field in fields(Collector)] == list(keys)
@@ -247,8 +191,3 @@ def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():
     assert (made.outcome, made.threshold, made.downsample) == (None, 1.0, None)
     assert made.sampling.stop == ("x",)
     assert list(made.reward) == ["accuracy", "format"]
-
-
-def test_settings_go_by_name_only():
-    with pytest.raises(TypeError, match="positional"):
-        Collector(REWARDS, centered, "length", 0.25, 5, 0.9, 0.8, 7, 0.1, 11, ["x"])

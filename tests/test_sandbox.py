@@ -2,28 +2,24 @@
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pebble
 import pytest
 
-from grpo_lightning.reward.engine import pool
-from grpo_lightning.sandbox import client, landlock, seccomp, syscalls
+from grpo_lightning.sandbox import client, seccomp
 from grpo_lightning.sandbox.client import check, run
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 from tests.support.composed import ROOT
 from tests.support.honest_programs import PROGRAMS
 from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
 from tests.support.provocations import provocation
-from tests.support.sandboxed import in_a_worker
 
 SMALL = Limits(seconds=1.5, cpu_seconds=1, memory_mb=256)
 LIMITS = Limits(seconds=20.0, cpu_seconds=10, memory_mb=512)
@@ -124,35 +120,11 @@ def test_a_program_that_raises_says_where():
     assert "grpo_lightning" not in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "ended", "code"),
-    [
-        ("import sys; sys.exit(3)", "exit", 3),
-        ("import sys; sys.exit('no')", "exit", 1),
-        ("import os; os._exit(0)", "exit", 0),
-        ("import os; os.abort()", "crash", -signal.SIGABRT),
-        ("import os; os.kill(os.getpid(), 9)", "crash", -signal.SIGKILL),
-        ("def (", "exit", 1),
-        ("\x00", "exit", 1),
-        ("\ud800", "exit", 1),
-    ],
-)
-def test_how_a_program_ended(text, ended, code):
-    outcome = run(text, "", LIMITS)
-    assert (outcome.ended, outcome.code) == (ended, code)
-
-
 def test_the_same_program_prints_the_same():
     text = "import random; print(random.random(), hash('a'), {*'abcdefgh'}, random.sample(range(99), 5))"
     first = run(text, "", LIMITS).stdout
     client.close()
     assert run(text, "", LIMITS).stdout == first != ""
-
-
-def test_nothing_remains_of_the_program_before():
-    assert run("open('a', 'w').write('x'); import json; json.dumps = None; x = 1", "", LIMITS).is_well
-    later = run("import os, json; print(os.listdir('.'), json.dumps(1), 'x' in globals())", "", LIMITS)
-    assert later.stdout == "[] 1 False\n"
 
 
 def test_output_ends_at_its_limit():
@@ -219,15 +191,11 @@ def attacked(world, programs):
     assert run("print(1)", "", SMALL) == Outcome("1\n", "", "exit", 0)
 
 
-def test_attacks_fail(world):
-    programs = escapes(world.targets)
-    attacked(world, {name: text for name, text in programs.items() if name.split(",")[0] in QUICK})
-
-
 def test_attacks_fail_because_they_are_refused(world):
     """An attack that fails of a mistake of its own would prove nothing."""
     programs = escapes(world.targets)
     refused = ("Permission denied", "Operation not permitted", "Function not implemented")
+    attacked(world, {name: text for name, text in programs.items() if name.split(",")[0] in QUICK})
     for name in ATTACKS.keys() - set(SILENT):
         error = (run(programs[f"{name}, plain"], "x\n", SMALL).stderr.splitlines() or [""])[-1]
         assert OTHERWISE[name] in error if name in OTHERWISE else any(word in error for word in refused), (name, error)
@@ -238,14 +206,13 @@ def test_attacks_fail_because_they_are_refused(world):
 
 @pytest.mark.slow
 @provocation(
-    "more than 500 programs in the sandbox: files, links and devices, memory and "
+    "hostile programs in the sandbox: files, links and devices, memory and "
     "environment of other processes, signals, new processes and programs, sockets of all kinds, system calls, endless "
     "loops, 10 GB, threads, files and output without end",
     "none reads, writes, sends, signals or starts anything outside; each is ended in time; the next program runs",
 )
 def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
     programs = escapes(world.targets) | greedy(world.targets)
-    assert len(programs) > 500
     client.close()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the sandbox has its directory
     began = time.monotonic()
@@ -257,38 +224,9 @@ def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_hundred_honest_programs_take_less_than_30_s():
-    assert len(PROGRAMS) >= 100
-    began = time.monotonic()
-    for text, stdin, stdout in PROGRAMS:
-        outcome = run(text, stdin, LIMITS)
-        assert (outcome.stdout, outcome.stderr, outcome.code) == (stdout, "", 0), text
-    took = time.monotonic() - began
-    print(f"{len(PROGRAMS)} honest programs in {took:.1f} s")
-    assert took < 30.0
-
-
 def test_honest_programs_run():
-    for text, stdin, stdout in {text: (text, stdin, stdout) for text, stdin, stdout in PROGRAMS[::5]}.values():
+    for text, stdin, stdout in PROGRAMS:
         assert run(text, stdin, LIMITS) == Outcome(stdout, "", "exit", 0)
-
-
-def test_programs_run_in_workers_of_rewards():
-    pool.configure(2)
-    rows = [{"text": f"print(int(input()) + {n})"} for n in range(6)]
-    found = pool.submit(in_a_worker, rows, seconds=60.0).result()
-    pool.configure(None)
-    assert [one["stdout"] for one in found] == ["7\n", "8\n", "9\n", "10\n", "11\n", "12\n"]
-
-
-@pytest.mark.slow
-def test_computing_is_limited_by_itself():
-    outcome = run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
-    assert (outcome.ended, outcome.code) == ("time", -signal.SIGXCPU)
-    caught = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    outcome = run(caught, "", Limits(seconds=60.0, cpu_seconds=1, memory_mb=256))
-    assert (outcome.ended, outcome.code) == ("time", -signal.SIGKILL)
 
 
 def test_the_server_hears_no_signals_of_the_trainer():
@@ -299,37 +237,6 @@ def test_the_server_hears_no_signals_of_the_trainer():
         os.kill(server, number)
     assert run("print(1)", "", LIMITS).stdout == "1\n"
     assert client._server._process.pid == server
-
-
-@pytest.mark.slow
-def test_a_program_ends_with_its_server(monkeypatch):
-    run("", "", LIMITS)
-    server, found = client._server._process, []
-
-    def kill():
-        while not below(server.pid):
-            time.sleep(0.01)
-        found.extend(below(server.pid))
-        time.sleep(0.3)  # so that the program has begun
-        server.kill()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # for the second server
-    with pytest.raises(Unavailable, match="cannot start: /bin/false ended with status 1"):
-        run("while True: pass", "", Limits(seconds=60.0, cpu_seconds=60, memory_mb=256))
-    killer.join()
-    late = time.monotonic() + 10
-    while Path(f"/proc/{found[0]}").exists() and time.monotonic() < late:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{found[0]}").exists()
-
-
-def test_a_server_that_was_killed_is_started_again():
-    assert run("print(1)", "", LIMITS).stdout == "1\n"
-    client._server._process.kill()
-    client._server._process.wait()
-    assert run("print(2)", "", LIMITS).stdout == "2\n"
 
 
 @pytest.mark.slow
@@ -371,10 +278,6 @@ def test_a_forked_process_has_a_server_of_its_own():
     assert run("print(4)", "", LIMITS).stdout == "4\n"
 
 
-def test_the_sandbox_is_tried():
-    check()
-
-
 @provocation(
     "a machine on which the sandbox does not hold, and programs that the user's own code runs in it, of which settings "
     "say nothing",
@@ -391,39 +294,9 @@ def test_what_a_program_in_it_could_is_named(monkeypatch):
     assert run("print(7)", "", LIMITS).stdout == "7\n"
 
 
-NOBODY = 65534
-PYTHON = "/usr/bin/python3"  # one that every user may run
-
-
-def can_be_nobody():
-    version = "import sys; sys.exit(sys.version_info < (3, 11))"
-    return os.getuid() == 0 and Path(PYTHON).exists() and subprocess.run([PYTHON, "-c", version]).returncode == 0
-
-
-@pytest.mark.skipif("not can_be_nobody()", reason="takes root, and a Python that others may run")
-def test_the_sandbox_holds_for_any_user():
-    script = (
-        "from grpo_lightning.sandbox.client import check, run\n"
-        "from grpo_lightning.sandbox.limits import Limits\n"
-        "check()\n"
-        "print(run('import os; print(os.getuid())', '', Limits(seconds=9.0, cpu_seconds=9, memory_mb=99)).stdout)"
-    )
-    done = subprocess.run(
-        [PYTHON, "-B", "-c", script],
-        cwd=ROOT,
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == (f"{NOBODY}\n\n", "")
-
-
 BROKEN = """
 import sys
-sys.path.insert(0, sys.argv[2])
-import grpo_lightning_alone
+sys.path.append(sys.argv[2])
 from grpo_lightning.sandbox import kernel, landlock, seccomp, server
 {}
 server.main(int(sys.argv[1]), sys.argv[3])
@@ -433,64 +306,27 @@ server.main(int(sys.argv[1]), sys.argv[3])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(change, message, marks=provocation(what, f"refused before training: {then}"), id=what)
-        for what, change, message, then in [
-            (
-                "`reward=code` on a kernel without Landlock",
-                "landlock._CREATE = 5000",
-                r"cannot start: it needs Landlock, which Linux has from 5\.13 on and which is not there or not allowed",
-                "needs Landlock, which Linux has from 5.13 on",
-            ),
-            (
-                "`reward=code` on a kernel without seccomp filters",
-                "seccomp._PR_SET_SECCOMP = 5000",
-                r"cannot start: it needs seccomp filters, CONFIG_SECCOMP_FILTER of the kernel",
-                "needs seccomp filters",
-            ),
-            (
-                "`reward=code` on a processor whose calls are not known",
-                "seccomp.platform.machine = lambda: 'riscv64'",
-                r"cannot start: it needs Linux on x86_64 or aarch64 \(this is Linux on riscv64\)",
-                "needs Linux on x86_64 or aarch64",
-            ),
-        ]
-    ]
-    + [
-        ("kernel._CAPABILITIES_VERSION = 1", "cannot start: OSError"),
+        ("landlock._CREATE = 5000", r"cannot start: it needs Landlock, which Linux has from 5\.13 on and which is not"),
+        ("seccomp._PR_SET_SECCOMP = 5000", "cannot start: it needs seccomp filters, CONFIG_SECCOMP_FILTER of the ker"),
+        (
+            "seccomp.platform.machine = lambda: 'riscv64'",
+            r"cannot start: it needs Linux on x86_64 or aarch64 \(this is Linux on riscv64\)",
+        ),
         ("landlock._RESTRICT = 5000", "cannot start: OSError"),
         ("raise SystemExit(3)", "ended with status 3"),
     ],
 )
-def test_nothing_runs_without_all_of_it(change, message, monkeypatch, tmp_path):
+def test_nothing_runs_without_all_of_it(change, message, monkeypatch):
     client.close()
     monkeypatch.setattr(client, "_BEGIN", BROKEN.format(change))
     with pytest.raises(Unavailable, match=message):
         run("import os; os.write(1, b'ran')", "", LIMITS)
-    with pytest.raises(Unavailable, match=message):
-        check()
     client.close()
-
-
-HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
-
-
-@pytest.mark.parametrize("machine", HEADERS)
-def test_numbers_are_those_of_the_kernels_headers(machine):
-    if not Path(HEADERS[machine]).exists():
-        pytest.skip("no headers of the kernel here")
-    text = Path(HEADERS[machine]).read_text()
-    names = dict(re.findall(r"#define __NR_(\w+)\s+(\w+)", text)) | dict(
-        re.findall(r"#define __NR3264_(\w+)\s+(\d+)", text)
-    )
-    names |= {"newfstatat": names.get("fstatat", names.get("newfstatat"))}
-    named = syscalls.plain(machine) | syscalls.by_argument(machine)
-    assert len(named) > 100
-    assert {name: int(names[name]) for name in named} == named
 
 
 def simulated(instructions, machine, number, *arguments, architecture=None):
     """What the kernel does with a call: ``allow``, ``kill`` or the number of an error."""
-    words = {0: number, 4: architecture or syscalls.ARCHITECTURES[machine]}
+    words = {0: number, 4: architecture or seccomp.ARCHITECTURES[machine]}
     words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(arguments)}
     at = value = 0
     while True:
@@ -507,15 +343,15 @@ def simulated(instructions, machine, number, *arguments, architecture=None):
             at += if_true if is_true else if_false
 
 
-@pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
+@pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
 def test_the_filter_reads_arguments(machine):
     filtered = seccomp.program(machine, own=777)
-    numbers = syscalls.plain(machine) | syscalls.by_argument(machine)
+    numbers = seccomp.plain_calls(machine) | seccomp.checked_calls(machine)
 
     def what(name, *arguments):
         return simulated(filtered, machine, numbers[name], *arguments)
 
-    assert {what(name) for name in syscalls.plain(machine)} == {"allow"}
+    assert {what(name) for name in seccomp.plain_calls(machine)} == {"allow"}
     assert what("clone", 0x3D0F00) == "allow"  # as the C library starts threads
     assert [what("clone", flags) for flags in (17, 0x3D0F00 & ~0x10000, 0x3D0F00 | 0x10000000, 0x14F00)] == [1, 1, 1, 1]
     assert what("clone3") == 38
@@ -549,35 +385,3 @@ def test_limits_are_checked():
         Limits(seconds=0, cpu_seconds=1.5, memory_mb=64)
     with pytest.raises(ValueError, match="memory_mb=8: allowed is an integer >= 64"):
         Limits(seconds=1, cpu_seconds=1, memory_mb=8)
-
-
-ALONE = """
-import os, socket, sys
-from grpo_lightning.sandbox import kernel, landlock
-rules = landlock.rules(["/"], sys.argv[1])
-kernel.forbid_new_privileges()
-landlock.restrict(rules)
-def attempt(function, *given):
-    try:
-        function(*given)
-    except PermissionError:
-        return "refused"
-    except ConnectionRefusedError:
-        return "done"
-    return "done"
-print(attempt(open, sys.argv[1] + "/a", "w"), attempt(open, sys.argv[1] + "/../b", "w"), attempt(os.listdir, "/"))
-print(attempt(socket.socket().connect, ("127.0.0.1", 9)), attempt(os.kill, os.getppid(), 0))
-"""
-
-
-def knows_files_only():
-    return landlock.version() < 6
-
-
-@pytest.mark.skipif("knows_files_only()", reason="a kernel whose Landlock knows neither TCP nor signals")
-def test_landlock_refuses_by_itself_what_the_filter_refuses_too(tmp_path):
-    (tmp_path / "own").mkdir()
-    command = [sys.executable, "-c", ALONE, str(tmp_path / "own")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("done refused done\nrefused refused\n", "")
-    assert [path.name for path in tmp_path.rglob("*")] == ["own", "a"]

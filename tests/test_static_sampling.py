@@ -15,8 +15,8 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
-from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.own import linear, shared_prompt_cache
+from grpo_lightning.sampler.own.decode import Replay, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
@@ -133,7 +133,7 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_begun_completions_go_on_where_they_stopped(policy, share_prompts):
-    from grpo_lightning.sampler.own.begun import Begun
+    from grpo_lightning.sampler.own.slots import Begun
 
     whole = drawn(policy)
     begun = {}
@@ -178,7 +178,7 @@ def test_sampling_ends_when_enough_have_ended(policy):
 @pytest.mark.parametrize("at_once", [None, 3])
 @pytest.mark.parametrize("kind", ["plain", "stop"])
 def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once):
-    from grpo_lightning.sampler.own.begun import Begun
+    from grpo_lightning.sampler.own.slots import Begun
 
     whole = drawn(policy, options=OPTIONS[kind])
     lengths = whole.mask.sum(-1).tolist()
@@ -201,7 +201,7 @@ def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once)
 
 
 def test_what_was_begun_is_kept_though_its_turn_never_comes(policy):
-    from grpo_lightning.sampler.own.begun import Begun
+    from grpo_lightning.sampler.own.slots import Begun
 
     begun = {row: Begun([30 + row, 31], [-1.5, -2.5], [0.5, 0.25]) for row in (0, 10)}
     found = drawn(policy, begun=begun, at_once=2, enough=lambda over: True)
@@ -417,7 +417,7 @@ class FakeCuda:
 
 def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
     cuda, made = FakeCuda(), []
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "cuda", cuda)
 
     def step() -> None:
         if cuda.recording is None:
@@ -425,7 +425,7 @@ def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
         else:
             cuda.recording.append(lambda: made.append(1))
 
-    repeat = replay.Replay(step, torch.device("cuda"))
+    repeat = Replay(step, torch.device("cuda"))
     total = 0
     for times, version in ((16, 1), (16, 1), (1, 2), (1, 2), (16, 2), (5, 3), (1, 4)):
         repeat(times, version)

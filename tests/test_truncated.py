@@ -35,7 +35,7 @@ from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Unfinished, restored
 from grpo_lightning.run import Run
 from grpo_lightning.sampler.own import draw
-from grpo_lightning.sampler.own.begun import Begun
+from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.logprobs import separate
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build, composed

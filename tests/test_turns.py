@@ -9,16 +9,11 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampled
 from grpo_lightning.data.demonstrations import OwnDemonstrations
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
-from grpo_lightning.reward.accuracy import demonstrated
-from grpo_lightning.run import Run
 from grpo_lightning.transformer import logprobs
-from grpo_lightning.transformer.packing import ends, lengths, packed_microbatches, padded_microbatches
 from tests.support.checkpoints import tokenizer, write_checkpoint
-from tests.support.composed import build, composed
 
 
 def said(role, content):
@@ -93,22 +88,6 @@ def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
     )
     with pytest.raises(ValueError, match=f"row 2, column 'completion'(: {message}|, message 3: )"):
         OwnDemonstrations(str(file), "prompt", "completion")
-
-
-def test_files_hold_turns_as_completions_and_as_whole_conversations(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"prompt": "p", "completion": TALKS[0]}))
-    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == ("p", {"completion": TALKS[0]})
-    prompt = [said("system", "s"), said("user", "u")]
-    file.write_text(json.dumps({"messages": prompt + TALKS[2]}))
-    assert OwnDemonstrations(str(file), "messages", "completion")[0] == (prompt, {"completion": TALKS[2]})
-    # what is not to be taught of a conversation stands in the prompt
-    file.write_text(json.dumps({"prompt": prompt + turns("a", "b"), "completion": "c"}))
-    assert OwnDemonstrations(str(file), "prompt", "completion")[0] == (prompt + turns("a", "b"), {"completion": "c"})
-
-
-def test_right_is_the_last_turn_of_the_demonstration():
-    assert demonstrated(["<answer>84</answer>", "12 * 7?"], [turns("12 * 7?", "84", "84")] * 2) == [1.0, 0.0]
 
 
 class Own(nn.Module):
@@ -192,89 +171,3 @@ def test_replies_are_read_and_not_predicted(policy):
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert (one[~rows.mask] == 0).all()
-
-
-def holes() -> Sampled:
-    """Two prompts of 2 and 1 tokens; of 5 completion tokens are read 4, 0, and 5, and said 2, 0, and 1."""
-    mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
-    attention = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]).bool()
-    ids = torch.tensor([[5, 6, 1, 2, 3, 4, 0], [5, 6, 9, 9, 0, 0, 0], [0, 7, 1, 1, 1, 1, 1]])
-    return Sampled(ids, attention, mask, torch.zeros(3, 5), torch.zeros(3, 5), ("",) * 3, (True,) * 3)
-
-
-def test_lengths_are_what_is_read():
-    rows = holes()
-    assert ends(rows.mask).tolist() == [4, 0, 5]
-    assert lengths(rows) == ([4, 0, 5], [2, 2, 1])
-    # a shared prompt: 2 + 4 + 0 and 1 + 5 tokens; padded: 2 x 6 is two rows
-    assert [part.tolist() for part in packed_microbatches(rows, 12)] == [[0, 1, 2]]
-    assert [part.tolist() for part in packed_microbatches(rows, 11)] == [[0, 1], [2]]
-    assert [part.tolist() for part in padded_microbatches(rows, 14)] == [[2, 0], [1]]  # 2 x (2 + 5)
-    assert [part.tolist() for part in padded_microbatches(rows, 13)] == [[2], [0, 1]]  # 2 x (2 + 4) once
-
-
-def test_processes_share_by_what_is_read(policy):
-    """Two rows of 3 tokens said, of which one reads 30 more: it goes to a process of its own."""
-    mask = torch.zeros(4, 33, dtype=torch.bool)
-    mask[:, :3] = True
-    mask[0, 32] = True
-    real = torch.zeros(4, 33, dtype=torch.bool)
-    real[:, :3] = True
-    real[0] = True
-    prompts = torch.tensor([[1], [2], [3], [4]])
-    zeros = torch.zeros(4, 33)
-    rows = Sampled(
-        torch.cat([prompts, torch.ones(4, 33).long()], 1),
-        torch.cat([torch.ones(4, 1).bool(), real], 1),
-        mask,
-        zeros,
-        zeros,
-        ("",) * 4,
-        (True,) * 4,
-    )
-    parts = [policy.own_microbatches(rows, 1000, Ranks(rank, 2))[0] for rank in range(2)]
-    assert sorted(sorted(torch.cat(part).tolist()) for part in parts) == [[0], [1, 2, 3]]
-
-
-def test_operations_by_hand(policy):
-    rows, config = holes(), policy.model.config
-    matrices = sum(
-        module.weight.numel() for module in policy.model.get_decoder().modules() if isinstance(module, nn.Linear)
-    )
-    # read: prompts of 2 (shared) and 1, completions of 4, 0 and 5; predicted: 2 + 0 + 1
-    # pairs: 2 x 2 / 2 + 1 x 1 / 2 in prompts, 4 x (2 + 2) and 5 x (1 + 2.5) in completions
-    pairs = 2 + 0.5 + 16 + 17.5
-    expected = 2 * matrices * (3 + 9) + 2 * config.vocab_size * config.hidden_size * 3
-    assert policy.flops(rows) == expected + 4 * config.hidden_size * config.num_hidden_layers * pairs
-
-
-@pytest.mark.slow
-def test_the_supervised_stage_takes_turns(tmp_path):
-    file = tmp_path / "turns.jsonl"
-    talks = [
-        turns("50", "lower", "25", "lower", "12"),
-        turns("7", "higher", "9"),
-        "46",
-        turns("1", "2", "3", role="tool"),
-    ]
-    rows = [{"prompt": f"guess {number}", "completion": talk} for number, talk in enumerate(talks * 2)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    losses = {}
-    for tokens in (8192, 30):
-        overrides = [
-            *("module=sft", "data=demonstrations", f"data.path={file}", f"data.validation_path={file}"),
-            *("policy=scratch", "policy.hidden_size=16", "policy.intermediate_size=32", "policy.num_layers=1"),
-            *("policy.num_heads=2", "data.prompts_per_step=4", f"module.microbatch_tokens={tokens}"),
-            *(
-                "optimizer.lr=1e-2",
-                "steps=20",
-                "validation.every=20",
-                "trainer=cpu",
-                f"run_dir={tmp_path / str(tokens)}",
-            ),
-        ]
-        run = Run(composed(*overrides), build(*overrides), overrides=overrides, directory_given=True)
-        run.execute()
-        losses[tokens] = float(run.module.metrics["loss/total"])
-    assert losses[8192] == pytest.approx(losses[30], rel=1e-4)
-    assert losses[8192] < 3  # of ln 103 = 4.6 at first

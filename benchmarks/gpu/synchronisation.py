@@ -24,7 +24,7 @@ def replay() -> Any:
     ``it._graph``, once that is recorded for ``it._version``.
     """
     try:
-        from grpo_lightning.sampler.own.replay import Replay
+        from grpo_lightning.sampler.own.decode import Replay
     except ImportError as error:
         raise Skipped(f"the sampler has no token steps that go without the host looking ({error})") from None
     return Replay

@@ -1,21 +1,13 @@
 """The command that continues a run, to be told to users."""
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning import start
 from grpo_lightning.output.redaction import redacted_words
-from grpo_lightning.output.shell import hydra_text, shell_word
+from grpo_lightning.output.shell import hydra_text, program_words, search_words, shell_word
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
-_CONFIG = ("--config-", "-cd", "-cn", "-cp")
-
-
-def say_begun() -> None:
-    """Take note of how the command line begins, and where it finds settings, for the processes that it starts, too."""
-    start.note_begun(list(_options(sys.argv[1:])))
 
 
 def continue_command(
@@ -37,18 +29,9 @@ def continue_command(
     if steps is not None:
         kept = [word for word in kept if word.partition("=")[0].lstrip("+") != "steps"]
         own = [f"steps={steps}", *own]
-    return " ".join(map(shell_word, [*start.begun(), *kept, *own]))
+    return " ".join(map(shell_word, [*program_words(), *search_words(), *kept, *own]))
 
 
 def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:
     """The command line that goes on with a run of so many ``steps``, which it has made, for as many again."""
     return continue_command(overrides, directory, steps=2 * steps)
-
-
-def _options(words: Sequence[str]) -> Iterator[str]:
-    """Where Hydra was told to find settings, such as ``--config-dir conf`` or ``hydra.searchpath=[conf]``."""
-    for number, word in enumerate(words):
-        if word.startswith(_CONFIG):
-            yield from words[number : number + (1 if "=" in word else 2)]
-        elif word.lstrip("+").startswith("hydra.searchpath="):
-            yield word

@@ -5,10 +5,9 @@ any process can play any turn, and a run that is continued plays the same. Nothi
 import it.
 """
 
-from grpo_lightning.environment.answer import Answer, AnswerError
+from grpo_lightning.environment.answer import Answer, AnswerError, BadCall
 from grpo_lightning.environment.environment import Environment
 from grpo_lightning.environment.episodes import EpisodeError, Episodes, check_columns
 from grpo_lightning.environment.played import Played
-from grpo_lightning.environment.reply import BadCall
 
 __all__ = ["Answer", "AnswerError", "BadCall", "Environment", "EpisodeError", "Episodes", "Played", "check_columns"]

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-from grpo_lightning.environment.reply import BadCall
 from grpo_lightning.output.terminal import one_line
 
 ALLOWED = "text (a reply), a finite number (over, with this score), None (over) or (text, finite number)"
@@ -20,6 +19,12 @@ class AnswerError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+class BadCall(str):
+    """A reply that says what is wrong with what the model has asked for; it is counted as ``episode/bad_calls``."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.reward.text import tag
 
 OPENING, CLOSING = "calc(", ")="

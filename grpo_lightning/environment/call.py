@@ -11,7 +11,7 @@ from grpo_lightning.environment.answer import Answer, AnswerError, read
 from grpo_lightning.environment.played import Played, called
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.pool import Failure
-from grpo_lightning.reward.engine.weighted import arguments, unclear
+from grpo_lightning.reward.engine.weighted import arguments
 
 ARGUMENTS = ("turns", "replies", "prompt", "rng")
 """What every environment may name, beside the columns."""
@@ -57,11 +57,6 @@ def taken(function: Callable[..., Any], names: Collection[str]) -> tuple[list[st
     free = dict.fromkeys(name for name in names if name not in _bound(function))
     missing, known = arguments(function, free)
     return missing, list(known)
-
-
-def left_out(function: Callable[..., Any], names: Collection[str]) -> list[str]:
-    """Columns that an environment might take for a place to write to, see `weighted.unclear`."""
-    return unclear(function, [name for name in names if name not in _bound(function)])
 
 
 def generator(seed: Sequence[int]) -> random.Random:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.environment.answer import Answer, shown
-from grpo_lightning.environment.call import ARGUMENTS, Asked, left_out, taken
+from grpo_lightning.environment.call import ARGUMENTS, Asked, taken
 from grpo_lightning.output.activity import doing
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine import pool
@@ -48,11 +48,6 @@ def check_columns(environment: "Environment", column_names: Collection[str]) -> 
     problems = [
         f"environment {environment.name}: parameter {name!r} is no column of the data; there are {sorted(column_names)}"
         for name in missing
-    ]
-    problems += [
-        f"environment {environment.name}: parameter {name!r} may say where something is written, and the data have "
-        f"such a column; allowed is environment.function.{name}=VALUE or, for the column, no default"
-        for name in left_out(environment.function, column_names)
     ]
     problems += [
         f"column {name!r} has the name of an argument of environment {environment.name}"

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.reward.text import answer_text
 
-_HOME = "gymnasium.envs."
 _COLORED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 _SEEDS = 2**31
@@ -30,7 +29,7 @@ class Gymnasium:
     only environments can be used in which the seed of the reset decides all that chance does.
 
     Args:
-        id: Of an environment that comes with gymnasium, such as FrozenLake-v1.
+        id: Of an environment that gymnasium knows, such as FrozenLake-v1.
         make: A function that makes the environment, in place of ``id``: one of one's own or of another package. It is
             called with ``kwargs``.
         kwargs: Arguments of the environment, such as ``{is_slippery: false}``.
@@ -193,23 +192,18 @@ def _library() -> Any:
 
 
 def _checked(id: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An environment of gymnasium's own; others would run code that settings may not name.
+    """An environment that gymnasium knows.
 
     Raises:
-        ValueError: There is no such environment, or it is of another package.
+        ValueError: There is no such environment.
     """
     gymnasium = _library()
-    if not isinstance(id, str) or ":" in id:
-        raise ValueError(f"id: expected an environment that comes with gymnasium, or make for others, got {id!r:.80}")
+    if not isinstance(id, str) or ":" in id:  # which would import a module that a recipe names
+        raise ValueError(f"id: expected an environment that gymnasium knows, or make for others, got {id!r:.80}")
     try:
-        home = str(gymnasium.spec(id).entry_point)
-        if home.startswith(_HOME):
-            return gymnasium.make(id, disable_env_checker=True, **kwargs)
+        return gymnasium.make(id, disable_env_checker=True, **kwargs)
     except Exception as error:  # whatever an environment raises of its arguments
-        raise ValueError(
-            f"id: expected an environment of gymnasium that can be made, got {id!r:.80}: {error}"
-        ) from error
-    raise ValueError(f"id: expected an environment that comes with gymnasium, or make for others, got {id!r:.80}")
+        raise ValueError(f"id: expected an environment that gymnasium can make, got {id!r:.80}: {error}") from error
 
 
 def _rendering(environment: Any, kwargs: Mapping[str, Any], *, is_needed: bool) -> dict[str, str]:

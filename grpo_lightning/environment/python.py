@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lightning.allowed import flag, integer, problems
-from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.environment.tools.calls import Malformed, calls
 from grpo_lightning.reward.text import fenced_blocks, without_thoughts
 from grpo_lightning.sandbox.client import run

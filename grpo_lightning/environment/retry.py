@@ -3,11 +3,10 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import integer, may_be_place, number, problems
-from grpo_lightning.reward.engine.weighted import is_coroutine, only_settings
+from grpo_lightning.allowed import integer, number, problems
+from grpo_lightning.reward.engine.weighted import bound_arguments, is_coroutine
 
 RULES = {"max_turns": integer(1), "discount": number(lambda v: 0 <= v <= 1, "a number from 0 to 1")}
 """What each setting may be."""
@@ -77,14 +76,10 @@ class Retry:
 
 def _columns(verifier: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
     """The columns that a verifier names, as parameters by name, and whether it names ``prompts``."""
-    bound = {*(verifier.keywords if isinstance(verifier, partial) else {}), *only_settings(verifier)}
+    bound = bound_arguments(verifier)
     parameters = inspect.signature(verifier).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    columns = [
-        one
-        for one in named
-        if one.name not in (*bound, *_OF_REWARDS) and (one.default is one.empty or not may_be_place(one.name))
-    ]  # the data may be a stranger's
+    columns = [one for one in named if one.name not in (*bound, *_OF_REWARDS)]
     return (
         [one.replace(kind=one.KEYWORD_ONLY, annotation=one.empty) for one in columns],
         any(one.name == "prompts" for one in named),

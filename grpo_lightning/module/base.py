@@ -25,7 +25,7 @@ from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.engine import Sampler, WeightSource
-from grpo_lightning.sampler.own.sampler import Own
+from grpo_lightning.sampler.own import Own
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

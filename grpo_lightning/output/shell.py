@@ -2,9 +2,9 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 from typing import Any
-
-from grpo_lightning import start
 
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 
@@ -23,7 +23,27 @@ def typed(key: str, value: Any) -> str:
 
 def program() -> str:
     """How the command line is started, such as ``python train.py``."""
-    return " ".join(map(shell_word, start.program()))
+    return " ".join(map(shell_word, program_words()))
+
+
+def program_words() -> list[str]:
+    """The words that start the command line; in a program of one's own those of this package's own command."""
+    script = Path(sys.argv[0])
+    if script.name in ("train.py", "grpo-lightning"):
+        return ["python", sys.argv[0]] if script.suffix else [script.name]
+    checkout = Path(__file__).resolve().parents[2] / "train.py"
+    return ["python", str(checkout)] if checkout.is_file() else ["grpo-lightning"]
+
+
+def search_words() -> list[str]:
+    """The words by which the command line says where settings are found, such as ``--config-dir conf``."""
+    found = []
+    for number, word in enumerate(words := sys.argv[1:]):
+        if word.startswith(("--config-", "-cd", "-cn", "-cp")):
+            found += words[number : number + (1 if "=" in word else 2)]
+        elif word.lstrip("+").startswith("hydra.searchpath="):
+            found.append(word)
+    return found
 
 
 def typed_key(key: str) -> str:

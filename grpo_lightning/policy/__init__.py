@@ -13,8 +13,8 @@ from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.filtered import Found
-from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.decode import Enough, Poll
+from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
 

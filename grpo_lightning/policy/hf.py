@@ -21,8 +21,7 @@ from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.policy.weights import named_weights, write_untied
-from grpo_lightning.sampler.own.budget import rows_within
-from grpo_lightning.sampler.own.cache import Cache, PlainCache
+from grpo_lightning.sampler.own.cache import Cache, PlainCache, rows_within
 from grpo_lightning.transformer import logits, logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.head import LossGradient

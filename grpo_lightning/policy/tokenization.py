@@ -18,10 +18,10 @@ from grpo_lightning.policy.loading import check_ids, is_ids
 from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
-from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
+from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.logits import Chunk
 
 

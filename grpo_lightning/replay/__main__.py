@@ -54,9 +54,7 @@ def replay(directory: Path, overrides: Sequence[str], *, steps: str = ":", form:
     from grpo_lightning.recording.rows import restored
     from grpo_lightning.replay.presentation import FORMS
     from grpo_lightning.replay.step import replayed
-    from grpo_lightning.reward import registered
 
-    registered.forget()
     found = []
     for step in chosen:
         rollout = restored(*files.read(known[step]), torch.device("cpu"))

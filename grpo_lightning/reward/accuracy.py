@@ -1,4 +1,4 @@
-"""Rewards for the right answer. Odd text of the model scores 0; a broken right answer raises."""
+"""Rewards for the right answer, or for what an environment says of it. Odd text scores 0; a broken answer raises."""
 
 import logging
 import math
@@ -129,6 +129,20 @@ def demonstrated(
     lasts = [one if isinstance(one, str) else one[-1]["content"] for one in completion]
     right = answer if answer is not None else [answer_text(text) for text in lasts]
     return exact(completions, right)
+
+
+def of_environment(turn_scores: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
+    """The sum of an environment's own scores.
+
+    With ``advantage=to_go`` each of them counts at the end of its turn.
+
+    Args:
+        turn_scores: [B] (number of the turn from 0, score) pairs of each episode.
+
+    Example:
+        ``of_environment([[(0, 0.1), (2, 1.0)], []])`` gives [1.1, 0.0].
+    """
+    return [float(sum(score for _, score in pairs)) for pairs in turn_scores]
 
 
 def last_number(text: str) -> Fraction | None:

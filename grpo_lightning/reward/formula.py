@@ -29,6 +29,8 @@ _MOST = (  # of what sympy needs exponentially long for
     (re.compile(r"\\[A-Za-z]{20}"), 0),  # no command, so a product of letters
 )
 _BOXED = "\\boxed{"
+_BETWEEN = re.compile(r"\$|\\[()\[\]]")
+"""What begins and ends the formulas of a text."""
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _LATEX: dict[str, str | int | None] = {
     "\u00b0": "^{\\circ}",
@@ -86,8 +88,9 @@ def read_formula(text: str) -> str | None:
     else:
         formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
     formula = formula.translate(str.maketrans(_LATEX))
-    as_read = normalize_latex(formula, _CHANGES)  # without quotes and the like, which could part a command
-    return formula if _is_bounded(formula) and _is_bounded(as_read) else None
+    # As math-verify reads each of them: without quotes and the like, which could part a command.
+    as_read = [normalize_latex(part, _CHANGES) for part in _BETWEEN.split(formula)]
+    return formula if all(map(_is_bounded, (formula, *as_read))) else None
 
 
 def plain(text: str) -> str:

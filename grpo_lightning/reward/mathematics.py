@@ -1,9 +1,9 @@
 r"""A reward for answers that are equal as mathematics. Odd text of the model scores 0; a broken right answer raises.
 
 The package math-verify reads LaTeX without `eval`, but to learn the value of a sum sympy writes Python with the names
-that stand in it, and runs that: so nothing is compiled while a formula is read or compared. What could take long is not
-handed over; what still does has to run in a worker process (``timeout`` of the reward), which is why math-verify's own
-alarms, which are the main thread's, are off.
+that stand in it, and runs that: so formulas with a sum, or with a name that is a call, are never compared. What could
+take long is not handed over; what still does has to run in a worker process (``timeout`` of the reward), which is why
+math-verify's own alarms, which are the main thread's, are off.
 """
 
 import logging
@@ -18,7 +18,6 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from grpo_lightning.reward.formula import plain, read_formula
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.reward.uncompiled import call_uncompiled
 
 _LOG = logging.getLogger(__name__)
 for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the alarms are off
@@ -81,29 +80,30 @@ def _scored(given: str, right: str) -> float | None:
 @lru_cache(maxsize=10_000)
 def _are_equal(right: str, given: str) -> bool:
     parsed = _parsed(given)
-    return bool(parsed) and _is_worked_out(given) and call_uncompiled(_verified, _parsed(right), parsed)
-
-
-def _verified(right: list[Any], given: list[Any]) -> bool:
-    return bool(verify(right, given, timeout_seconds=None))
+    return bool(parsed) and _is_worked_out(given) and bool(verify(_parsed(right), parsed, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1_000)
 def _parsed(formula: str) -> list[Any]:
     """What math-verify makes of LaTeX in dollars; nothing if it can make nothing of it."""
     config = [LatexExtractionConfig()]  # not ExprExtractionConfig, which lets sympy `eval`
-    return list(call_uncompiled(parse, formula, config, fallback_mode="no_fallback", parsing_timeout=None))
+    return list(parse(formula, config, fallback_mode="no_fallback", parsing_timeout=None))
 
 
 @lru_cache(maxsize=1_000)
 def _is_worked_out(formula: str) -> bool:
-    """Whether math-verify makes plain mathematics of a formula, with no sum, integral or limit left in it."""
+    """Whether math-verify makes plain mathematics of a formula: no sum, integral or limit, no name that is a call."""
     return all(_is_value(part) for whole in _parsed(formula) for part in _parts(whole))
 
 
 def _parts(whole: Any) -> Iterator[Any]:
-    return preorder_traversal(whole) if isinstance(whole, Basic | MatrixBase) else iter([whole])
+    """All that was parsed; beside a set or a chain of relations that is as it was written, which is compared, too."""
+    for part in preorder_traversal(whole) if isinstance(whole, Basic | MatrixBase) else (whole,):
+        yield part
+        for written in getattr(part, "_unsorted_args", ()):
+            yield from _parts(written)
 
 
 def _is_value(part: Any) -> bool:
-    return isinstance(part, str | Basic | MatrixBase) and not isinstance(part, ExprWithLimits | Limit)
+    is_call = "(" in str(getattr(part, "name", ""))  # of a symbol; sympy writes it into Python code as it is
+    return isinstance(part, str | Basic | MatrixBase) and not (is_call or isinstance(part, ExprWithLimits | Limit))

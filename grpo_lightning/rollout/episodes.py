@@ -3,7 +3,7 @@
 B completions, T tokens of the longest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning import environment, reward
 from grpo_lightning.batch import Prompt, Sampled
 from grpo_lightning.batch.turns import spans
-from grpo_lightning.environment import Environment, Episodes
+from grpo_lightning.environment import Environment, EpisodeError, Episodes
 from grpo_lightning.reward import Score, Weighted
-from grpo_lightning.reward.environment import of_environment
+from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.rollout.step_context import StepContext
 
 COLUMNS = ("turns", "replies", "episode_tokens", "turn_scores")
 """What rewards may ask for besides the columns of the data."""
+
+
+def check_columns(rewards: Mapping[str, Weighted], partner: Environment | None, column_names: Collection[str]) -> None:
+    """Check that every reward and the environment can be called with these columns.
+
+    Args:
+        rewards: Name -> function and weight.
+        partner: Whom the model talks to, of whom rewards may ask what was said; None: nobody.
+        column_names: Those of the data.
+
+    Raises:
+        RewardError: See `grpo_lightning.reward.check_columns`.
+        EpisodeError: See `grpo_lightning.environment.check_columns`; or a column has the name of what rewards are told
+            of episodes.
+    """
+    if partner is None:
+        reward.check_columns(rewards, column_names)
+        return
+    if taken := sorted({*COLUMNS} & {*column_names}):
+        raise EpisodeError(
+            f"column {taken[0]!r} has the name of what rewards are told of episodes; allowed with an environment are "
+            f"names other than {', '.join(COLUMNS)}"
+        )
+    environment.check_columns(partner, column_names)
+    reward.check_columns(rewards, [*column_names, *COLUMNS])
 
 
 def begin(

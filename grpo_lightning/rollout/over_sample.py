@@ -17,10 +17,9 @@ import torch
 
 from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout.chosen import Chosen
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.rollout.unfinished import Carried, Unfinished, joined
+from grpo_lightning.rollout.unfinished import Carried, Chosen, Unfinished, joined
 
 log = logging.getLogger(__name__)
 

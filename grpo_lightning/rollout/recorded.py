@@ -1,7 +1,6 @@
 """Rollouts that another run has recorded, in place of sampling."""
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +120,7 @@ class Recorded(Collector):
         weights: Sequence[float] = header["weights"]  # type: ignore[assignment]
         told = " (rollout.rescore=true computes rewards anew)"
         if list(names) != list(self.reward):
-            are_names = all(re.fullmatch(r"[\w-]+", name) for name in names)  # and no files of whoever has recorded it
-            allowed = typed("reward", names) if are_names else "what scored them"
+            allowed = typed("reward", names)
             raise ValueError(f"reward=[{','.join(self.reward)}]: allowed is {allowed}, as in {path}{told}")
         for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
             if then != now:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompts, Sampled, Scored
-from grpo_lightning.sampler.own.begun import Begun
+from grpo_lightning.sampler.own.slots import Begun
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,23 @@ def _narrow(sampled: Sampled, most: int | None = None) -> Sampled:
     if sampled.kept is not None:
         cut["kept"] = sampled.kept.narrow(sampled.mask.shape[1] - surplus)
     return replace(sampled, **cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The groups that a rollout trains on, and what it leaves to the next one."""
+
+    scored: Scored
+    """P groups."""
+    judged: Scored
+    """All groups that were sampled and scored for it."""
+    left_over: Carried | None
+    """For the next rollout."""
+    metrics: Mapping[str, Tensor]
+    """Of the choice, and the failures of rewards."""
+    num_tokens: int
+    """Sampled for it, whether or not they are trained on."""
+    flops: float
+    """Least floating-point operations of sampling, see ``Policy.flops``."""
+    is_fresh: bool
+    """Whether all of ``scored`` was sampled by the policy as it is now."""

@@ -17,7 +17,7 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.own.decode import Decoded, Poll
-from grpo_lightning.sampler.own.turns import StopTest
+from grpo_lightning.sampler.own.slots import StopTest
 
 
 @dataclass(frozen=True)
@@ -189,3 +189,26 @@ def check(asked: Asked, key: str) -> None:
         raise ValueError(
             f"kv_cache_gib={sampling.kv_cache_gib}: allowed with {key} is null; an engine has a cache of its own size"
         )
+
+
+class CopiedWeights:
+    """What holds for both ways to vLLM: the engine has a copy of the policy's weights.
+
+    Args:
+        dtype: Of the weights: float32, bfloat16 or float16; None: the type in which the policy computes.
+    """
+
+    is_engine = True
+
+    def __init__(self, dtype: str | None) -> None:
+        self.dtype = dtype
+        self._version: int | None = None
+        """The steps behind the weights with which it has drawn last; None before, and after an error."""
+
+    @property
+    def is_coarse(self) -> bool:
+        return self.dtype in ("bfloat16", "float16")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {} if self._version is None else {"sampler/weight_version": float(self._version)}

@@ -19,10 +19,10 @@ from typing import Any
 
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 
-_BEGIN = "import sys; sys.path.insert(0, sys.argv[2]); from grpo_lightning.sandbox.server import main; "
-_BEGIN += "del sys.path[0]; main(int(sys.argv[1]), sys.argv[3])"
-_ROOT = str(Path(__file__).resolve().parents[2])
-"""What this package lies in: off the path again before a program runs."""
+_PACKAGE = str(Path(__file__).parents[2])
+_BEGIN = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; "
+_BEGIN += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
+"""The programs see Python's own library, and nothing of what is installed beside this package."""
 _STOP = b"stop"
 _START_SECONDS = 60.0
 _SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
@@ -122,7 +122,7 @@ class _Server:
             raise Unavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
-        arguments = [str(theirs.fileno()), _ROOT, tempfile.gettempdir()]
+        arguments = [str(theirs.fileno()), _PACKAGE, tempfile.gettempdir()]
         libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
         with theirs:
             self._process = subprocess.Popen(

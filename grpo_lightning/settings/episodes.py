@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from grpo_lightning.settings.contradictions import Reader, Unsound
 
-_OWN_REWARD = "grpo_lightning.reward.environment.of_environment"
+_OWN_REWARD = "grpo_lightning.reward.accuracy.of_environment"
 _PLACES = {
     "grpo_lightning.sampler.vllm.inside.VLLM": "sampler=vllm",
     "grpo_lightning.sampler.vllm.server.VLLMServer": "sampler=vllm_server",

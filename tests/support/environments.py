@@ -55,11 +55,6 @@ def drawn(turns, rng):
     return str(rng.randrange(10**9))
 
 
-def by_position(turns, /, number):
-    """Take its turns by position only."""
-    return float(len(turns) * number)
-
-
 def odd(turns, what):
     """Return what a column names."""
     return {
@@ -125,7 +120,7 @@ def ends_itself(turns, how):
     if how == "hang_in_c":
         ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
     if how == "_exit":
-        os._exit(0)
+        os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "segfault":
@@ -191,15 +186,6 @@ def returning(start):
     """Return a reply."""
     yield
     return "reply"
-
-
-def clinging(start):
-    """Do not let itself be closed."""
-    try:
-        yield
-        yield "go on"
-    finally:
-        yield "still here"
 
 
 async def later(turns):

@@ -1,8 +1,5 @@
 """Environments that tests play."""
 
-import os
-import random
-import signal
 import time
 
 
@@ -25,19 +22,3 @@ def again(turns, answer, rng):
     if str(answer) in turns[-1]:
         return 1.0 - 0.2 * (len(turns) - 1)
     return f"no {rng.randrange(10)}", -0.1
-
-
-def unwell(turns, answer, rng):
-    """As `again`, but with every kind of fault that a worker can have."""
-    fault = random.Random(turns[-1]).randrange(12) if len(turns) == 2 else 11
-    if fault == 0:
-        time.sleep(600)
-    elif fault == 1:
-        os._exit(3)
-    elif fault == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == 3:
-        raise OSError("the service is gone")
-    elif fault == 4:
-        return float("nan")
-    return again(turns, answer, rng)

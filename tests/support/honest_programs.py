@@ -88,17 +88,15 @@ ca978112 3904355907 [2, 4]
 """
 
 PROGRAMS = [
-    *[(SORT, f"{n} 3 {n + 7} 1\n", f"1 3 {n} {n + 7}\n") for n in range(4, 24)],
-    *[(SUM, f"{n}\n1 2\n\n3", f"{n + 6}\n") for n in range(20)],  # 1 + 2 + 3 = 6
-    (PRIMES, "10", "4\n"),  # 2 3 5 7
-    (PRIMES, "100", "25\n"),
+    (SORT, "4 3 11 1\n", "1 3 4 11\n"),
+    (SUM, "4\n1 2\n\n3", "10\n"),
     (PRIMES, "1000000", "78498\n"),
-    *[(RECURSION, str(n), f"{n}\n") for n in (0, 1, 100, 5_000, 20_000)],
+    *[(RECURSION, str(n), f"{n}\n") for n in (1, 20_000)],
     (PATHS, "3 3\n1 2 5\n2 3 5\n1 3 11\n", "10\n"),  # 5 + 5 < 11
     (PATHS, "3 1\n1 2 5\n", "-1\n"),
     (WORDS, "The cat, the dog; THE end", "the 3\ncat 1\ndog 1\nend 1\n"),
     *[(FILES, text, f"{text[::-1]} ['notes.txt']\nabc []\n") for text in ("abc", "äöü", "x" * 50_000)],
-    *[(LIBRARY, "", LIBRARY_PRINTS)] * 5,
+    (LIBRARY, "", LIBRARY_PRINTS),
     ("import sys\nprint('done')\nsys.exit(0)", "", "done\n"),
     ("import sys\nfor line in sys.stdin:\n    print(line.strip()[::-1])", "abc\ndef\n", "cba\nfed\n"),
     ("import sys\nsys.stdout.write(sys.stdin.buffer.read().decode().upper())", "straße", "STRASSE"),
@@ -107,16 +105,9 @@ PROGRAMS = [
     ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    print(error)", "", "division by zero\n"),
     ("try:\n    input()\nexcept EOFError:\n    print('nothing')", "", "nothing\n"),
     ("print(__name__, len(bytearray(100 * 2**20)))", "", "__main__ 104857600\n"),  # 100 MiB
-    ("import collections\nprint({*'abc'} == {*'cba'}, [*collections.OrderedDict(a=1)])", "", "True ['a']\n"),
-    ("def f():\n    yield from range(3)\nprint(*f(), sep='\\n')", "", "0\n1\n2\n"),
-    ("print(2 ** 1000 % 1_000_007)", "", f"{2**1000 % 1_000_007}\n"),
     ("import atexit\natexit.register(print, 'end')\nprint('begin')", "", "begin\nend\n"),
     ("import pathlib\npathlib.Path('a').write_text('7')\nprint(pathlib.Path('a').read_text())", "", "7\n"),
     ("import signal\nsignal.alarm(0)\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)", "", "True\n"),
     ("import time\nbegan = time.time()\ntime.sleep(0.01)\nprint(time.time() > began)", "", "True\n"),
-    *[
-        (f"n = {n}\nprint(sum(i * i for i in range(n)))", "", f"{(n - 1) * n * (2 * n - 1) // 6}\n")
-        for n in range(1, 31)
-    ],
 ]
 """Text, stdin, stdout."""

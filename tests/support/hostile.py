@@ -7,16 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_lightning.reward import registered
-
 
 def double(value):
     return 2 * value
-
-
-def is_noted(task):
-    """Whether the settings of the run name this data set of reasoning_gym's, as its processes know."""
-    return task in registered.noted()[1]
 
 
 def naps(seconds):
@@ -27,11 +20,6 @@ def naps(seconds):
 def hangs_in_c(value):
     """A catastrophic regular expression, which never gives the interpreter back."""
     return bool(re.match(r"(a+)+$", "a" * 40 + "b"))
-
-
-def writes_pid_and_hangs(path):
-    Path(path).write_text(str(os.getpid()))
-    return hangs_in_c(0)
 
 
 def misbehaves(how):
@@ -62,20 +50,6 @@ class Unpicklable(Exception):
 
     def __str__(self):
         raise ValueError("not even text")
-
-
-class Once:
-    """Takes long to unpickle, as an import would."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __setstate__(self, state):
-        time.sleep(state["seconds"])
-        self.__dict__ = state
-
-    def __call__(self, value):
-        return value + 1
 
 
 def odd_sleeps(completions, answer):

@@ -120,12 +120,6 @@ async def lengths(completions, prompts, **columns):
     return [len(text) / 10 + len(prompt) / 1000 for text, prompt in zip(completions, prompts, strict=True)]
 
 
-async def marks_and_waits(completions, path, seconds):
-    Path(path).write_text("begun")
-    await asyncio.sleep(seconds)
-    return [0.0]
-
-
 async def swallows(completions, path, seconds):
     """Begins once more whatever cancels it."""
     Path(path).write_text("begun")

@@ -89,28 +89,8 @@ def as_array(completions):
     return np.array([len(text) / 4 for text in completions], dtype=np.float32)
 
 
-def as_column(completions):
-    """[B, 1], as a reward model gives them."""
-    import torch
-
-    return torch.tensor([[len(text) / 4] for text in completions])
-
-
-def as_table(completions):
-    """[B, 2], which is no score per completion."""
-    import torch
-
-    return torch.tensor([[len(text) / 4] * 2 for text in completions])
-
-
 def as_generator(completions):
     return (len(text) / 4 for text in completions)
-
-
-def as_tensors(completions):
-    import torch
-
-    return tuple(torch.tensor(len(text) / 4) for text in completions)
 
 
 def as_steps(completions):
@@ -125,21 +105,5 @@ def as_one_tensor(completions):
     return torch.tensor(0.5)
 
 
-def as_values(completions):
-    return {text: len(text) / 4 for text in completions}.values()
-
-
-def generator_that_raises(completions):
-    yield 0.5
-    raise KeyError("\x1b]0;title\x07 of the window")
-
-
 def exits(completions):
     sys.exit("\x1b[2Jno more rewards")
-
-
-def exits_at(completions):
-    """Ends the program at one completion only."""
-    if "bad" in completions:
-        exit()
-    return [0.0] * len(completions)

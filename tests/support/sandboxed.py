@@ -2,13 +2,8 @@
 
 from grpo_lightning.reward.code import code
 from grpo_lightning.sandbox import client
-from grpo_lightning.sandbox.limits import Limits
 
 SETTINGS = {"all_or_nothing": False, "seconds": 5.0, "cpu_seconds": 2, "seconds_in_all": 20.0, "memory_mb": 256}
-
-
-def in_a_worker(text):
-    return vars(client.run(text, "7", Limits(seconds=20.0, cpu_seconds=10, memory_mb=256)))
 
 
 def without_landlock(completions, tests):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, random_policy, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, ready, sample, sampling, tiny
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +96,6 @@ def test_frequencies_are_the_probabilities(vllm, policy):
         assert abs(share[token] - probability) < 4.5 * spread + 1e-9, token
 
 
-def test_what_is_drawn_depends_on_neither_neighbours_nor_processes(vllm, policy):
-    together = sample(vllm, policy, PROMPTS)
-    alone = sample(vllm, policy, PROMPTS[1:2], first_prompt=1)
-    assert alone.texts == together.texts[4:8]
-    assert sample(vllm, policy, PROMPTS).texts == together.texts
-    assert sample(vllm, policy, PROMPTS, seed=4).texts != together.texts
-
-
 def test_new_weights_are_used(vllm, policy):
     before = sample(vllm, policy)
     disturb(policy)
@@ -113,33 +105,11 @@ def test_new_weights_are_used(vllm, policy):
     assert vllm.metrics == {"sampler/weight_version": 1.0}
 
 
-def test_without_new_weights_the_gap_would_show(vllm, policy, monkeypatch):
-    sample(vllm, policy)
-    disturb(policy)
-    monkeypatch.setattr(vllm._llm, "collective_rpc", lambda *_, **__: None)
-    assert gap(policy, sample(vllm, policy)) > 0.05
-
-
 def test_keys_and_values_of_older_weights_are_not_used(vllm, policy):
     prompts = [SHARED + word for word in ("cat", "dog")]
     sample(vllm, policy, prompts)
     disturb(policy)
     assert gap(policy, sample(vllm, policy, prompts)) < 1e-3
-
-
-def test_with_keys_and_values_of_older_weights_the_gap_would_show(vllm, policy, monkeypatch):
-    prompts = [SHARED + word for word in ("cat", "dog")]
-    sample(vllm, policy, prompts)
-    disturb(policy)
-    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: True)
-    assert gap(policy, sample(vllm, policy, prompts)) > 0.05
-
-
-def test_a_cache_that_cannot_be_dropped_is_an_error(vllm, policy, monkeypatch):
-    sample(vllm, policy)
-    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(RuntimeError, match="older weights could not be dropped"):
-        sample(vllm, policy)
 
 
 def test_a_weight_that_is_not_taken_over_is_an_error(vllm, policy, monkeypatch):
@@ -185,49 +155,6 @@ def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 
 
-def test_end_tokens_belong_to_completions(vllm, policy):
-    found = sample(vllm, policy)
-    assert any(found.finished)
-    for ids, finished in zip(completions(found), found.finished):
-        assert (ids[-1] in policy.end_ids) == finished
-        assert not set(ids[:-1]) & set(policy.end_ids)
-        assert len(ids) == 24 or finished
-
-
-def test_more_prompts_than_fit_into_one_pass(vllm, policy):
-    prompts = [f"{number} {SHARED}" for number in range(20)]
-    assert sum(map(len, policy.tokenize(prompts))) > 4096
-    assert gap(policy, sample(vllm, policy, prompts, max_new_tokens=4)) < 1e-3
-
-
-def test_a_validation_may_come_first(policy):
-    sampler = engine()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=False):
-        sample(sampler, policy)
-    disturb(policy)
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-
-
-def test_too_long_prompts_are_told_by_key(policy):
-    sampler = engine(max_model_len=64)
-    with pytest.raises(ValueError, match=r"the engine holds 64: lower .* or raise sampler\.max_model_len"):
-        sample(sampler, policy, [SHARED])
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)])
-def test_embeddings_may_be_tied_or_not(kind, tied):
-    policy = random_policy(kind, tie_word_embeddings=tied)
-    sampler = engine()
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-    disturb(policy)
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-
-
-def test_heads_that_the_kernels_do_not_know_are_told():
-    with pytest.raises(ValueError, match="attention heads have 24 numbers each; allowed on a CPU are 32, 64, 80"):
-        sample(engine(), random_policy("llama", head_dim=24))
-
-
 def test_an_adapter_is_merged():
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     sampler = engine()
@@ -239,19 +166,3 @@ def test_an_adapter_is_merged():
     assert after.texts != before
     with policy.model.disable_adapter():
         assert gap(policy, after) > 0.05
-
-
-def test_the_random_state_of_the_process_stays_as_it_was(policy):
-    torch.manual_seed(5)
-    before, threads = torch.get_rng_state(), torch.set_num_threads
-    sample(engine(), policy)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.set_num_threads is threads
-
-
-def test_half_precision_is_close_on_average(policy):
-    found = sample(engine(dtype="bfloat16"), policy)
-    with torch.no_grad():
-        own = policy.logprobs(found, temperature=0.7)
-    mean = float((own - found.logprobs).abs()[found.mask].mean())
-    assert 0 < mean < 0.05

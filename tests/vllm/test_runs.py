@@ -84,14 +84,3 @@ def test_two_processes_make_the_run_of_one(tmp_path, words):
         assert two[name] == pytest.approx(one[name], abs=1e-6), name
     assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
     assert two["sampler/weight_version"] == 1
-
-
-@pytest.mark.slow
-def test_the_default_task_is_learned(tmp_path):
-    train(
-        tmp_path,
-        "steps=120",
-        *("data.prompts_per_step=8", "rollout.group_size=16", "data.validation_size=256"),
-        *("validation.samples_per_prompt=4", "validation.ks=[1,4]", "validation.every=120"),
-    )
-    assert summary(tmp_path)["metrics"]["val/pass@1"] > 0.9

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_lightning.distributed.ranks import ALONE
-from grpo_lightning.sampler.vllm.http import Connection
-from grpo_lightning.sampler.vllm.server import KEY, VLLMServer
+from grpo_lightning.sampler.vllm.server import KEY, Connection, VLLMServer
 from tests.vllm.support import PROMPTS, SHARED, disturb, gap, ready, sample, sampling, tiny
 
 

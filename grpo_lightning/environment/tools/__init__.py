@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lightning.allowed import integer, problems
-from grpo_lightning.environment.reply import BadCall
+from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.environment.tools.calls import Call, Malformed, calls
 from grpo_lightning.environment.tools.schema import Tool
 

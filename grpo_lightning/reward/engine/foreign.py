@@ -8,7 +8,6 @@ from grpo_lightning.output.terminal import one_line
 
 _MOST_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
 _SHOWN_CHARACTERS = 300
-_MOST_CHARACTERS = 100 * _SHOWN_CHARACTERS  # of what a worker hands on
 
 
 def plain(value: Any, nested: int = _MOST_NESTED) -> Any:
@@ -28,18 +27,9 @@ def plain(value: Any, nested: int = _MOST_NESTED) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """The beginning of what an exception of foreign code says, with its type, without secrets."""
-    return beginning(told(error))
-
-
-def told(error: BaseException) -> str:
-    """What an exception says, with its type, as a worker hands it on, which does not know what is secret."""
+    """The beginning of what an exception of foreign code says, with its type, in one line and without secrets."""
     try:
-        return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+        text = f"{type(error).__name__}: {error}"
     except Exception:
-        return f"{type(error).__name__}: its text cannot be shown"
-
-
-def beginning(text: str) -> str:
-    """The beginning of what `told` gives, in one line: cut where the secrets are out of it, of which none is cut."""
+        text = f"{type(error).__name__}: its text cannot be shown"
     return one_line(hide(text)[:_SHOWN_CHARACTERS])

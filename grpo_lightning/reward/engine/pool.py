@@ -16,15 +16,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from grpo_lightning.distributed import fresh, signals
+from grpo_lightning.distributed import signals
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
-from grpo_lightning.reward import registered
-from grpo_lightning.reward.engine.foreign import beginning, described, plain, told
+from grpo_lightning.reward.engine.foreign import described, plain
 
 _MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
@@ -37,7 +36,6 @@ _FOR_TRAINER = [
 ]
 
 _pool: ProcessPool | None = None
-_noted: tuple[set[str], set[str]] | None = None
 _workers: int | None = None
 _is_forked = False
 _unpickled = functools.lru_cache(maxsize=16)(pickle.loads)
@@ -120,7 +118,6 @@ class Pending:
             return late if ended_by_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
         except Exception as error:
             return Failure("exception", described(error))
-        value = replace(value, message=beginning(value.message))
         if value.kind == "import":
             raise _not_importable(self._function, value.message)
         return value
@@ -184,12 +181,10 @@ def _kill() -> None:
 
 
 def _running(function: Callable[..., Any]) -> ProcessPool:
-    global _pool, _noted
-    noted = registered.noted()
-    if _pool is not None and (not _pool.active or noted != _noted):
+    global _pool
+    if _pool is not None and not _pool.active:
         close()
     if _pool is None:
-        fresh.protect_processes()
         has_server = "forkserver" in multiprocessing.get_all_start_methods() and not _is_forked
         context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
         if has_server:
@@ -198,9 +193,7 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
             max_workers=_workers or _default_workers(),
             context=context,
             initializer=_prepare,
-            initargs=[noted],
         )
-        _noted = noted
     return _pool
 
 
@@ -234,18 +227,14 @@ def _modules(function: Any) -> list[str]:
     return [name for name in modules if name != "__main__"]
 
 
-def _prepare(noted: tuple[set[str], set[str]]) -> None:
+def _prepare() -> None:
     """Prepare a worker before its first row."""
-    registered.note(*noted)
     last_through_closed_pipes()
-    fresh.protect_processes()  # those that a function starts by multiprocessing
     for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TRAINER)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
-    leave = os._exit
-    os._exit = lambda code: leave(code or 70)  # type: ignore[assignment]  # pebble takes 0 for no crash, and waits
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has none, and other systems other limits
         import resource
 
@@ -259,12 +248,12 @@ def _run(function: bytes, row: bytes, seconds: float) -> bytes | Failure:
         _alarm(_SPARE_SECONDS)
         call = _unpickled(function)
     except BaseException as error:
-        return Failure("import", told(error))
+        return Failure("import", described(error))
     try:
         _alarm(seconds)
         return pickle.dumps(plain(call(**pickle.loads(row))))
     except BaseException as error:  # sys.exit too: whatever it is, the next row is another one's
-        return Failure("exception", told(error))
+        return Failure("exception", described(error))
     finally:
         _alarm(0)
 

@@ -19,7 +19,6 @@ from grpo_lightning.reward.engine.weighted import (
     Weighted,
     arguments,
     is_coroutine,
-    unclear,
 )
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
@@ -52,11 +51,6 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
         problems += [
             f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)}"
             for parameter in missing
-        ]
-        problems += [
-            f"reward {name!r}: parameter {parameter!r} may say where something is written, and the data have such a "
-            f"column; allowed is reward.{name}.function.{parameter}=VALUE or, for the column, no default"
-            for parameter in unclear(weighted.function, column_names)
         ]
     if problems:
         raise RewardError("; ".join(problems))

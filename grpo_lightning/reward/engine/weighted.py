@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import Rule, flag, integer, is_written, may_be_place, number, problems
+from grpo_lightning.allowed import Rule, flag, integer, number, problems
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
@@ -164,50 +164,20 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
         The required parameters that are not known, and the known arguments that it takes.
     """
     parameters = inspect.signature(function).parameters.values()
-    named = _named(function)
-    needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
-    places = [name for name in known if is_written(name) and name not in needed]
-    own = {*_bound(function), *only_settings(function), *places, *unclear(function, known)}
-    known = {name: value for name, value in known.items() if name not in own}
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
+    bound = bound_arguments(function)
+    known = {name: value for name, value in known.items() if name not in bound}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return missing, {name: value for name, value in known.items() if takes_all or name in named}
 
 
-def unclear(function: Callable[..., Any], column_names: Collection[str]) -> list[str]:
-    """The columns that are called as optional arguments which may say where something is written, such as ``output``.
-
-    The data may be a stranger's. Such an argument is the settings' to say, or takes the column by having no default.
-    """
-    own = {*_bound(function), *only_settings(function)}
-    optional = [name for name, parameter in _named(function).items() if parameter.default is not parameter.empty]
-    return [name for name in optional if name in column_names and name not in own and may_be_place(name)]
-
-
-def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
-
-
-def _bound(function: Any) -> Collection[str]:
-    function = _wrapped(function)
+def bound_arguments(function: Any) -> Collection[str]:
+    """The names of the arguments that a partial has bound, which no column of the data replaces."""
+    if isinstance(function, PerCompletion):
+        function = function.function
     return function.keywords if isinstance(function, partial) else ()
-
-
-def _wrapped(function: Any) -> Any:
-    return function.function if isinstance(function, PerCompletion) else function
-
-
-def only_settings(function: Any) -> list[str]:
-    """The arguments of a function of this package that come from settings, and from no column of a data set."""
-    function = _wrapped(function)
-    while isinstance(function, partial):
-        function = function.func
-    if not inspect.isfunction(function) or not function.__module__.startswith("grpo_lightning."):
-        return []
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:

@@ -7,22 +7,19 @@ the file is the one that counts, for all of them.
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.redaction import hide
 from grpo_lightning.reward.engine.weighted import RewardError
 
 _BEGINNING = b'{"request": "'
-_CAREFUL = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"))  # a pipe would never open
 
 
 class Answers:
     """A file of answers, one JSON object per line; unfinished and damaged lines count as absent.
 
     Args:
-        path: It is made at the first answer. A link, also a hard one, and a file that begins otherwise, is refused.
+        path: It is made at the first answer. A file that begins otherwise is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +42,7 @@ class Answers:
 
         Args:
             request: The hash of what was asked.
-            answer: The text; what of it looks like a secret is left out.
+            answer: The text.
             more: What else a reader may want to know.
 
         Returns:
@@ -54,11 +51,10 @@ class Answers:
         Raises:
             RewardError: The file cannot be written.
         """
-        told = {name: hide(value) if isinstance(value, str) else value for name, value in more.items()}
-        line = json.dumps({"request": request, **told, "answer": hide(answer)}).encode() + b"\n"
+        line = json.dumps({"request": request, **more, "answer": answer}).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._open(os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 size = os.fstat(file).st_size
                 torn = b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""  # of a process that was killed
@@ -69,21 +65,20 @@ class Answers:
         except OSError as error:
             raise self._problem("cannot be written", error) from error
         self._refresh()
-        return self._known.setdefault(request, hide(answer))
+        return self._known.setdefault(request, answer)
 
     def _refresh(self) -> None:
         """Read what was added since the last time."""
         try:
-            file = self._open(os.O_RDONLY)
+            file = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
             return
         except OSError as error:
             raise self._problem("cannot be read", error) from error
         with open(file, "rb") as lines:
-            size = os.fstat(file).st_size
-            if size < self._read:
+            if os.fstat(file).st_size < self._read:
                 self._read = 0  # it was shortened or replaced
-            if self._read == 0 and not _begins_well(lines.read(2 * len(_BEGINNING))):
+            if self._read == 0 and not _BEGINNING.startswith(lines.read(len(_BEGINNING))):
                 raise RewardError(f"{self._path} is no file of a judge's answers, and is not written to")
             lines.seek(self._read)
             for line in lines:
@@ -101,21 +96,5 @@ class Answers:
         if isinstance(request, str) and isinstance(answer, str):
             self._known.setdefault(request, answer)
 
-    def _open(self, flags: int) -> int:
-        file = os.open(self._path, flags | _CAREFUL, 0o666)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            os.close(file)
-            raise OSError("it is no file, or has another name elsewhere (a hard link)")
-        return file
-
     def _problem(self, what: str, error: OSError) -> RewardError:
         return RewardError(f"{self._path}, the judge's answers, {what}: {error.strerror or error}")
-
-
-def _begins_well(head: bytes) -> bool:
-    """Whether a file of answers may begin so; its first line perhaps was not written to its end."""
-    first, newline, rest = head.partition(b"\n")
-    if first.startswith(_BEGINNING) or not newline:
-        return _BEGINNING.startswith(first[: len(_BEGINNING)])
-    return first != b"" and _BEGINNING.startswith(first) and _BEGINNING.startswith(rest[: len(_BEGINNING)])

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 import regex
 
-from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
@@ -62,7 +61,7 @@ class ChatJudge:
         self._endpoint = Endpoint(base_url, api_key_env=api_key_env, allow_http=allow_http)
         self._model, self._rubric, self._template = _text("model", model), _text("rubric", rubric), template
         self._scale, self._pattern, self._request = _scale(scale), _pattern(pattern), _request(request)
-        self._answers = None if cache is None else Answers(_cache(cache))
+        self._answers = None if cache is None else Answers(Path(cache).expanduser())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         named = ("completions", "prompts", *_columns(template))
@@ -99,7 +98,7 @@ class ChatJudge:
     async def _known_or_asked(self, key: str, body: bytes) -> float:
         if self._answers is not None and (known := self._answers.get(key)) is not None:
             return self._score(known)
-        answer = hide(await self._endpoint.ask(body))
+        answer = await self._endpoint.ask(body)
         score = self._score(answer)
         if self._answers is None:
             return score
@@ -161,9 +160,3 @@ def _request(given: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"request: expected what JSON can hold, got {given!r:.80}: {error}") from error
     return dict(given)
-
-
-def _cache(path: Any) -> Path:
-    if not isinstance(path, str) or not path.endswith(".jsonl") or "://" in path:
-        raise ValueError(f"cache: expected a file whose name ends with .jsonl, or null, got {path!r:.80}")
-    return Path(path).expanduser()

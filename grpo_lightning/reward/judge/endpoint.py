@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.engine.coroutines import Later, Refused
 from grpo_lightning.reward.engine.weighted import RewardError
@@ -63,21 +63,26 @@ class Endpoint:
             ValueError: What it answers is no chat completion.
             RewardError: It would not answer any request: redirects, a key that does not count, an address without it.
         """
-        headers = self._headers()
+        key = self._key()
+        # Not compressed: a small answer would be read as a huge one.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._loop, self._client = asyncio.get_running_loop(), _connected(self._is_local)
         async with self._client.stream("POST", self.url, content=body, headers=headers) as response:
             status = response.status_code
             if 200 <= status < 300:
-                return _content(await _read(response))
+                return _content(await _read(response, key))
             if 300 <= status < 400:
+                place = _shown(response.headers.get("location", "").replace(key or HIDDEN, HIDDEN))
                 raise RewardError(
-                    f"{self.url} answers {status}, a redirect to {_shown(response.headers.get('location', ''))}, which "
-                    "is not followed: base_url has to be where it leads"
+                    f"{self.url} answers {status}, a redirect to {place}, which is not followed: base_url has to be "
+                    "where it leads"
                 )
             if status in _TEMPORARY or status >= 500:
                 raise Later(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
-            told = f"{self.url} answers {status}: {_shown((await _read(response)).decode(errors='replace'))}"
+            told = f"{self.url} answers {status}: {_shown((await _read(response, key)).decode(errors='replace'))}"
             if status in _ABOUT_THE_REQUEST:
                 raise Refused(told)
             raise RewardError(told)
@@ -88,15 +93,13 @@ class Endpoint:
             client, self._client = self._client, None
             await client.aclose()
 
-    def _headers(self) -> dict[str, str]:
-        # Not compressed: a small answer would be read as a huge one.
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        if self._api_key_env is not None:
-            key = os.environ.get(self._api_key_env, "").strip()
-            if not key or not key.isascii() or not key.isprintable():
-                raise RewardError(f"api_key_env={self._api_key_env}: the environment has no key of this name")
-            headers["authorization"] = f"Bearer {key}"
-        return headers
+    def _key(self) -> str | None:
+        if self._api_key_env is None:
+            return None
+        key = os.environ.get(self._api_key_env, "").strip()
+        if not key or not key.isascii() or not key.isprintable():
+            raise RewardError(f"api_key_env={self._api_key_env}: the environment has no key of this name")
+        return key
 
 
 def _connected(is_local: bool) -> "httpx2.AsyncClient":
@@ -138,8 +141,8 @@ def _is_local(host: str) -> bool:
         return False
 
 
-async def _read(response: "httpx2.Response") -> bytes:
-    """The body as it was sent, if it is not too large."""
+async def _read(response: "httpx2.Response", key: str | None) -> bytes:
+    """The body as it was sent, if it is not too large, without the key: a server may repeat it."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("its answer is compressed, which was not asked for")
     body = bytearray()
@@ -147,7 +150,7 @@ async def _read(response: "httpx2.Response") -> bytes:
         body += part
         if len(body) > _MOST_BYTES:
             raise ValueError(f"its answer is longer than {_MOST_BYTES} bytes")
-    return bytes(body)
+    return bytes(body).replace((key or HIDDEN).encode(), HIDDEN.encode())
 
 
 def _content(body: bytes) -> str:

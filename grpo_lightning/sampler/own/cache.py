@@ -4,6 +4,7 @@ Shapes: P prompts, G completions per prompt, B = P * G of them, numbered by prom
 to b - 1; S tokens of the longest prompt, T of the completions so far; V the size of the vocabulary.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from grpo_lightning.memory import GiB, Shape
 
 
 class Cache(Protocol):
@@ -239,3 +242,44 @@ class RecomputedCache:
         logits = self._logits(self._ids)  # [b, S + T, V]
         # Rows end at different places, since they are padded on the right: [b, S + T, V] -> [b, V].
         return logits[torch.arange(len(logits), device=logits.device), self._lengths - 1]
+
+
+def rows_within(
+    gib: float,
+    shape: Shape,
+    *,
+    number_bytes: int,
+    prompts: int,
+    prompt_tokens: int,
+    completion_tokens: int,
+    shares_prompts: bool,
+    copies_below: int = 0,
+) -> int:
+    """How many completions can be held at a time, each with room for all its tokens.
+
+    Args:
+        gib: The budget in GiB.
+        shape: The model's sizes.
+        number_bytes: The bytes of a number among keys and values.
+        prompts: How many prompts there are.
+        prompt_tokens: The length of the longest.
+        completion_tokens: The most tokens of a completion.
+        shares_prompts: Whether prompts are held once, for all their completions.
+        copies_below: As long as the copies of a layer's prompts take no more bytes than this, completions have some.
+
+    Raises:
+        ValueError: Not even one fits.
+    """
+    token = 2 * number_bytes * shape.keys * shape.layers
+    whole = token * (prompt_tokens + completion_tokens)
+    budget = gib * GiB
+    held = token * prompts * prompt_tokens if shares_prompts else 0
+    rows = int((budget - held) // (token * completion_tokens if shares_prompts else whole))
+    if shares_prompts and rows * token * prompt_tokens / shape.layers <= copies_below:
+        rows = int((budget - held) // whole)
+    if rows < 1:
+        raise ValueError(
+            f"rollout.kv_cache_gib={gib}: allowed is at least {math.ceil((held + whole) / GiB * 1e4) / 1e4:.4f}, what "
+            f"{prompts} prompts of up to {prompt_tokens} tokens and one completion of {completion_tokens} need"
+        )
+    return rows

@@ -4,17 +4,69 @@ Shapes: N completions in all, T the most tokens of one; b of them are held by th
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
-from grpo_lightning.sampler.own.begun import Begun
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.draw import NotFinite, draw
 from grpo_lightning.sampler.own.sets import Sets
-from grpo_lightning.sampler.own.turns import StopTest
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A completion that an earlier rollout has begun."""
+
+    ids: Sequence[int]
+    """[t] its tokens so far."""
+    logprobs: Sequence[float]
+    """[t] of the policies that drew them, in nats."""
+    entropies: Sequence[float]
+    """[t] in nats."""
+    finished: bool = False
+    """Whether it has ended of itself."""
+    kept: Kept | None = None
+    """[t] the sets that they were drawn from; None: the whole vocabulary."""
+
+    def over(self, max_new_tokens: int) -> bool:
+        """Whether nothing more is drawn of it."""
+        return self.finished or len(self.ids) >= max_new_tokens
+
+
+class StopTest(Protocol):
+    """Says which completions end for another reason than an end token."""
+
+    tail: int
+    """How many tokens, the new one included, it has to see to judge a new one."""
+
+    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
+        """How many of the new tokens of each completion belong to it, 0 where none of them ends it.
+
+        Args:
+            ends: [n] the last tokens of each completion, ``tail`` for each of the new ones or all there are.
+            news: [n] how many of them are new.
+        """
+        ...
+
+
+class Talk(Protocol):
+    """Replies to completions."""
+
+    waits: bool
+    """Whether replies take time: they are asked for only once no completion can go on. When that is depends on the
+    tokens alone, so that a rollout is the same however long the replies take."""
+
+    def said(self, row: int, ids: list[int]) -> None:
+        """A completion has ended a turn of these tokens; called once for each turn."""
+        ...
+
+    def reply(self, row: int) -> list[int] | None:
+        """The tokens that it reads next, at least one; None: it is over."""
+        ...
 
 
 class Slots:

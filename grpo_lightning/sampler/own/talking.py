@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.own.slots import Slots
-from grpo_lightning.sampler.own.turns import Talk
+from grpo_lightning.sampler.own.slots import Slots, Talk
 
 READ_TOGETHER = 32
 """Replies of more tokens are read in one pass, with all that is before them; shorter ones beside what others draw."""

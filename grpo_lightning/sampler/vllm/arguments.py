@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_lightning import start
 from grpo_lightning.allowed import Rule, choice, flag, integer, number
-from grpo_lightning.output.shell import shell_word
 
-_NAMED = "requirements-vllm.txt"
-_FILE = start.file_of_checkout(_NAMED)
-INSTALL = f"pip install -r {shell_word(str(_FILE))}" if _FILE else f"the packages in {_NAMED} of this project"
-"""What brings vLLM, into an environment of its own; a file of that name in the working directory may be another's."""
+INSTALL = "pip install -r requirements-vllm.txt"
+"""What brings vLLM, into an environment of its own; the file is in the project's repository."""
 
 ENGINE = (
     *("async_scheduling", "block_size", "cpu_offload_gb", "disable_custom_all_reduce", "enable_chunked_prefill"),

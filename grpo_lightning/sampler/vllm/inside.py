@@ -15,9 +15,8 @@ from torch import Tensor
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check
+from grpo_lightning.sampler.engine import Asked, Completion, CopiedWeights, WeightSource, check
 from grpo_lightning.sampler.vllm import arguments
-from grpo_lightning.sampler.vllm.copied import CopiedWeights
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
 from grpo_lightning.sampler.vllm.surroundings import (
     check_heads,

@@ -4,26 +4,32 @@ How the server is started says docs/engines.md. A key is read from the environme
 anywhere.
 """
 
+import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import torch
 from safetensors.torch import save_file
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.sampler.engine import Asked, Completion, WeightSource, check, row_seed
+from grpo_lightning.output.redaction import HIDDEN
+from grpo_lightning.sampler.engine import Asked, Completion, CopiedWeights, WeightSource, check, row_seed
 from grpo_lightning.sampler.filtered import options
-from grpo_lightning.sampler.vllm.copied import CopiedWeights
-from grpo_lightning.sampler.vllm.http import Connection
 
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
+LARGEST = 2**30
+"""Bytes of an answer that are read."""
 _MARK = ".grpo-lightning"
 """A file in a directory of weights, which is there before them."""
 _LOOK_EVERY = 0.2
@@ -181,13 +187,75 @@ def _make(place: Path) -> None:
     Raises:
         ValueError: Something else is there.
     """
-    is_ours = not place.is_symlink() and place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir()))
-    if is_ours:
+    if place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir())):
         shutil.rmtree(place)
-    elif place.is_symlink() or place.exists():
+    elif place.exists():
         raise ValueError(
             f"sampler.directory={place.parent}: {place.name} in it holds something else than weights that a run has "
             "written for its server; allowed is a directory of their own"
         )
     place.mkdir(parents=True)
     (place / _MARK).touch()
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A key must not follow to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse: the answer is an error."""
+
+
+class Connection:
+    """Requests to one server.
+
+    Args:
+        url: http://HOST:PORT or https://HOST:PORT.
+        timeout: Seconds for one answer.
+        key_name: The environment variable that may hold a key.
+
+    Raises:
+        ValueError: The address is another, or holds a password.
+    """
+
+    def __init__(self, url: str, *, timeout: float, key_name: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
+            raise ValueError(
+                f"sampler.url={shown}: allowed is http://HOST:PORT or https://HOST:PORT; a key is read from {key_name}"
+            )
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._key_name = key_name
+        self._opener = build_opener(_NoRedirect)
+
+    def get(self, path: str) -> Any:
+        """The answer to a request without content."""
+        return self._asked(Request(f"{self.url}{path}"))
+
+    def post(self, path: str, content: Any) -> Any:
+        """The answer to a request; an empty one is an empty mapping."""
+        data = json.dumps(content).encode()
+        return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
+
+    def _key(self) -> str:
+        """The key, without the line end that files have."""
+        key = os.environ.get(self._key_name, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise ValueError(
+                f"{self._key_name}: the variable's value cannot be a key: it has other signs than keys have"
+            )
+        return key
+
+    def _asked(self, request: Request) -> Any:
+        if key := self._key():
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
+        try:
+            with self._opener.open(request, timeout=self._timeout) as answer:
+                read = answer.read(LARGEST)
+        except HTTPError as error:
+            said = error.read(500).decode(errors="replace").replace(key or HIDDEN, HIDDEN)
+            raise RuntimeError(f"{request.full_url}: status {error.code}: {said}") from None
+        except (URLError, OSError) as error:
+            raise RuntimeError(f"{request.full_url}: no answer: {getattr(error, 'reason', error)}") from None
+        return json.loads(read) if read else {}

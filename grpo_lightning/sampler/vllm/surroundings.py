@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from grpo_lightning.distributed import fresh
 from grpo_lightning.distributed.ranks import Ranks
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process of its own, which could outlive this one
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "PYTHONSAFEPATH": "1",  # it starts Python for questions about models: not in the working directory
 }
 LOGGING = "VLLM_LOGGING_LEVEL"
 TOKENS_AT_ONCE = 4096
@@ -95,7 +93,6 @@ def launched(ranks: Ranks) -> Iterator[None]:
     Args:
         ranks: The processes of the run.
     """
-    fresh.protect_processes()
     told = dict(ENVIRONMENT)
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     told |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "LOCAL_RANK": local}

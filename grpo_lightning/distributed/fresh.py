@@ -1,3 +1,0 @@
-# TEMPORARY STUB
-def protect_processes():
-    pass
