@@ -55,7 +55,9 @@ def _compose(words: tuple[str, ...]) -> DictConfig:
 def _is_value(override: Any) -> bool:
     """Whether an override sets a value, and chooses, adds or removes nothing."""
     part = override.key_or_group.partition(".")[0]
-    is_plain = not (override.is_delete() or override.is_add() or override.is_force_add() or override.is_sweep_override())
+    is_plain = not (
+        override.is_delete() or override.is_add() or override.is_force_add() or override.is_sweep_override()
+    )
     return is_plain and part != "hydra" and override.key_or_group not in PARTS
 
 

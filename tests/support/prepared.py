@@ -85,7 +85,7 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], out: str, error
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdin = open(0)
+    sys.stdin = os.fdopen(0)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
