@@ -255,8 +255,10 @@ RECIPES = {
         "steps": 800,
     },
 }
+SUPERVISED = ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"]
 SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
 SHORT = ("steps=2", "data.prompts_per_step=2", "rollout.max_new_tokens=6")
+TINY = ["policy.hidden_size=16", "policy.intermediate_size=32", "policy.num_layers=1", "policy.num_heads=2"]
 # How each is reduced, and its optimizer steps: rollouts times updates of each.
 REDUCED = {
     "open_r1": ("qwen2", [*SHORT, "rollout.group_size=3"], 2),
@@ -273,37 +275,12 @@ REDUCED = {
         [*SHORT, "rollout.group_size=2", "callbacks.reward_model.every=1", "callbacks.reference.every=1"],
         2,
     ),
-    "calculator_taught": (
-        "llama",
-        ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"],
-        2,
-    ),
+    "calculator_taught": ("llama", SUPERVISED, 2),
     "calculator": ("llama", [*SHORT, "rollout.group_size=3"], 2),
-    "guess_taught": (
-        "llama",
-        ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"],
-        2,
-    ),
+    "guess_taught": ("llama", SUPERVISED, 2),
     "guess": ("llama", [*SHORT, "rollout.group_size=3"], 2),
-    "sft_tiny": (
-        None,
-        [
-            "steps=2",
-            "schedule.warmup_steps=1",
-            "data.prompts_per_step=4",
-            "rollout.max_new_tokens=6",
-            "policy.hidden_size=16",
-            "policy.intermediate_size=32",
-            "policy.num_layers=1",
-            "policy.num_heads=2",
-        ],
-        2,
-    ),
-    "sft_tiny_flawed": (
-        "llama",
-        ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"],
-        2,
-    ),
+    "sft_tiny": (None, [*SUPERVISED, *TINY], 2),
+    "sft_tiny_flawed": ("llama", SUPERVISED, 2),
 }
 
 
@@ -319,34 +296,27 @@ def test_every_recipe_has_its_numbers_and_its_run_here():
     assert names("experiment") == set(RECIPES) == set(REDUCED)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_composes_to_its_published_numbers(name, tmp_path, monkeypatch):
+def test_a_recipe_composes_to_its_published_numbers():
+    for name, numbers in RECIPES.items():
+        config = composed(f"experiment={name}")
+        assert {key: value(config, key) for key in numbers} == numbers, name
+        weighted = {key.split(".")[1] for key in numbers if key.startswith("reward.")}
+        assert not weighted or set(config["reward"]) == weighted, name
+
+
+@pytest.mark.slow
+def test_the_commands_in_the_headers_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = with_directories(composed(f"experiment={name}"), tmp_path)
-    check(config)
-    assert {key: value(config, key) for key in RECIPES[name]} == RECIPES[name]
-    weighted = {key.split(".")[1] for key in RECIPES[name] if key.startswith("reward.")}
-    assert not weighted or set(config["reward"]) == weighted
+    for name in sorted(names("experiment")):
+        text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+        (command,) = re.findall(r"^# Command +python train\.py (.+)$", text, re.MULTILINE)
+        arguments = shlex.split(command)
+        assert f"experiment={name}" in arguments
+        check(with_directories(composed(*arguments), tmp_path))
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", sorted(names("experiment")))
-def test_the_command_in_the_header_works(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
-    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    assert re.search(r"^# Result +\S", header, re.MULTILINE)
-    assert re.search(r"^# Hardware +\S", header, re.MULTILINE)
-    (command,) = re.findall(r"^# Command +python train\.py (.+)$", header, re.MULTILINE)
-    arguments = shlex.split(command)
-    assert f"experiment={name}" in arguments
-    check(with_directories(composed(*arguments), tmp_path))
-
-
-@pytest.mark.parametrize("policy", ["gpt2", "tiny"])
-def test_a_recipe_wins_over_the_sizes_that_a_policy_sets(policy):
-    config = composed("experiment=grpo_guide", f"policy={policy}")
+def test_a_recipe_wins_over_the_sizes_that_a_policy_sets():
+    config = composed("experiment=grpo_guide", "policy=gpt2")
     assert config["optimizer"]["lr"] == 5e-6
     assert config["rollout"]["max_new_tokens"] == 256
     assert config["validation"]["max_new_tokens"] == 256
@@ -397,7 +367,7 @@ def local_data(tmp_path_factory):
     return {published: directory / name for published, name in paths.items()}
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     architecture, reduced, updates = REDUCED[name]

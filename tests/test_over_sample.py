@@ -2,33 +2,25 @@
 
 import json
 from collections import Counter
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-import grpo_lightning as grpo
 from grpo_lightning.advantage import centered
-from grpo_lightning.batch import Prompts, Sampled, Sampling
+from grpo_lightning.batch import Prompts, Sampled
 from grpo_lightning.data.prompt_data import PromptData
 from grpo_lightning.distributed.ranks import ALONE
-from grpo_lightning.memory import use_of
-from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.output import redaction
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.unfinished import Unfinished, restored
-from grpo_lightning.sampler.own.begun import Begun
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import composed
 from tests.support.processes import finish, start
-from tests.support.provocations import provocation
-from tests.support.running import SMALL, small_run
+from tests.support.running import small_run
 from tests.test_rollout import Fixed
 from tests.test_settings import problems
 
@@ -211,13 +203,6 @@ def test_groups_that_do_not_fit_any_more_are_left_out_with_a_warning(change, col
     assert "2 groups of the last rollout have another size or other" in caplog.text
 
 
-def test_groups_of_another_kind_of_rollout_are_left_out_too(caplog):
-    scored = collect(Typist(), ["a b", "c d"], over_sample=1.0).scored
-    found = collect(Typist(), ["e f", "g h", "i j", "k l"], carried=scored)
-    assert found.scored.prompts.texts == ("e f", "g h")
-    assert "2 groups of the last rollout" in caplog.text
-
-
 def test_more_groups_left_than_there_is_room_for_all_go_on():
     # a run goes on with fewer prompts in a step
     first = collect(Typist(), ["a b", "c d", *["ffffff gggggg"] * 6], over_sample=4.0)
@@ -229,7 +214,7 @@ def test_more_groups_left_than_there_is_room_for_all_go_on():
     assert len(second.carried.prompts) == 6
 
 
-@pytest.mark.parametrize("value", [{1, 2}, torch.ones(2), [object()], {"a": {"b": b"bytes"}}, float])
+@pytest.mark.parametrize("value", [torch.ones(2), [object()]])
 def test_columns_that_no_checkpoint_holds_are_refused_at_the_first_step(value):
     asked = Prompts(("a b", "c d"), {"answer": (1, 2), "other": (None, value)})
     with pytest.raises(ValueError, match=r"rollout\.over_sample: column 'other' of the data has .*: allowed are texts"):
@@ -264,11 +249,9 @@ def random_llama(directory) -> HFPolicy:
     return policy
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_old_tokens_keep_their_logprobs_and_new_ones_are_of_the_new_policy(tmp_path, share_prompts):
+def test_old_tokens_keep_their_logprobs_and_new_ones_are_of_the_new_policy(tmp_path):
     torch.manual_seed(0)
     policy = random_llama(tmp_path)
-    policy.share_prompts = share_prompts
     pieces, carried, mixed = {}, None, 0
     for seed in range(1, 7):
         with torch.no_grad():
@@ -302,29 +285,6 @@ def test_old_tokens_keep_their_logprobs_and_new_ones_are_of_the_new_policy(tmp_p
                 assert sampled.finished[row] == bool(ids and ids[-1] in policy.end_ids)
         assert torch.equal(found.rollout.old_logprobs, found.scored.sampled.logprobs)
     assert mixed > 5
-
-
-def test_what_is_over_is_not_read_again_and_what_has_no_token_is_not_begun(tmp_path, monkeypatch):
-    policy, read = random_llama(tmp_path), []
-    sampling = Sampling(**SAMPLING | {"stop": ()}, max_new_tokens=12)
-    whole = policy.sample(PROMPTS[:1], group_size=4, sampling=sampling, seed=3)
-    length = whole.mask.sum(-1).tolist()
-    assert length[0] > 3
-    parts = Unfinished(Prompts(("p",), {}), whole).begun()
-    begun = {
-        0: Begun(*(list(values)[:3] for values in (parts[0].ids, parts[0].logprobs, parts[0].entropies))),
-        1: Begun([], [], []),
-        2: parts[2],
-    }
-    plain = policy.cache
-    monkeypatch.setattr(
-        policy, "cache", lambda *given, begun, **named: read.append(begun) or plain(*given, begun=begun, **named)
-    )
-    found = policy.sample(PROMPTS[:1], group_size=4, sampling=sampling, seed=3, begun=begun)
-    assert read == [{0: parts[0].ids[:3]}]
-    assert found.texts == whole.texts
-    assert found.finished == whole.finished
-    assert_close(found.logprobs, whole.logprobs, rtol=0, atol=1e-5)
 
 
 class Constant(nn.Module):
@@ -424,12 +384,9 @@ def test_a_budget_for_keys_and_values_loses_nothing(tmp_path):
 # --- settings and data -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_what_does_not_go_together_is_said_before_anything_loads():
+    for overrides, message in (
         (["rollout.over_sample=0.9"], "rollout.over_sample=0.9: allowed is a number >= 1"),
-        (["rollout.over_sample=null"], "rollout.over_sample=null: allowed is a number >= 1"),
-        (["rollout.over_sample=fast"], "rollout.over_sample=fast: allowed is a number >= 1"),
         (
             ["rollout.over_sample={_target_: grpo_lightning.varying.Linear, start: 2, end: 1, steps: 5}"],
             "rollout.over_sample: allowed is one number >= 1: batches have as many prompts in every step",
@@ -438,24 +395,16 @@ def test_a_budget_for_keys_and_values_loses_nothing(tmp_path):
             ["rollout=dynamic_sampling", "rollout.over_sample=1.5"],
             "rollout.over_sample=1.5: allowed is 1 with rollout.max_tries=3",
         ),
-        (
-            ["rollout=dynamic_sampling", "rollout.max_tries=1", "rollout.over_sample=1.5"],
-            "rollout.over_sample=1.5: allowed is 1 with rollout.group_filter",
-        ),
-        (
-            ["rollout=recorded", "rollout.path=x", "mode=export", "rollout.over_sample=2"],
-            "rollout.over_sample=2: allowed is 1 with rollout=recorded",
-        ),
-    ],
+    ):
+        (found,) = problems(*overrides)
+        assert message in found
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ratio", "expected"),
+    [(20, 1.15, 23), (50, 1.1, 55), (25, 2.2, 55), (3, 4 / 3, 4), (7, 1.5, 11), (1, 1.05, 2), (96, 1.7, 164)],
 )
-def test_what_does_not_go_together_is_said_before_anything_loads(overrides, message):
-    (found,) = problems(*overrides)
-    assert message in found
-
-
-@pytest.mark.parametrize("prompts", [1, 2, 3, 7, 10, 20, 25, 50, 96])
-@pytest.mark.parametrize("ratio", [1.05, 1.1, 1.15, 4 / 3, 1.5, 1.7, 2, 2.2, 3.0])
-def test_a_batch_holds_what_is_in_flight_and_the_rest_follows_from_it(prompts, ratio):
+def test_a_batch_holds_what_is_in_flight_and_the_rest_follows_from_it(prompts, ratio, expected):
     data = PromptData(
         train=None,
         validation=None,
@@ -469,57 +418,15 @@ def test_a_batch_holds_what_is_in_flight_and_the_rest_follows_from_it(prompts, r
         seed=0,
         verifier="",
     )
-    expected = {(20, 1.15): 23, (50, 1.1): 55, (25, 2.2): 55, (3, 4 / 3): 4, (7, 1.5): 11, (1, 1.05): 2, (96, 1.7): 164}
-    assert data.prompts_per_batch == expected.get((prompts, ratio), data.prompts_per_batch)
-    assert prompts * ratio - 1e-6 < data.prompts_per_batch < prompts * ratio + 1
+    assert data.prompts_per_batch == expected
     found = collect(Typist(), ["a b"] * data.prompts_per_batch, over_sample=ratio)
     assert len(found.scored.prompts) == prompts
     assert len(found.carried.prompts) == data.prompts_per_batch - prompts
 
 
-def test_the_prediction_of_memory_knows_what_is_in_flight():
-    config = composed("rollout.over_sample=1.5")
-    facts = {"processes": 1, "is_sharded": False, "on_cpu": False, "prompt_tokens": 10}
-    assert use_of(config, **facts).over_sample == 1.5
-    assert use_of(composed(), **facts).over_sample == 1.0
-
-
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 RUN = ("rollout.over_sample=1.5", "data.prompts_per_step=4", "logger=none", "optimizer.lr=0.02")
-
-
-@provocation(
-    "a stranger's checkpoint, with `rollout.over_sample`, whose groups that are carried over have columns for a reward "
-    "of the user's own, in place of those of the user's data",
-    "the groups are left out, with a warning; also where the run directory has a secret in its name, which is shown as "
-    "`REDACTED`, and the stranger's is called so",
-)
-@pytest.mark.slow
-def test_groups_that_a_checkpoint_of_another_run_carries_are_left_out(tmp_path, caplog):
-    redaction.remember_words(["logger.wandb.api_key=spelling-of-words"])
-    carried = []
-    for directory, words in (
-        ("spelling-of-words", ["steps=1"]),
-        ("spelling-of-words", ["steps=2", "checkpoint=last"]),
-        ("own", ["steps=3", f"checkpoint={tmp_path}/spelling-of-words/checkpoints/last.ckpt"]),
-        ("spelling-of-words", ["steps=3", "checkpoint=last", "data.train_size=60"]),
-        ("REDACTED/b", ["steps=1"]),
-        ("spelling-of-words/b", ["steps=3", f"checkpoint={tmp_path}/REDACTED/b/checkpoints/last.ckpt"]),
-    ):
-        kept = GRPOLightningModule.on_load_checkpoint
-
-        def loaded(module, checkpoint, kept=kept):
-            kept(module, checkpoint)
-            carried.append((checkpoint["grpo"]["carried"] is not None, module.carried is not None))
-
-        with patch.object(GRPOLightningModule, "on_load_checkpoint", loaded):
-            small_run(tmp_path / directory, *RUN, *words)
-    assert carried == [(True, True), (True, False), (True, False), (True, False)]
-    assert "the groups that the checkpoint carries over are left out, since it is of other data" in caplog.text
-    assert (
-        caplog.text.count("the groups that the checkpoint carries over are left out, since it is of another run") == 2
-    )
 
 
 @pytest.mark.slow
@@ -556,25 +463,14 @@ def test_a_run_trains_on_as_many_groups_each_step_and_goes_on_exactly(tmp_path, 
 
 
 @pytest.mark.slow
-def test_recorded_rollouts_with_older_tokens_train_the_same_weights(tmp_path):
-    common = ("data.prompts_per_step=4", "logger=none", "optimizer.lr=0.02", "steps=4", "validation.every=4")
-    one = small_run(tmp_path / "one", *common, "rollout.over_sample=1.5", "callbacks=rollouts")
-    other = small_run(tmp_path / "other", *common, "rollout=recorded", f"rollout.path={tmp_path / 'one'}")
-    for name, weight in one.policy.named_parameters():
-        assert torch.equal(dict(other.policy.named_parameters())[name], weight)
-    assert other.metrics["completion/carried_fraction"] == one.metrics["completion/carried_fraction"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "more"), [("ddp", []), ("fsdp", ["module.gather_weights=false"])])
-def test_two_processes_stop_each_at_its_share_and_go_on_exactly(tmp_path, trainer, more):
+def test_two_processes_stop_each_at_its_share_and_go_on_exactly(tmp_path):
     common = [
         *("rollout.over_sample=1.5", "data.prompts_per_step=5", "rollout.group_size=4", "rollout.temperature=2.2"),
         *("validation.every=4", "data.validation_size=4", "validation.samples_per_prompt=1", "validation.ks=[1]"),
-        *("callbacks.checkpoint.every=1", "optimizer.lr=0.001", "schedule=constant", *more),
+        *("callbacks.checkpoint.every=1", "optimizer.lr=0.001", "schedule=constant", "module.gather_weights=false"),
     ]
-    finish(start(2, tmp_path, trainer, {"whole": [*common, "steps=4"], "broken": [*common, "steps=2"]}))
-    finish(start(2, tmp_path, trainer, {"broken": [*common, "steps=4", "checkpoint=last"]}))
+    finish(start(2, tmp_path, "fsdp", {"whole": [*common, "steps=4"], "broken": [*common, "steps=2"]}))
+    finish(start(2, tmp_path, "fsdp", {"broken": [*common, "steps=4", "checkpoint=last"]}))
     whole, broken = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("whole", "broken")
@@ -588,20 +484,3 @@ def test_two_processes_stop_each_at_its_share_and_go_on_exactly(tmp_path, traine
         for name in ("whole", "broken")
     )
     assert all(torch.equal(one[name], value) for name, value in other.items())
-
-
-@provocation(
-    "a program whose run.trainer begins with a stranger's checkpoint (`run.trainer.fit(…, ckpt_path=theirs)`), with "
-    "groups that are carried over",
-    "the groups are left out, with a warning",
-)
-@pytest.mark.slow
-def test_groups_are_left_out_by_a_trainer_that_is_asked_itself(tmp_path, caplog):
-    words = [*(word for word in SMALL if not word.startswith(("steps", "trusted", "reward"))), *RUN, "reward=[format]"]
-    grpo.compose(*words, "steps=1", run_dir=tmp_path / "theirs").fit()
-    run = grpo.compose(*words, "steps=2", run_dir=tmp_path / "own")
-    run.trainer.fit(
-        run.module, datamodule=run.data, ckpt_path=tmp_path / "theirs" / "checkpoints" / "last.ckpt", weights_only=True
-    )
-    assert run.module.completed_steps == 2
-    assert "the groups that the checkpoint carries over are left out, since it is of another run" in caplog.text
