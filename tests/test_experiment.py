@@ -15,7 +15,7 @@ from grpo_lightning.settings import check
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.composed import CONF, build, composed, with_directories
 
-# What a recipe says, whether or not it is a default today.
+# What a published recipe says, whether or not it is a default today.
 RECIPES = {
     "open_r1": {
         "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -131,129 +131,6 @@ RECIPES = {
         "module.max_grad_norm": 1.0,
         "optimizer.lr": 1e-4,
     },
-    "annealed": {
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "steps": 60,
-        "rollout.temperature": {
-            "_target_": "grpo_lightning.varying.Linear",
-            "start": 1.0,
-            "end": 0.8,
-            "steps": 60,
-        },
-        "rollout.max_new_tokens": {"_target_": "grpo_lightning.varying.Linear", "start": 32, "end": 40, "steps": 30},
-        "validation.max_new_tokens": 36,
-        "loss.kl_coef": {"_target_": "grpo_lightning.varying.Cosine", "start": 0.04, "end": 0.0, "steps": 60},
-        "loss.surrogate.epsilon_low": 0.2,
-        "loss.surrogate.epsilon_high": {
-            "_target_": "grpo_lightning.varying.Piecewise",
-            "values": [0.2, 0.28],
-            "borders": [30],
-        },
-        "reward.accuracy.weight": 1.0,
-        "reward.format.weight": {
-            "_target_": "grpo_lightning.varying.Linear",
-            "start": 0.2,
-            "end": 0.0,
-            "steps": 20,
-            "begin": 10,
-        },
-    },
-    "gated": {
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "steps": 60,
-        "reward.accuracy.weight": 1.0,
-        "reward.format.weight": 0.1,
-        "reward.length.weight": 0.1,
-        "reward.length.only_if": "accuracy >= 1",
-        "reward.length.clip": [0.0, 1.0],
-        "reward.length.function.target": 30,
-        "loss.weights._target_": "grpo_lightning.loss.constant",
-    },
-    "iterative_grpo": {
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "steps": 60,
-        "loss.kl_coef": 0.04,
-        "reward.accuracy.weight": 1.0,
-        "reward.format.weight": 0.1,
-        "callbacks.reference.every": 20,
-        "callbacks.reference.alpha": 1.0,
-    },
-    "iterative_reward_model": {
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "reward.accuracy.weight": 1.0,
-        "reward.format.weight": 0.1,
-        "reward.model.weight": 0.5,
-        "reward.model.function.path": "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
-        "rollout.outcome": "accuracy",
-        "callbacks.reward_model.every": 20,
-        "callbacks.reward_model.replay": 0.1,
-        "callbacks.reference.every": 20,
-        "callbacks.reference.alpha": 1.0,
-        "loss.kl_coef": 0.04,
-    },
-    "calculator_taught": {
-        "module._target_": "grpo_lightning.module.SFTLightningModule",
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "data.train._target_": "grpo_lightning.data.episodes.Products",
-        "data.train.call_rate": 0.4,
-        "data.prompts_per_step": 48,
-        "optimizer.lr": 2e-3,
-        "steps": 400,
-    },
-    "calculator": {
-        "policy.path": "runs/calculator_taught/export",
-        "environment.function._target_": "grpo_lightning.environment.calculator.calculator",
-        "reward.accuracy.weight": 1.0,
-        "data.prompts_per_step": 16,
-        "rollout.group_size": 8,
-        "loss.kl_coef": 0.0,
-        "optimizer.lr": 4e-4,
-        "steps": 40,
-    },
-    "guess_taught": {
-        "module._target_": "grpo_lightning.module.SFTLightningModule",
-        "policy.path": "pkg://grpo_lightning/policy/tiny",
-        "data.train._target_": "grpo_lightning.data.episodes.Numbers",
-        "data.train.careful_rate": 0.4,
-        "data.prompts_per_step": 48,
-        "optimizer.lr": 2e-3,
-        "steps": 300,
-    },
-    "guess": {
-        "policy.path": "runs/guess_taught/export",
-        "environment.function._target_": "grpo_lightning.environment.guess.guess",
-        "environment.function.guesses": 5,
-        "environment.function.highest": 31,
-        "environment.function.random_replies": 0.0,
-        "environment.max_turns": 5,
-        "reward.environment.weight": 1.0,
-        "advantage._target_": "grpo_lightning.advantage.centered",
-        "data.train.size": 31,
-        "data.prompts_per_step": 31,
-        "rollout.group_size": 8,
-        "loss.kl_coef": 0.0,
-        "optimizer.lr": 7e-4,
-        "steps": 60,
-    },
-    "sft_tiny": {
-        "module._target_": "grpo_lightning.module.SFTLightningModule",
-        "policy._target_": "grpo_lightning.policy.scratch.character_llama",
-        "reference._target_": "grpo_lightning.reference.none",
-        "data.train._target_": "grpo_lightning.data.taught.Demonstrations",
-        "data.train.slip_rate": 0.0,
-        "data.prompts_per_step": 48,
-        "optimizer.lr": 2e-3,
-        "steps": 2000,
-    },
-    "sft_tiny_flawed": {
-        "module._target_": "grpo_lightning.module.SFTLightningModule",
-        "policy.path": "runs/sft_tiny/export",
-        "data.train.slip_rate": 0.25,
-        "data.train.seed": 2**30 + 2**28,
-        "data.prompts_per_step": 48,
-        "optimizer.lr": 1e-3,
-        "steps": 800,
-    },
 }
 SUPERVISED = ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"]
 SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
@@ -292,10 +169,11 @@ def names(folder):
     return {path.stem for path in (CONF / folder).glob("*.yaml")}
 
 
-def test_every_recipe_has_its_numbers_and_its_run_here():
-    assert names("experiment") == set(RECIPES) == set(REDUCED)
+def test_every_recipe_has_its_run_here():
+    assert names("experiment") == set(REDUCED) > set(RECIPES)
 
 
+@pytest.mark.slow
 def test_a_recipe_composes_to_its_published_numbers():
     for name, numbers in RECIPES.items():
         config = composed(f"experiment={name}")
@@ -368,7 +246,7 @@ def local_data(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", REDUCED)
 def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
     architecture, reduced, updates = REDUCED[name]
     published = composed(f"experiment={name}")
@@ -379,9 +257,9 @@ def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
         overrides.append(f"reward=[{','.join([*published['reward'], 'custom'])}]")
         overrides.append("reward.custom.function._target_=tests.support.rewards.vowels")
         overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
-    if "reference.path" in RECIPES[name]:
+    if "path" in published["reference"]:
         overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
-    if "reward.model.function.path" in RECIPES[name]:
+    if "model" in published["reward"]:
         scorer = write_reward_model(tmp_path / "reward_model", "qwen3", chat=True)
         overrides += [f"reward.model.function.path={scorer}", "reward.model.function.max_length=256"]
     if published["data"].get("path"):

@@ -47,9 +47,8 @@ def test_an_average_moves_by_alpha(weights, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alpha", [1.0, 0.6])
-def test_a_continued_run_has_the_reference_it_had(alpha, tmp_path):
-    overrides = (*REFRESHED, "callbacks.reference.every=2", f"callbacks.reference.alpha={alpha}")
+def test_a_continued_run_has_the_reference_it_had(tmp_path):
+    overrides = (*REFRESHED, "callbacks.reference.every=2", "callbacks.reference.alpha=0.6")
     whole = small_run(tmp_path / "whole", *overrides, "steps=5")
     small_run(tmp_path / "broken", *overrides, "steps=3")
     continued = small_run(tmp_path / "broken", *overrides, "steps=5", "checkpoint=last")
@@ -58,32 +57,19 @@ def test_a_continued_run_has_the_reference_it_had(alpha, tmp_path):
             assert torch.equal(dict(getattr(continued, model).named_parameters())[name], parameter), name
 
 
+@pytest.mark.slow
 def test_a_reference_that_never_moved_is_no_part_of_a_checkpoint(tmp_path):
     small_run(tmp_path, *REFRESHED, "callbacks.reference.every=9", "steps=2")
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert "ReferenceRefresh" not in saved["callbacks"]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}]
-)
-def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match="allowed are every >= 1 and 0 < alpha <= 1"):
-        ReferenceRefresh(**settings)
+def test_impossible_settings_are_refused():
+    for settings in ({"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}):
+        with pytest.raises(ValueError, match="allowed are every >= 1 and 0 < alpha <= 1"):
+            ReferenceRefresh(**settings)
 
 
 def test_without_a_reference_there_is_nothing_to_refresh():
     with pytest.raises(ValueError, match=r"no reference to refresh; set loss.kl_coef or rollout.kl_penalty"):
         ReferenceRefresh(every=1, alpha=1.0).on_fit_start(None, small_module("loss.kl_coef=0"))
-
-
-def test_a_reference_of_the_users_own_takes_no_weights_of_a_stranger_s(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("grpo_lightning.callbacks.reference.check_network", lambda *given: asked.append(given))
-    words = (*REFRESHED, "callbacks.reference.every=1")
-    small_run(tmp_path / "theirs", *words, "steps=1")
-    assert asked == []
-    module = small_run(tmp_path / "own", *words, "steps=2", f"checkpoint={tmp_path}/theirs/checkpoints/last.ckpt")
-    [(network, weights, asking)] = asked
-    assert (network, asking) == (module.reference, module)
-    assert weights.keys() == network.state_dict().keys()
