@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, episodes, growth, head, learning, memory, report
+from benchmarks import compare, growth, head, learning, memory, report
 from benchmarks.__main__ import PARTS
 from benchmarks.machine import described
 from benchmarks.process import Worker
@@ -84,29 +84,6 @@ def test_every_benchmark_takes_a_step_and_stores_nothing():
     ran = [line.split()[0] for line in done.stdout.splitlines() if " ran in " in line]
     assert ran == [*PARTS, "sizes", "report"]
     assert contents() == before
-
-
-def test_episodes_are_measured_beside_their_controls(tmp_path, monkeypatch):
-    """Each run is started once, on what the supervised stage of its game has left."""
-    started = []
-
-    def train(command, **_):
-        directory = Path(command[-1].removeprefix("hydra.run.dir="))
-        started.append(command[2:-1])
-        (directory / "csv").mkdir(parents=True)
-        (directory / "summary.json").write_text('{"seconds": 61.4, "steps": 40}')
-        best = 0.25 if set(command) & {"environment=none", "environment.function.random_replies=1"} else 0.75
-        rows = ["step,val/pass@1", "0,0.125", "1,", f"2,{best}"]
-        (directory / "csv" / "metrics.csv").write_text("\n".join(rows))
-
-    monkeypatch.setattr(subprocess, "run", train)
-    found = episodes.run(tmp_path, [3, 4])
-    assert episodes.run(tmp_path, [3, 4]) == found
-    assert len(started) == 2 + 2 * 2 * 2
-    path = f"policy.path={tmp_path / 'guess_taught' / 'export'}"
-    assert ["experiment=guess", path, "seed=4", "environment.function.random_replies=1", "logger=[csv]"] in started
-    assert ["experiment=guess_taught", "logger=[csv]"] in started
-    assert found["guess"]["honest replies"]["3"]["curve"] == [(0, 0.125), (2, 0.75)]
 
 
 @provocation(

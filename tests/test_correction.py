@@ -19,7 +19,7 @@ from grpo_lightning.batch import Rollout
 from grpo_lightning.correction.statistics import corrections, mismatch
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3, token_mean
-from grpo_lightning.module.update import Update, accumulate, mean_metrics
+from grpo_lightning.module.update import accumulate
 from grpo_lightning.settings import ConfigError, cautions, check
 from grpo_lightning.transformer import head
 from tests.support.composed import build, composed
@@ -127,18 +127,6 @@ def test_statistics_by_hand():
         "policy/mismatch_mean": 2.0,
         "policy/mismatch_max": 4.0,
     }
-
-
-def test_metrics_that_only_the_first_of_several_updates_has():
-    first = {"correction/max": torch.tensor(2.0), "policy/mismatch_mean": torch.tensor(0.5)}
-    metrics = [first, {"correction/max": torch.tensor(3.0)}, {"correction/max": torch.tensor(1.0)}]
-    updates = [Update(metrics=one, ratio=torch.ones(0), flops=0.0) for one in metrics]
-    assert mean_metrics(updates) == {"correction/max": 3.0, "policy/mismatch_mean": 0.5}
-
-
-def test_a_tiny_mismatch_has_a_divergence_that_rounding_does_not_swallow():
-    found = mismatch(torch.full((1, 4), 1e-5), torch.ones(1, 4, dtype=torch.bool))
-    assert found["mismatch_kl"].item() == pytest.approx(4 * 0.5e-10, rel=0.01)  # x^2 / 2
 
 
 def ragged(dtype):

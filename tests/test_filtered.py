@@ -229,27 +229,6 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
     assert gradients(policy, logprobs.sum()).isfinite().all()
 
 
-def test_nothing_is_made_again_where_sets_are_known_or_none_are(vllm, policy_of_engine, monkeypatch):
-    policy, context = policy_of_engine, StepContext(seed=1)
-    monkeypatch.setattr(type(policy), "kept", None)
-
-    def same(rows, sampling):
-        found, told = with_sets(policy, rows, sampling, microbatch_tokens=60, context=context)
-        assert found is rows
-        assert told == {}
-
-    nucleus = Sampling(**NUCLEUS)
-    own = policy.sample(PROMPTS, group_size=2, sampling=nucleus, seed=3)
-    same(own, nucleus)
-    same(replace(own, kept=None), nucleus)  # of a policy that draws for itself and tells none
-    with ready(vllm, policy):
-        free = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=3)
-        same(free, Sampling(**FREE))
-        same(own, nucleus)
-        greedy = Sampling(**NUCLEUS | {"temperature": 0.0})
-        assert same(policy.sample(PROMPTS, group_size=1, sampling=greedy, seed=3), greedy) is None
-
-
 def test_a_rollout_of_an_engine_is_scored_as_it_was_drawn(vllm, policy_of_engine):
     policy = policy_of_engine
     with ready(vllm, policy):

@@ -74,20 +74,6 @@ def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, 
     assert not weights & {tuple(sorted(shape)) for shape in moves}
 
 
-def test_a_tensor_that_is_saved_several_times_is_moved_once(checkpoint, moves):
-    policy = opened(checkpoint, activation_offload=True)
-    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
-    gradients(policy, rows, entropy=False)
-    tokens = sum(map(len, policy.tokenize(PROMPTS))) + int(rows.mask.sum()) - 6
-    # Of width 32, as [1, N, H] to norms: the input of a norm and what it normalizes, in two layers twice, at the end;
-    # as [N, H] to linear layers: queries, keys and values have one input, gate and up another, the last its own.
-    assert moves.count((1, tokens, 32)) == 2 * 4 + 2
-    assert moves.count((tokens, 32)) == 2 * 3
-    # Of width 64: to silu as [1, N, I], the product's two factors, and as [N, I] the input of the last.
-    assert moves.count((1, tokens, 64)) == 2 * 3
-    assert moves.count((tokens, 64)) == 2
-
-
 def test_what_is_small_or_as_large_as_a_weight_stays():
     away = Offload([torch.empty(300, 1000)], least_bytes=4 * 100_000)
     for stays in (torch.ones(99_999), torch.ones(300, 1000), torch.ones(1000, 300), torch.ones(300, 1000).bfloat16()):

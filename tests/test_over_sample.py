@@ -178,17 +178,6 @@ def test_completions_that_are_carried_under_a_lower_limit_are_cut():
     assert second.rollout.mask.shape == (4, 3)
 
 
-def test_a_rollout_of_new_groups_is_fresh_and_no_wider_than_they_are():
-    first = collect(Typist(), ["aaaa b", "c d", "eeee f", "g h"])
-    second = collect(Typist(), ["i j", "k l", "m n", "o p"], carried=first.carried)
-    assert second.scored.prompts.texts == ("i j", "k l")
-    assert second.is_fresh
-    assert second.metrics["completion/carried_fraction"] == 0
-    assert second.rollout.mask.shape == (4, 1)
-    assert second.rollout.ids.shape == (4, 2)
-    assert second.carried.sampled.texts == ("aa", "b", "ee", "f")
-
-
 @pytest.mark.parametrize(
     ("change", "columns"),
     [({"group_size": 3}, "answer"), ({}, "solution"), ({"over_sample": 1.0}, "answer")],
@@ -201,17 +190,6 @@ def test_groups_that_do_not_fit_any_more_are_left_out_with_a_warning(change, col
     assert second.scored.prompts.texts[:2] == ("r s t", "u v w")
     assert second.is_fresh
     assert "2 groups of the last rollout have another size or other" in caplog.text
-
-
-def test_more_groups_left_than_there_is_room_for_all_go_on():
-    # a run goes on with fewer prompts in a step
-    first = collect(Typist(), ["a b", "c d", *["ffffff gggggg"] * 6], over_sample=4.0)
-    assert len(first.carried.prompts) == 6
-    policy = Typist()
-    second = collect(policy, ["x y", "z w"], carried=first.carried, over_sample=2.0)
-    assert policy.calls[0][0] == (*["ffffff gggggg"] * 6, "x y")
-    assert second.scored.prompts.texts == ("x y",)
-    assert len(second.carried.prompts) == 6
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [object()]])

@@ -376,16 +376,6 @@ def test_the_reference_is_not_truncated(policy):
     assert not any(name.startswith("completion/set") for name in free.metrics)
 
 
-def test_full_sets_are_counted():
-    from grpo_lightning.rollout.metrics import set_metrics
-
-    # the second one with a token that was drawn outside of it, as with an engine
-    kept = Kept(int32([1024, 2, 0], [1025, 1, 0], [3, 0, 0]), torch.zeros(2055, dtype=torch.int32))
-    found = set_metrics(kept)
-    assert float(found["completion/set_full_fraction"]) == pytest.approx(2 / 5)
-    assert float(found["completion/set_size_mean"]) == pytest.approx(2055 / 5)
-
-
 def test_carried_completions_keep_their_sets(policy):
     begun = policy.sample(PROMPTS, group_size=2, sampling=Sampling(**NUCLEUS | {"max_new_tokens": 5}), seed=3)
     left = Unfinished(Prompts(tuple(PROMPTS), {}), replace(begun, finished=(False,) * 6))
@@ -416,28 +406,6 @@ def test_carried_completions_keep_their_sets(policy):
     )
     assert found.kept.sizes[1, :5].count_nonzero() == 0 < found.kept.sizes[1, 5]
     assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-5)
-
-
-def test_groups_left_over_by_a_filter_keep_their_sets(policy):
-    passing = iter([[True, False], [True, True], [False, True]])
-    settings = {"group_filter": lambda outcomes: torch.tensor(next(passing)), "max_tries": 2}
-    four = Prompts((*PROMPTS, "I am"), {})
-
-    def collect(asked, carried, seed):
-        context = StepContext(seed=seed)
-        made = collector(**settings)
-        return made.collect(policy, None, asked, microbatch_tokens=99, context=context, carried=carried)
-
-    first = collect(four, None, 1)
-    assert first.carried.prompts.texts == ("I am",)
-    again = restored(torch.load(saved(first.carried.state()), weights_only=True))
-    assert torch.equal(again.sampled.kept.ids, first.carried.sampled.kept.ids)
-    second = collect(Prompts(four.texts[:4], {}), again, 2)
-    assert second.scored.prompts.texts == ("I am", PROMPTS[1])
-    assert len(again.sampled.kept.ids) < len(second.rollout.kept.ids)
-    for found in (first, second):
-        rows = found.rollout
-        assert_close(policy.logprobs(rows, temperature=0.6), rows.old_logprobs, rtol=0, atol=1e-5)
 
 
 def saved(state):
