@@ -44,7 +44,7 @@ def tensors(groups, heads, key_heads, width=16):
     return [*made, torch.randn(1, size, heads, width)]
 
 
-@pytest.mark.parametrize("heads, key_heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("heads, key_heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS.keys())
 def test_values_and_gradients_are_those_of_a_masked_softmax(groups, heads, key_heads):
     *inputs, slopes = tensors(groups, heads, key_heads)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, episodes, growth, head, learning, memory, report
+from benchmarks import compare, growth, head, learning, memory, report
 from benchmarks.__main__ import PARTS
 from benchmarks.machine import described
 from benchmarks.process import Worker
@@ -22,8 +22,9 @@ from tests.support.provocations import provocation
 BENCHMARKS = Path(ROOT) / "benchmarks"
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_worker_that_ends_says_why(steps):
+@pytest.mark.slow
+def test_a_worker_that_ends_says_why_and_one_not_asked_any_more_is_ended():
+    steps = 2
     why = r"^tests\.dying ended with 1: x+(.|\n)*RuntimeError: out of luck$"
     with Worker("tests.dying", str(steps)) as worker:
         assert [worker.step() for _ in range(steps)] == [{"seconds": 1.0}] * steps
@@ -32,6 +33,9 @@ def test_a_worker_that_ends_says_why(steps):
     assert len(str(caught.value)) < 2100
     with pytest.raises(RuntimeError, match="out of luck"), Worker("tests.dying", "0") as worker:
         worker.output()
+    with pytest.raises(ZeroDivisionError), Worker("tests.dying", "1") as worker:
+        raise ZeroDivisionError
+    assert worker._process.returncode is not None
 
 
 SETTING = compare.CASES[0]
@@ -44,20 +48,14 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_every_benchmark_passes_on_why_a_process_ended(name, tmp_path, monkeypatch):
+def test_every_benchmark_passes_on_why_a_process_ended(tmp_path, monkeypatch):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(RuntimeError, match=r"benchmarks\.\w+ ended with 3: out of luck"):
-        MEASURED[name]()
-
-
-def test_a_worker_that_is_not_asked_any_more_is_ended():
-    with pytest.raises(ZeroDivisionError), Worker("tests.dying", "1") as worker:
-        raise ZeroDivisionError
-    assert worker._process.returncode is not None
+    for measured in MEASURED.values():
+        with pytest.raises(RuntimeError, match=r"benchmarks\.\w+ ended with 3: out of luck"):
+            measured()
 
 
 def test_one_step_has_quartiles():
@@ -86,47 +84,6 @@ def test_every_benchmark_takes_a_step_and_stores_nothing():
     ran = [line.split()[0] for line in done.stdout.splitlines() if " ran in " in line]
     assert ran == [*PARTS, "sizes", "report"]
     assert contents() == before
-
-
-def test_episodes_are_measured_beside_their_controls(tmp_path, monkeypatch):
-    """Each run is started once, on what the supervised stage of its game has left; table and picture are made of it."""
-    started = []
-
-    def train(command, **_):
-        directory = Path(command[-1].removeprefix("hydra.run.dir="))
-        started.append(command[2:-1])
-        (directory / "csv").mkdir(parents=True)
-        (directory / "summary.json").write_text('{"seconds": 61.4, "steps": 40}')
-        best = 0.25 if set(command) & {"environment=none", "environment.function.random_replies=1"} else 0.75
-        rows = ["step,val/pass@1", "0,0.125", "1,", f"2,{best}"]
-        (directory / "csv" / "metrics.csv").write_text("\n".join(rows))
-
-    monkeypatch.setattr(subprocess, "run", train)
-    found = episodes.run(tmp_path, [3, 4])
-    assert episodes.run(tmp_path, [3, 4]) == found
-    assert len(started) == 2 + 2 * 2 * 2
-    path = f"policy.path={tmp_path / 'guess_taught' / 'export'}"
-    assert ["experiment=guess", path, "seed=4", "environment.function.random_replies=1", "logger=[csv]"] in started
-    assert ["experiment=guess_taught", "logger=[csv]"] in started
-    assert found["guess"]["honest replies"]["3"]["curve"] == [(0, 0.125), (2, 0.75)]
-    right, wrong = "0.125 → 0.750, 0.125 → 0.750", "0.125 → 0.250, 0.125 → 0.250"
-    assert episodes.table(found).splitlines() == [
-        "| command | pass@1, seeds 3, 4 | s |",
-        "|---|---|---|",
-        f"| `python train.py experiment=calculator` | {right} | 61, 61 |",
-        f"| `python train.py experiment=calculator environment=none` | {wrong} | 61, 61 |",
-        f"| `python train.py experiment=guess` | {right} | 61, 61 |",
-        f"| `python train.py experiment=guess environment.function.random_replies=1` | {wrong} | 61, 61 |",
-    ]
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- episodes -->\nold\n<!-- end episodes -->\nafter\n")
-    monkeypatch.setattr(episodes, "PAGE", page)
-    monkeypatch.setattr(episodes, "PICTURE", tmp_path / "curve.png")
-    episodes.report(found)
-    assert page.read_text().split("\n") == [
-        *("before", "<!-- episodes -->", *episodes.table(found).splitlines(), "<!-- end episodes -->", "after", ""),
-    ]
-    assert (tmp_path / "curve.png").stat().st_size > 5000
 
 
 @provocation(

@@ -4,22 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from torch.testing import assert_close
 
-from benchmarks.gpu import apart, command, decode, equality, flex, mismatch, progress, runner, synchronisation, wheels
-from benchmarks.gpu.stages import NAMES, STAGES, Stage
-from benchmarks.gpu.table import rendered
-from grpo_lightning.batch import Sampled
+from benchmarks.gpu import apart, decode, equality, flex, progress, runner
+from benchmarks.gpu.stages import NAMES, Stage
 from grpo_lightning.memory import Shape
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.head import Head
 from tests.support.composed import ROOT
-from tests.test_attention import masked
 from tests.test_benchmarks import contents
 
 
@@ -31,24 +26,6 @@ def staged(what: str, seconds: int = 60) -> Stage:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch) -> None:
     monkeypatch.setenv("STAGE", "")
-
-
-def test_all_stages_together_take_less_than_ten_minutes() -> None:
-    assert sum(stage.seconds for stage in STAGES) == 590
-
-
-def test_without_a_device_it_says_so(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 2
-    said = capsys.readouterr().err
-    assert said == "There is no CUDA device here: --reduced runs the same stages at a small size on a CPU.\n"
-
-
-def test_an_unknown_stage_is_told_with_those_that_are_known(capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        command.main(["heat", "decode"])
-    assert caught.value.code == 2
-    assert f"heat: allowed: {', '.join(NAMES)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -73,12 +50,7 @@ def test_how_a_stage_ends(what, status, expected, tmp_path) -> None:
     assert json.loads(path.read_text()) == found
 
 
-def test_a_stage_that_cannot_be_loaded_fails(tmp_path) -> None:
-    path = tmp_path / "found.json"
-    assert apart.main("benchmarks.gpu.nothing", str(path), "60", "full") == 1
-    assert json.loads(path.read_text())["reason"].startswith("ModuleNotFoundError: No module named")
-
-
+@pytest.mark.slow
 def test_what_a_stage_found_before_it_died_is_kept(tmp_path) -> None:
     found = runner.one(staged("dies"), tmp_path / "found.json", reduced=False)
     assert (found["outcome"], found["first"], found["reduced"]) == ("failed", 1, False)
@@ -96,7 +68,7 @@ def test_a_stage_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None:
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-def test_the_lines_and_the_exit_status(tmp_path, monkeypatch, capsys) -> None:
+def test_a_stage_that_fails_or_is_out_of_time_fails_the_command(tmp_path, monkeypatch) -> None:
     ends = {
         "machine": {"outcome": "passed", "main": "7 GB/s", "not_tested": ["heat"]},
         "flex": {"outcome": "skipped", "reason": "no kernel"},
@@ -107,35 +79,7 @@ def test_the_lines_and_the_exit_status(tmp_path, monkeypatch, capsys) -> None:
     assert runner.run(["head", "machine"], tmp_path, reduced=True) == 1
     assert runner.run(["flex"], tmp_path, reduced=True) == 0
     assert runner.run(["decode"], tmp_path, reduced=True) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        "machine          passed          1.2 s  7 GB/s",
-        "head             failed          1.2 s  RuntimeError: no",
-        "not tested: machine: heat",
-        "1 of 2 without a fault",
-        "flex             skipped         1.2 s  no kernel",
-        "not tested: flex: no kernel",
-        "1 of 1 without a fault",
-        "decode           out of time     1.2 s  B 64: 2 ms (not done after 130 s)",
-        "not tested: decode: not done after 130 s",
-        "0 of 1 without a fault",
-    ]
     assert list(json.loads((tmp_path / "all.json").read_text())) == ["machine", "flex", "decode", "head"]
-    monkeypatch.setattr(runner, "STAGES", STAGES[:1])
-    runner.run([], tmp_path, reduced=True)  # all of them: nothing is left of an earlier time
-    assert list(json.loads((tmp_path / "all.json").read_text())) == ["machine"]
-
-
-def test_the_table_has_no_reduced_figures() -> None:
-    machine = {"device": "H1", "python": "3", "torch": "4", "transformers": "5", "lightning": "6"}
-    passed = {"reduced": False, "outcome": "passed", "seconds": 61.6, "main": "a | b", "machine": machine}
-    lines = rendered({"head": passed, "step": passed | {"reduced": True}}).splitlines()
-    assert len(lines) == 2 + len(STAGES) + 2
-    assert lines[8] == "| head | 50 | at most 1.5 times its three products | passed | 62 | a \\| b |"
-    assert lines[9].endswith("| not run | - | - |")
-    assert lines[-1] == "H1, python 3, torch 4, transformers 5, lightning 6."
-    readme = (ROOT / "benchmarks" / "README.md").read_text()
-    assert all(f"\n| {stage.name} | {stage.seconds} |" in readme for stage in STAGES)
 
 
 def test_errors_beyond_their_bounds_do_not_pass(monkeypatch) -> None:
@@ -168,26 +112,6 @@ def test_a_head_that_errs_is_noticed(monkeypatch) -> None:
         equality.exact("gemma")
 
 
-def test_layouts_have_all_tokens() -> None:
-    # 100: a prompt of 12, of the other 88 shares of 1/36 to 8/36: 2 4 7 9 12 14 17 19 are 84, and 4 more to the first
-    assert flex.layout(100) == ((12, (6, 4, 7, 9, 12, 14, 17, 19)),)
-    for size in (*flex.SIZES, *flex.OTHERS):
-        assert sum(prompt + sum(lengths) for prompt, lengths in flex.layout(size)) == size
-    assert [len(flex.layout(size)) for size in (4096, 4097, 16_384)] == [1, 2, 4]
-
-
-def test_rows_of_a_stream_by_hand() -> None:
-    # 0 1 | 2 | 3 4 || 5 | 6
-    found = [(places.tolist(), own) for places, own in flex.rows(((2, (1, 2)), (1, (1,))))]
-    assert found == [([0, 1], 2), ([0, 1, 2], 1), ([0, 1, 3, 4], 2), ([5], 1), ([5, 6], 1)]
-
-
-def test_attention_by_row_is_a_masked_softmax() -> None:
-    groups = flex.layout(60)
-    query, key, value, _ = (tensor.detach().cpu() for tensor in flex.inputs(60, torch.float32))
-    assert_close(flex.by_row(query, key, value, groups), masked(query, key, value, groups, 128**-0.5))
-
-
 def test_an_attention_that_errs_is_noticed(monkeypatch) -> None:
     assert max(flex.errors(60, torch.float32).values()) < 1e-5
     attend = Stream.attend
@@ -201,96 +125,6 @@ def test_the_limit_of_a_token_step_by_hand() -> None:
     sizes = {"trained": 0, "frozen": 0, "body": 100, "hidden": 4, "intermediate": 0}
     shape = Shape(**sizes, vocabulary=10, keys=6, layers=7)
     assert decode.limit(shape, 16, prompt=3, own=5.0, rate=1000.0) == pytest.approx(14.728)
-
-
-def test_seconds_of_a_token_are_a_difference(monkeypatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(decode, "seconds", lambda action, **_: (action(), 7.0 + 0.5 * asked[-1])[1])
-    assert decode.per_token(asked.append, short=4, long=12) == 0.5
-    assert asked == [12, 4, 12]
-
-
-class Uttered:
-    """A policy whose sampler is wrong about one token in two, by ``gap`` nats."""
-
-    share_prompts = True
-
-    def __init__(self, gap: float) -> None:
-        ids, real = torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
-        stated = torch.tensor([[-1.0, -2.0]])
-        self._rows = Sampled(ids, real, real[:, :2], stated, torch.tensor([[0.5, 1.5]]), ("",), (True,))
-        self._found = stated + torch.tensor([[0.0, gap]])
-
-    def sample(self, *_, **__) -> Sampled:
-        return self._rows
-
-    def microbatches(self, rows, tokens) -> list[torch.Tensor]:
-        return [torch.tensor([0])]
-
-    def logprobs(self, rows, *, temperature) -> torch.Tensor:
-        return self._found
-
-
-def test_a_mismatch_by_hand() -> None:
-    found = mismatch.measured(Uttered(-0.1), [], group_size=1, length=2)
-    # (0 + (e^-0.1 - 1 + 0.1)) / 2 = 0.00483742 / 2
-    expected = {"mean": 0.05, "max": 0.1, "k3": 0.00241871, "tokens": 2.0, "entropy": 1.0, "shared": 1.0}
-    assert found == pytest.approx(expected | {"rounding": 0.0}, rel=1e-5)
-
-
-def test_a_mismatch_beyond_its_bound_does_not_pass(monkeypatch) -> None:
-    for gap, passes in ((0.018, True), (0.022, False)):
-        row = mismatch.measured(Uttered(gap), [], group_size=1, length=2)
-        monkeypatch.setattr(mismatch, "measured", lambda *_, row=row, **__: row)
-        assert mismatch.run(True)["passed"] is passes
-        monkeypatch.undo()
-
-
-def test_without_a_gpu_no_graph_is_said_to_be_tested() -> None:
-    found = synchronisation.run(True)
-    if not torch.cuda.is_available():
-        assert found["not_tested"] == ["no CUDA graphs on a CPU"]
-    assert found["passed"]
-
-
-class Steps:
-    """Stands for the sampler's: recorded by the first call of a version, which makes one step of it."""
-
-    def __init__(self, done: list[str]) -> None:
-        self._done, self._graph, self._version = done, None, None
-
-    def _step(self) -> None:
-        self._done.append("step")
-
-    def __call__(self, times: int, version: int) -> None:
-        self._graph, self._version = "recorded", version
-        self._done += ["replayed"] * times
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_token_steps_are_watched(graph, monkeypatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", done.append)
-    steps, plain = Steps(done), Steps.__call__
-    with synchronisation.watched(Steps, graph=graph) as counts:
-        for times, version in ((3, 1), (2, 1), (1, 2)):
-            steps(times, version)
-    assert Steps.__call__ is plain
-    if graph:  # only the second call finds a recording of its version
-        assert counts == [2]
-        assert done == [*["replayed"] * 3, "error", *["replayed"] * 2, "default", "replayed"]
-    else:
-        assert counts == [3, 2, 1]
-        assert done == [word for n in (3, 2, 1) for word in ("error", *["step"] * n, "default")]
-
-
-def test_what_a_machine_without_network_needs() -> None:
-    assert wheels.needed(["tqdm"], []) == {"tqdm": version("tqdm")}  # colorama is for Windows
-    found = wheels.needed(["math-verify[antlr4_9_3]"], ["sympy"])
-    assert list(found) == ["antlr4-python3-runtime", "latex2sympy2-extended", "math-verify"]
-    assert found["antlr4-python3-runtime"] == "4.9.3"
-    assert "antlr4-python3-runtime" not in wheels.needed(["math-verify"], ["sympy", "latex2sympy2-extended"])
-    assert not set(wheels.needed()) & set(wheels.PRESENT.split())
 
 
 @pytest.mark.slow

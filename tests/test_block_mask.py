@@ -26,9 +26,9 @@ def filled(groups: list[tuple[int, tuple[int, ...]]]) -> tuple[tuple[int, tuple[
 def streams() -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
     draw = random.Random(0)
     several = [[(128, (128, 128)), (128, ())], [(1, (0, 127, 256)), (127, (1,))], [(300, (1,) * 90 + (260, 0, 400))]]
-    for longest in (6, 60, 400):
-        for _ in range(6):
-            completions = [tuple(draw.choices(range(longest), k=draw.randint(0, 5))) for _ in range(draw.randint(1, 7))]
+    for longest in (6, 60, 200):
+        for _ in range(2):
+            completions = [tuple(draw.choices(range(longest), k=draw.randint(0, 5))) for _ in range(draw.randint(1, 4))]
             several.append([(draw.randint(1, longest), lengths) for lengths in completions])
     return [filled(groups) for groups in several]
 
@@ -45,7 +45,6 @@ def blocks(listed: BlockMask) -> dict[str, list[set[int]]]:
     }
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("groups", streams(), ids=str)
 def test_blocks_are_those_that_all_pairs_of_tokens_give(groups: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
     seen = mask(groups)
@@ -84,14 +83,6 @@ def test_no_pair_of_tokens_takes_memory() -> None:
     assert stream.block_mask.shape[-1] % 128 == 0
     # A byte for every pair would be 4.3 GB; the lists of blocks are 4 times 513 * 513 * 4 bytes.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("groups", [((3, (2, 1)),), ((70, (1, 40, 145)),), ((5, (3, 0, 7)), (200, (30, 90)))], ids=str)
-def test_padding_is_seen_by_no_one(groups: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
-    query, key, value, _ = (each.detach() for each in tensors(groups, 4, 2))
-    found = Stream(groups, CPU).flex(query, key, value, 0.3)
-    assert_close(found, masked(query, key, value, groups, 0.3), rtol=0, atol=5e-6)
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from grpo_lightning.transformer.size import least_seconds, matmul_rate
 class Device:
     """A CUDA device with a clock: what is queued takes its time once it is waited for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, used: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.queued = 0.0
         self.waits = 0
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
@@ -40,15 +40,6 @@ def test_queued_work_counts_towards_the_phase_that_asked_for_it(monkeypatch: pyt
         device.queued += 4.0
     device.queued += 8.0
     assert clock.read() == {"rollout": 2.0, "update": 4.5, "step": 1.0 + 2.0 + 4.5 + 8.0}
-
-
-def test_without_a_device_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, used=False)
-    clock = Clock()
-    with clock("rollout"):
-        pass
-    clock.read()
-    assert device.waits == 0
 
 
 def test_the_least_time_of_queued_work_by_hand() -> None:

@@ -55,10 +55,10 @@ def test_nothing_is_compiled_on_a_cpu_nor_for_small_tensors():
     assert not compiled.pays(small)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("copied", [0, 4 << 20], ids=["once per group", "copied"])
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "copied", "half"), [("llama", 0, True), ("qwen3", 4 << 20, False), ("llama", 4 << 20, True)]
+)
 def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, copied, half):
     path = write_checkpoint(tmp_path / name, name, chat=False)
 
@@ -104,8 +104,7 @@ def flash(query, key, value, queries, firsts, longest, room, *others, scale, seq
     return output, sums, None, None, None
 
 
-@pytest.mark.parametrize("copied", [0, 4 << 20], ids=["once per group", "copied"])
-@pytest.mark.parametrize("at_once", [None, 4])
+@pytest.mark.parametrize(("copied", "at_once"), [(0, 4), (4 << 20, None)])
 def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied, at_once):
     path = write_checkpoint(tmp_path / "llama", "llama", chat=False)
 
@@ -192,6 +191,7 @@ def test_a_traced_head_keeps_small_gradients_in_16_bits(as_if_it_paid):
     assert weight.grad[0].item() == pytest.approx(2.0**-12, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
     torch.manual_seed(0)
     logits, uniform = 3 * torch.randn(5, 9000), torch.rand(5)
@@ -228,17 +228,9 @@ def test_rows_of_a_mask_begin_at_multiples_of_16_bytes():
     assert bias[~places[:, None, None]].eq(0).all()
 
 
-def test_a_gpu_has_more_room_at_first():
-    held = torch.zeros(2, 1, 0, 4)
-    assert buffers.with_room(held, 0, 5, 1000).shape[2] == 64
-    assert buffers.with_room(held.to("meta"), 0, 5, 1000).shape[2] == 256
-    assert buffers.with_room(held.to("meta"), 0, 5, 144).shape[2] == 144
-
-
-@pytest.mark.parametrize("error", [TorchDynamoException("no"), RuntimeError("Failed to find C compiler.\nSee CC")])
-def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog, error):
+def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog):
     def broken(*_):
-        raise error
+        raise TorchDynamoException("no")
 
     def twice(x):
         return 2 * x
@@ -248,11 +240,9 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
     one = compiled.compiled(twice)
     assert [one(2), one(3)] == [4, 6]
     assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
-    with pytest.raises(type(error)):
+    with pytest.raises(TorchDynamoException):
         compiled.compiled(len, or_plain=False)("abc")
 
-
-def test_other_errors_of_a_compiled_function_are_raised(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

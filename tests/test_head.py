@@ -1,7 +1,5 @@
 """The chunked head against all logits at once."""
 
-import itertools
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -43,11 +41,14 @@ def test_token_logprobs_by_hand():
     assert_close(entropy, -(0.1 * torch.tensor([0.1]).log() + 0.9 * torch.tensor([0.9]).log()))
 
 
-CASES = list(itertools.product((False, True), (1.0, 0.25), (None, 1.5), (1.0, 0.7)))
+CASES = pytest.mark.parametrize(
+    "bias, scale, softcap, temperature",
+    [(False, 1.0, None, 1.0), (True, 0.25, None, 0.7), (False, 0.25, 1.5, 0.7), (True, 1.0, 1.5, 1.0)],
+)
 
 
 @pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 10_000])  # one token, three tokens, all
-@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+@CASES
 def test_values_and_gradients_are_those_of_all_logits(bias, scale, softcap, temperature, chunk):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
     expected = plain(head, hidden, ids, temperature)
@@ -62,7 +63,7 @@ def test_values_and_gradients_are_those_of_all_logits(bias, scale, softcap, temp
         assert_close(one, other, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+@CASES
 @pytest.mark.parametrize("right", [True, False], ids=["known beforehand", "another after all"])
 def test_a_gradient_named_beforehand_changes_no_result(bias, scale, softcap, temperature, right):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
@@ -91,9 +92,8 @@ SETS = [[0, 3, 10], [], [7], [1, 2, 3, 4, 5, 6], list(range(11)), [2, 9], []]
 """What each of the seven tokens was drawn from; nothing stands for the whole vocabulary."""
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["known beforehand", "with entropy"])
-@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 10_000])
-@pytest.mark.parametrize("bias, scale, softcap, temperature", CASES)
+@pytest.mark.parametrize(("early", "chunk"), [(True, 1), (False, 3 * VOCABULARY), (True, 10_000)])
+@CASES
 def test_outside_of_a_set_there_is_neither_probability_nor_gradient(bias, scale, softcap, temperature, chunk, early):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
     ids = torch.tensor([one[len(one) // 2] if one else int(drawn) for one, drawn in zip(SETS, ids)])

@@ -9,6 +9,7 @@ from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.own.buffers import Buffers
 from grpo_lightning.sampler.own.cache import rows_within
 from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import composed
 
 SHAPE = Shape(trained=0, frozen=0, body=0, hidden=64, layers=10, intermediate=1, vocabulary=9, keys=32)
 TOKEN = 2 * 4 * 32 * 10  # bytes of keys and values in float32
@@ -43,9 +44,7 @@ def policy(tmp_path_factory) -> HFPolicy:
     return policy
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("copied", [0, 4 << 20])
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(("copied", "share_prompts"), [(0, True), (4 << 20, True), (0, False)])
 def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, copied, share_prompts):
     monkeypatch.setitem(COPIED, "cpu", copied)
     monkeypatch.setattr(policy, "share_prompts", share_prompts)
@@ -72,7 +71,5 @@ def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, 
 
 
 def test_validation_keeps_to_it_too():
-    from tests.support.composed import composed
-
     config = composed("rollout.kv_cache_gib=0.5")
     assert config["validation"]["kv_cache_gib"] == 0.5

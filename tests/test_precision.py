@@ -9,7 +9,7 @@ from lightning import LightningModule
 
 import grpo_lightning as grpo
 from grpo_lightning.distributed import chosen
-from grpo_lightning.distributed.chosen import has_cuda, natural_precision
+from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.module.loop import OwnLoop
 
 
@@ -32,53 +32,15 @@ def test_the_precision_that_fits_a_device(
     assert natural_precision({}) == "32-true"
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("given", "on_gpu", "expected"),
-    [
-        ([], False, "32-true"),
-        ([], True, "bf16-mixed"),
-        (["trainer=ddp"], True, "bf16-mixed"),
-        (["trainer=cpu"], True, "32-true"),
-        (["trainer.precision=32-true"], True, "32-true"),
-        (["trainer.precision=bf16-mixed"], False, "bf16-mixed"),
-    ],
-)
-def test_settings_hold_the_precision_in_use(
-    given: list[str], on_gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chosen, "has_cuda", lambda: on_gpu)
-    run = grpo.compose(*given, run_dir=tmp_path)
-    assert run.config["trainer"]["precision"] == expected
-
-
-def test_the_trainer_computes_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "has_cuda", lambda: True)
+def test_settings_and_trainer_hold_the_precision_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # for Lightning
-    assert grpo.compose(run_dir=tmp_path).trainer.precision == "bf16-mixed"
-    monkeypatch.setattr(chosen, "has_cuda", lambda: False)
-    assert grpo.compose(run_dir=tmp_path).trainer.precision == "32-true"
-
-
-def test_a_driver_is_looked_for_before_torch_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str | None] = []
-
-    def available() -> bool:
-        asked.append(chosen.os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
-        return True
-
-    monkeypatch.setattr(torch.cuda, "is_available", available)
-    monkeypatch.setattr(chosen.sys, "platform", "linux")
-    monkeypatch.setattr(chosen, "_DEVICES", (str(tmp_path / "none"), str(tmp_path / "driver")))
-    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
-    assert not has_cuda()
-    assert asked == []
-    (tmp_path / "driver").touch()
-    assert has_cuda()
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
-    assert has_cuda()
-    assert asked == ["1", "1"]  # in a process that may be forked later
-    assert chosen.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "0"
+    for given, on_gpu, expected in (
+        ([], True, "bf16-mixed"),
+        (["trainer.precision=32-true"], True, "32-true"),
+    ):
+        monkeypatch.setattr(chosen, "has_cuda", lambda on_gpu=on_gpu: on_gpu)
+        run = grpo.compose(*given, run_dir=tmp_path)
+        assert run.config["trainer"]["precision"] == run.trainer.precision == expected
 
 
 class Doubling(LightningModule):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.transformer import head, products
+from grpo_lightning.transformer import products
 from grpo_lightning.transformer.head import Head
 
 HALF = torch.bfloat16
@@ -126,22 +126,3 @@ def test_a_cpu_has_none() -> None:
     assert not products.keeps_sums(torch.device("cuda"), torch.float32)
     with pytest.raises(NotImplementedError):
         products._adds_up(CPU, HALF)
-
-
-@pytest.mark.parametrize(("device", "number"), [("cpu", 2**24), ("cuda", 2**28)])
-def test_chunks_are_larger_on_a_gpu(device: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(head._Logprobs, "apply", lambda *given: asked.append(given[-2]) or (given[0], given[0]))
-
-    place = torch.device(device)
-
-    class Hidden:
-        device = place
-
-    Head(torch.empty(152_000, 1, device="meta"), None)(
-        Hidden(),  # type: ignore[arg-type]
-        torch.empty(0),
-        temperature=1.0,
-        entropy=False,
-    )
-    assert asked == [number // 152_000]

@@ -1,4 +1,4 @@
-"""What the README and docs/ tell people to type exists, and the README stays short."""
+"""What the README and docs/ tell people to type composes."""
 
 import re
 import shlex
@@ -38,15 +38,9 @@ def arguments(command):
 COMMANDS = sorted(set().union(*(commands(page.read_text(encoding="utf-8")) for page in PAGES)))
 
 
-def test_there_are_commands():
-    assert len(commands(README.read_text(encoding="utf-8"))) > 15
+@pytest.mark.slow
+def test_every_command_composes(tmp_path, monkeypatch):
     assert len(COMMANDS) > 25
-    assert any(arguments(command)[-1:] == ["data=gsm8k"] for command in COMMANDS if command.startswith("sbatch"))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_composes(command, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **columns):\n    return [1.0] * len(completions)\n")
     game = "def guess(turns, number):\n    return 0.0\n\n\ndef guess_played(number):\n    yield\n"
     (tmp_path / "my_game.py").write_text(game)
@@ -55,10 +49,10 @@ def test_a_command_composes(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("grpo_lightning.sampler.vllm.arguments.find_spec", lambda name: name)  # as if it were installed
-    check(with_directories(composed(*arguments(command)), tmp_path))
-
-
-def test_the_readme_is_read_in_three_minutes():
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 200
-    assert not [line for line in lines if len(line) > 130 and not line.startswith(("|", "  `python"))]
+    wrong = {}
+    for words in sorted({tuple(arguments(command)) for command in COMMANDS}):
+        try:
+            check(with_directories(composed(*words), tmp_path))
+        except Exception as error:  # of all of them at once
+            wrong[words] = repr(error)
+    assert wrong == {}

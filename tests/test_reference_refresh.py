@@ -47,9 +47,8 @@ def test_an_average_moves_by_alpha(weights, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alpha", [1.0, 0.6])
-def test_a_continued_run_has_the_reference_it_had(alpha, tmp_path):
-    overrides = (*REFRESHED, "callbacks.reference.every=2", f"callbacks.reference.alpha={alpha}")
+def test_a_continued_run_has_the_reference_it_had(tmp_path):
+    overrides = (*REFRESHED, "callbacks.reference.every=2", "callbacks.reference.alpha=0.6")
     whole = small_run(tmp_path / "whole", *overrides, "steps=5")
     small_run(tmp_path / "broken", *overrides, "steps=3")
     continued = small_run(tmp_path / "broken", *overrides, "steps=5", "checkpoint=last")
@@ -58,18 +57,17 @@ def test_a_continued_run_has_the_reference_it_had(alpha, tmp_path):
             assert torch.equal(dict(getattr(continued, model).named_parameters())[name], parameter), name
 
 
+@pytest.mark.slow
 def test_a_reference_that_never_moved_is_no_part_of_a_checkpoint(tmp_path):
     small_run(tmp_path, *REFRESHED, "callbacks.reference.every=9", "steps=2")
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert "ReferenceRefresh" not in saved["callbacks"]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}]
-)
-def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match="allowed are every >= 1 and 0 < alpha <= 1"):
-        ReferenceRefresh(**settings)
+def test_impossible_settings_are_refused():
+    for settings in ({"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}):
+        with pytest.raises(ValueError, match="allowed are every >= 1 and 0 < alpha <= 1"):
+            ReferenceRefresh(**settings)
 
 
 def test_without_a_reference_there_is_nothing_to_refresh():

@@ -15,7 +15,6 @@ from torch import nn
 
 import grpo_lightning as grpo
 from grpo_lightning.advantage import centered, standardized
-from grpo_lightning.loss import k3
 
 rlox = pytest.importorskip("rlox", reason="a development requirement", exc_type=ImportError)
 GRPO = pytest.importorskip("rlox.algorithms.grpo", exc_type=ImportError).GRPO
@@ -40,8 +39,7 @@ def groups(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
-@pytest.mark.parametrize("scale, shift", [(1.0, 0.0), (1e-3, 5.0), (1e4, -1e4)])
+@pytest.mark.parametrize("size, scale, shift", [(2, 1.0, 0.0), (8, 1e-3, 5.0), (64, 1e4, -1e4)])
 def test_standardized_advantages_are_rloxs(size, scale, shift):
     rewards = groups(7, size, seed=size) * scale + shift
     expected = rlox.compute_batch_group_advantages(rewards.flatten().numpy(), size).reshape(7, size)
@@ -62,27 +60,12 @@ def test_the_other_conventions_differ_by_known_factors():
     torch.testing.assert_close(standardized(rewards, eps=0.1, correction=0)[0], theirs * 0.41457809 / 0.51457809)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.6, 1 / 3, 1e6])
-def test_equal_rewards_have_none_in_either(value):
-    rewards = torch.full((1, 6), value, dtype=torch.float64)
-    assert rlox.compute_group_advantages(rewards[0].numpy()).tolist() == [0.0] * 6
-    assert standardized(rewards, eps=0.0, correction=0)[0].tolist() == [0.0] * 6
-    assert standardized(rewards.float(), eps=0.0, correction=0)[0].tolist() == [0.0] * 6
-
-
-def test_almost_equal_rewards_are_equal_to_rlox_and_not_here():
-    rewards = torch.tensor([[1.0, 1.0 + 1e-9]], dtype=torch.float64)  # a deviation of 5e-10
-    assert rlox.compute_group_advantages(rewards[0].numpy()).tolist() == [0.0, 0.0]
-    assert standardized(rewards, eps=0.0, correction=0)[0].tolist() == pytest.approx([-1, 1], abs=1e-6)
-    # the default eps leaves nothing of it: 5e-10 / (5e-10 + 1e-4)
-    assert standardized(rewards, correction=0)[0].tolist() == pytest.approx([-5e-6, 5e-6], rel=1e-3)
-
-
-def test_k3_is_rloxs_schulman_estimate_with_its_arguments_swapped():
-    # rlox has exp(d) - d - 1 with d = log pi - log ref, whose mean over the policy's samples is no KL; k3 has exp(-d).
-    logprobs, reference = -groups(5, 7, seed=1).abs(), -groups(5, 7, seed=2).abs()
-    expected = rlox.compute_batch_token_kl_schulman(reference.flatten().numpy(), logprobs.flatten().numpy(), 7)
-    np.testing.assert_allclose(k3(logprobs, reference).sum(-1), expected, rtol=1e-10)
+def test_equal_rewards_have_none_in_either():
+    for value in (0.0, 0.1, 1 / 3, 1e6):
+        rewards = torch.full((1, 6), value, dtype=torch.float64)
+        assert rlox.compute_group_advantages(rewards[0].numpy()).tolist() == [0.0] * 6
+        assert standardized(rewards, eps=0.0, correction=0)[0].tolist() == [0.0] * 6
+        assert standardized(rewards.float(), eps=0.0, correction=0)[0].tolist() == [0.0] * 6
 
 
 class Recurrent(nn.Module):
@@ -178,9 +161,8 @@ def by_gradient(prompts, *overrides, kl_coef):
     )
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("kl_coef", [0.1, 0.5])
-def test_one_update_has_rloxs_gradient(kl_coef):
+def test_one_update_has_rloxs_gradient():
+    kl_coef = 0.5
     sides = by_gradient([[1], [4], [9]], kl_coef=kl_coef)  # rlox counts a prompt's tokens but the first: none here
     before = sides.weights()[0]
     reference = copy.deepcopy(sides.rlox.ref_model)
@@ -212,16 +194,6 @@ def test_three_updates_by_adam_end_at_the_same_weights():
 
 
 LONGER = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-
-
-def test_longer_prompts_have_the_same_policy_term():
-    # rlox adds A log pi of the prompt's tokens, the same in all rows of a group, whose advantages sum to zero.
-    sides = by_gradient(LONGER, kl_coef=0.0)
-    before = sides.weights()[0]
-    sides.step()
-    own, other = (before - after for after in sides.weights())
-    assert own.norm() > 1
-    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
 def test_rloxs_penalty_counts_the_prompts_tokens_too():

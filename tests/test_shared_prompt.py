@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ LOSSES = {
     "per token": PolicyLoss(
         lambda *given: clipped(*given, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0
     ),
-    "per token, hinted": PolicyLoss(clipped, k3, completion_mean, 0.04, 0.0),
+    "per token, hinted": PolicyLoss(
+        partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0
+    ),
     "per completion": PolicyLoss(
         lambda *given: gspo(*given, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0
     ),
@@ -47,7 +50,12 @@ def opened(path, **arguments) -> HFPolicy:
     return load(str(path), **defaults | arguments)
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
+FIRST = ("gpt2", "llama")
+"""One with a flat decoder and one without; the others are for the slow tests."""
+EVERY = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*ARCHITECTURES} - {*FIRST}))]
+
+
+@pytest.fixture(params=EVERY)
 def policy(request, checkpoints):
     made = opened(checkpoints[request.param])
     check(made.model)  # raises where the path would not be taken
@@ -74,15 +82,18 @@ def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
     )[torch.randperm(rows, generator=generator)]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("group_size, left, right", [(2, 0, 0), (5, 3, 2), (32, 0, 4)])
+@pytest.mark.parametrize(
+    ("kind", "group_size", "left", "right"),
+    [
+        ("per token", 2, 0, 0),
+        ("per token, hinted", 5, 3, 2),
+        ("entropy bonus", 5, 0, 4),
+        pytest.param("per completion", 32, 0, 4, marks=pytest.mark.slow),
+        pytest.param("per token, hinted", 32, 0, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, group_size, left, right):
     rows, loss = ragged(policy, group_size, left=left, right=right), LOSSES[kind]
-    if kind == "per token, hinted":
-        import functools
-
-        loss = replace(loss, surrogate=functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2))
     weights = loss.weights(rows.mask)
     path, bonus = SharedPath.of(policy.model), bool(loss.entropy_coef)
     known = loss.gradient(rows, weights, on_policy=False)
@@ -102,11 +113,9 @@ def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, gr
     assert results[0][2].abs().max() > 1e-3
 
 
-def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(policy):
+def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(checkpoints):
+    policy = opened(checkpoints["llama"])
     rows, loss = ragged(policy, 4), LOSSES["per token, hinted"]
-    import functools
-
-    loss = replace(loss, surrogate=functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2))
     weights = loss.weights(rows.mask)
     asked = []
 
@@ -124,7 +133,8 @@ def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(policy):
     assert {float(value) for value in torch.cat(asked)} == expected
 
 
-def test_all_rows_may_be_empty(policy):
+def test_all_rows_may_be_empty(checkpoints):
+    policy = opened(checkpoints["llama"])
     rows = ragged(policy, 2)
     empty = replace(rows, mask=torch.zeros_like(rows.mask))
     logprobs, entropy = SharedPath.of(policy.model).logprobs_and_entropy(
@@ -137,9 +147,9 @@ def test_all_rows_may_be_empty(policy):
     assert all(parameter.grad.count_nonzero() == 0 for parameter in policy.parameters())
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["prompt once", "prompt copied later", "prompt copied"])
-@pytest.mark.parametrize("flat", [True, False], ids=["flat", "modules"])
+@pytest.mark.parametrize(  # a prompt's keys once per group, copied later, copied at first
+    ("copied", "flat"), [(0, True), pytest.param(8000, False, marks=pytest.mark.slow), (1 << 20, False)]
+)
 def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
     sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
@@ -156,7 +166,8 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
     assert_close((found.logprobs, found.entropy), (expected.logprobs, expected.entropy), rtol=0, atol=2e-4)
 
 
-def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
+def test_prompts_of_one_length_need_no_padding(checkpoints, monkeypatch):
+    policy = opened(checkpoints["llama"])
     monkeypatch.setitem(COPIED, "cpu", 0)
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
     one, other = (p.sample(["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
@@ -164,11 +175,11 @@ def test_prompts_of_one_length_need_no_padding(policy, monkeypatch):
     assert len(set(one.texts)) == 6  # the same prompt twice, with other completions
 
 
-@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"gpt2"}))
-def test_the_llama_family_has_a_flat_decoder(checkpoints, name):
-    policy = opened(checkpoints[name])
-    assert check(policy.model)
-    assert isinstance(FlatDecoder(policy.model.get_decoder(), torch.float32), FlatDecoder)
+def test_the_llama_family_has_a_flat_decoder(checkpoints):
+    for name in {*ARCHITECTURES} - {"gpt2"}:
+        policy = opened(checkpoints[name])
+        assert check(policy.model)
+        assert isinstance(FlatDecoder(policy.model.get_decoder(), torch.float32), FlatDecoder)
 
 
 def test_what_is_computed_once(checkpoints, monkeypatch):
@@ -247,7 +258,7 @@ def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", EVERY)
 def test_sixteen_bits_round_as_training_does(checkpoints, name):
     policy = opened(checkpoints[name])
     with torch.autocast("cpu", torch.bfloat16):

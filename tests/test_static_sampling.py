@@ -15,8 +15,10 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import linear, shared_prompt_cache
-from grpo_lightning.sampler.own.decode import Replay, decode
+from grpo_lightning.policy.decoding import StopStrings
+from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
+from grpo_lightning.sampler.own.slots import Begun
+from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
@@ -62,10 +64,17 @@ def policy(request, checkpoints):
     return opened(checkpoints[request.param])
 
 
+@pytest.fixture
+def llama(checkpoints):
+    return opened(checkpoints["llama"])
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **pace):
     """What `TextPolicy.sample` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
-    from grpo_lightning.policy.decoding import StopStrings
-
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)
     begun = begun or {}
@@ -92,33 +101,43 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **
         )
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("kind", ["plain", "temperature", "truncated", "stop"])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        *(("llama", "plain"), ("gpt2", "truncated"), ("llama", "stop")),
+        *(slow("qwen2", "temperature"), slow("qwen3", "stop"), slow("gemma", "plain"), slow("mistral", "truncated")),
+        *(slow("gpt2", "stop"), slow("llama", "truncated")),
+    ],
+    indirect=["policy"],
+)
 def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
     sampling = Sampling(**PLAIN | OPTIONS[kind])
     expected = sampled_alone(policy, PROMPTS, group_size=3, sampling=sampling, seed=5)
     lengths = {len(ids) for ids, *_ in expected}
     assert len(lengths) > 3
-    for copied in (0, 1 << 20):
-        for pace in ({}, {"look_every": 16}, {"at_once": 2, "look_every": 5}):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(COPIED, "cpu", copied)
-                found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
-            for row, (ids, logprobs, entropies, sets) in enumerate(expected):
-                mask = found.mask[row]
-                assert found.ids[row][mask].tolist() == ids
-                assert_close(found.logprobs[row][mask], torch.tensor(logprobs), rtol=0, atol=1e-4)
-                assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
-                assert found.ids[row][~mask].eq(policy.pad_id).all()
-                assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
-                assert (found.kept is not None) == (kind == "truncated")
-                if found.kept is not None:
-                    assert found.kept.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets
-                    assert found.kept.sizes[row][~mask].count_nonzero() == 0
+    for copied, pace in ((0, {}), (1 << 20, {"look_every": 16}), (0, {"at_once": 2, "look_every": 5})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(COPIED, "cpu", copied)
+            found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
+        for row, (ids, logprobs, entropies, sets) in enumerate(expected):
+            mask = found.mask[row]
+            assert found.ids[row][mask].tolist() == ids
+            assert_close(found.logprobs[row][mask], torch.tensor(logprobs), rtol=0, atol=1e-4)
+            assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
+            assert found.ids[row][~mask].eq(policy.pad_id).all()
+            assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
+            assert (found.kept is not None) == (kind == "truncated")
+            if found.kept is not None:
+                assert found.kept.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets
+                assert found.kept.sizes[row][~mask].count_nonzero() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [0, 8000, 1 << 20], ids=["once per group", "copied later", "copied"])
+@pytest.mark.parametrize(  # a prompt's keys once per group, copied later, copied at first
+    ("policy", "copied"),
+    [("llama", 0), ("llama", 8000), ("gpt2", 1 << 20), ("qwen2", 8000), ("qwen3", 0), ("gemma", 1 << 20)],
+    indirect=["policy"],
+)
 def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch, copied):
     monkeypatch.setitem(COPIED, "cpu", copied)
     expected = drawn(policy)
@@ -131,10 +150,7 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_begun_completions_go_on_where_they_stopped(policy, share_prompts):
-    from grpo_lightning.sampler.own.slots import Begun
-
+def test_begun_completions_go_on_where_they_stopped(policy):
     whole = drawn(policy)
     begun = {}
     for row, length in ((0, 3), (1, 1), (6, 7), (7, 2)):
@@ -143,8 +159,13 @@ def test_begun_completions_go_on_where_they_stopped(policy, share_prompts):
             known = [values[row, :length].tolist() for values in (whole.ids, whole.logprobs, whole.entropies)]
             begun[row] = Begun(known[0], [value - 1.0 for value in known[1]], known[2])
     assert len(begun) > 2
-    policy.share_prompts = policy.share_prompts and share_prompts
-    for pace in ({}, {"at_once": 2}, {"look_every": 16}):
+    for share_prompts, pace in (
+        (True, {}),
+        (True, {"at_once": 2}),
+        (True, {"look_every": 16}),
+        (False, {"at_once": 2}),
+    ):
+        policy.share_prompts = policy.share_prompts and share_prompts
         found = drawn(policy, begun=begun, **pace)
         assert torch.equal(found.ids, whole.ids)
         for row in range(len(whole.ids)):
@@ -155,18 +176,18 @@ def test_begun_completions_go_on_where_they_stopped(policy, share_prompts):
             assert_close(found.entropies[row], whole.entropies[row], rtol=0, atol=1e-4)
 
 
-def test_a_model_without_a_shared_path_is_sampled_in_blocks(policy):
-    expected = drawn(policy)
-    policy.share_prompts = False
+def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
+    expected = drawn(llama)
+    llama.share_prompts = False
     for at_once in (None, 1, 5):
-        found = drawn(policy, at_once=at_once)
+        found = drawn(llama, at_once=at_once)
         assert torch.equal(found.ids, expected.ids)
 
 
-def test_sampling_ends_when_enough_have_ended(policy):
-    whole = drawn(policy)
+def test_sampling_ends_when_enough_have_ended(llama):
+    whole = drawn(llama)
     seen = []
-    found = drawn(policy, enough=lambda over: seen.append(sum(over)) or sum(over) >= 4)
+    found = drawn(llama, enough=lambda over: seen.append(sum(over)) or sum(over) >= 4)
     assert seen[-1] >= 4 > max(seen[:-1], default=0)
     for row in range(len(whole.ids)):
         length = int(found.mask[row].sum())
@@ -175,12 +196,9 @@ def test_sampling_ends_when_enough_have_ended(policy):
     assert int(found.finished.sum()) < int(whole.finished.sum())
 
 
-@pytest.mark.parametrize("at_once", [None, 3])
-@pytest.mark.parametrize("kind", ["plain", "stop"])
-def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once):
-    from grpo_lightning.sampler.own.slots import Begun
-
-    whole = drawn(policy, options=OPTIONS[kind])
+@pytest.mark.parametrize(("kind", "at_once"), [("plain", None), ("stop", 3)])
+def test_begun_completions_that_are_over_stay_as_they_are(llama, kind, at_once):
+    whole = drawn(llama, options=OPTIONS[kind])
     lengths = whole.mask.sum(-1).tolist()
     begun = {}
     for row in (1, 2, 3, 6, 8):
@@ -189,7 +207,7 @@ def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once)
     assert {bool(whole.finished[row]) for row in begun} == {True, False} or kind == "stop"
     told = []
     found = drawn(
-        policy, options=OPTIONS[kind], begun=begun, at_once=at_once, on_finished=lambda rows, *_: told.extend(rows)
+        llama, options=OPTIONS[kind], begun=begun, at_once=at_once, on_finished=lambda rows, *_: told.extend(rows)
     )
     assert torch.equal(found.ids, whole.ids)
     assert torch.equal(found.mask, whole.mask)
@@ -200,11 +218,9 @@ def test_begun_completions_that_are_over_stay_as_they_are(policy, kind, at_once)
     assert sorted(told) == [row for row in range(12) if whole.finished[row] and row not in begun]
 
 
-def test_what_was_begun_is_kept_though_its_turn_never_comes(policy):
-    from grpo_lightning.sampler.own.slots import Begun
-
+def test_what_was_begun_is_kept_though_its_turn_never_comes(llama):
     begun = {row: Begun([30 + row, 31], [-1.5, -2.5], [0.5, 0.25]) for row in (0, 10)}
-    found = drawn(policy, begun=begun, at_once=2, enough=lambda over: True)
+    found = drawn(llama, begun=begun, at_once=2, enough=lambda over: True)
     assert found.mask.sum(-1).tolist() == [3, 1, *[0] * 8, 2, 0]
     for row in begun:
         assert found.ids[row, :2].tolist() == [30 + row, 31]
@@ -212,9 +228,9 @@ def test_what_was_begun_is_kept_though_its_turn_never_comes(policy):
         assert found.entropies[row, :2].tolist() == [0.5, 0.25]
 
 
-def test_completions_at_their_longest_count_as_over(policy):
+def test_completions_at_their_longest_count_as_over(llama):
     seen = []
-    found = drawn(policy, options={"max_new_tokens": 3}, enough=lambda over: seen.append(list(over)) or False)
+    found = drawn(llama, options={"max_new_tokens": 3}, enough=lambda over: seen.append(list(over)) or False)
     assert all(seen[-1])
     assert not found.finished.all()
 
@@ -231,9 +247,9 @@ class Peers(Ranks):
         return flag or len(self.own) <= self.looks
 
 
-def test_in_lockstep_a_process_that_has_enough_goes_on_with_the_others(policy):
+def test_in_lockstep_a_process_that_has_enough_goes_on_with_the_others(llama):
     ranks = Peers(lockstep=True, looks=4)
-    found = drawn(policy, enough=lambda over: True, ranks=ranks, options={"stop": ()})
+    found = drawn(llama, enough=lambda over: True, ranks=ranks, options={"stop": ()})
     assert ranks.own == [False] * 5
     # The first look is at one token.
     assert int(found.mask.sum(-1).max()) == 5
@@ -281,13 +297,19 @@ def tensors(slots, cache) -> list[torch.Tensor]:
     return found
 
 
-STEPS = pytest.mark.parametrize("copied", [0, 1 << 20], ids=["once per group", "copied"])
-SAMPLINGS = pytest.mark.parametrize("kind", ["plain", "truncated", "greedy", "talking"])
+STEPS = pytest.mark.parametrize(
+    ("policy", "copied", "kind"),
+    [
+        *(("llama", 0, "plain"), ("gpt2", 1 << 20, "truncated")),
+        *(slow("qwen3", 0, "talking"), slow("mistral", 1 << 20, "plain"), slow("gemma", 0, "truncated")),
+        *(slow("qwen2", 1 << 20, "greedy"), slow("llama", 1 << 20, "talking"), slow("gpt2", 0, "greedy")),
+    ],
+    indirect=["policy"],
+)
+"""All samplings with prompts once per group and copied, over all architectures."""
 
 
-@pytest.mark.grid
 @STEPS
-@SAMPLINGS
 def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
     with (
         in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _),
@@ -298,9 +320,7 @@ def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
             slots.look(None)  # which shows that a look is noticed
 
 
-@pytest.mark.grid
 @STEPS
-@SAMPLINGS
 def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
     with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
         for _ in range(12):
@@ -324,9 +344,8 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
     assert int(expected[2].max()) > 5
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @STEPS
-@SAMPLINGS
 def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
     with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
         for _ in range(6):
@@ -340,36 +359,20 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
         assert torch.equal(slots.ids, expected)
 
 
-@pytest.mark.grid
 @STEPS
-@SAMPLINGS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, cache):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, at_once=4) as (slots, cache):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         assert len(before) > 12
-        for _ in range(40):
+        for step in range(40):
             slots.step()
+            if step == 20:  # a completion takes the place of another
+                slots.fill([1, 3], [4, 5])
         assert [(t.data_ptr(), t.shape) for t in tensors(slots, cache)] == before
         assert cache.version == version
 
 
-@STEPS
-@SAMPLINGS
-@pytest.mark.grid
-def test_nothing_moves_where_a_completion_takes_the_place_of_another(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, at_once=4, tokens=16) as (
-        slots,
-        cache,
-    ):
-        version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
-        slots.fill([1, 3], [4, 5])
-        slots.step()
-        assert [(t.data_ptr(), t.shape) for t in tensors(slots, cache)] == before
-        assert cache.version == version
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
 def test_attention_written_out_is_the_kernels(dtype, masked):
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
