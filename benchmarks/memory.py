@@ -106,7 +106,6 @@ def _built(setting: Setting, overrides: list[str]) -> Iterator[tuple[Any, Any, d
             f"rollout.max_new_tokens={setting.cap}",
             "reward=[custom]",
             "reward.custom.function._target_=benchmarks.memory.reward",
-            "trusted=[benchmarks]",
             "steps=2",
             *overrides,
         ]

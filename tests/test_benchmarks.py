@@ -17,7 +17,6 @@ from benchmarks.machine import described
 from benchmarks.process import Worker
 from benchmarks.timing import quartiles, ratio
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 
 BENCHMARKS = Path(ROOT) / "benchmarks"
 
@@ -86,10 +85,6 @@ def test_every_benchmark_takes_a_step_and_stores_nothing():
     assert contents() == before
 
 
-@provocation(
-    "`python -m benchmarks compare:base` where the stored cases are of another machine or other versions",
-    "refused before it measures; the figures stay as they are",
-)
 def test_cases_of_several_machines_are_not_mixed(tmp_path, monkeypatch, capsys):
     here = described()
     file = tmp_path / here["kind"] / "compare.json"

@@ -8,11 +8,9 @@ import pytest
 from lightning import Callback
 
 from grpo_lightning.callbacks.charts import CHARTS, layout
-from grpo_lightning.composition.job_name import job_name
 from grpo_lightning.run import Run
 from tests.support.board import Board
 from tests.support.composed import build, composed
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
 SETTINGS = (
@@ -144,7 +142,6 @@ def test_hparams_has_settings_and_results(board, both):
         assert row["val/pass@1"] == passes[-1]
 
 
-@provocation("`kill -9` with `logger=csv`, continued", "metrics.csv has every step once, in the columns as before")
 def test_a_continued_csv_file_has_every_step_once(sweep):
     place, before, unbroken = sweep
     assert [row["step"] for row in before] == ["0", "1", "2", "3"]
@@ -159,30 +156,3 @@ def test_a_continued_csv_file_has_every_step_once(sweep):
     with (place / SECOND / "csv" / "completions_train.csv").open(newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file)]
     assert steps == [str(step) for step in (1, 2, 3, 4) for _ in range(8)]
-
-
-@pytest.mark.parametrize(
-    "words, name",
-    [
-        (["seed=1", "rollout.group_size=8"], "group_size=8,seed=1"),
-        (["reward.format.weight=0.1", "reward.accuracy.weight=1"], "accuracy.weight=1,format.weight=0.1"),
-        (["seed=1", "data.seed=2"], "data.seed=2,seed=1"),
-        (["reward=[accuracy,format]"], "reward=accuracy+format"),
-        (["+callbacks.a.b=1e-6"], "b=1e-6"),
-        ([], "defaults"),
-    ],
-)
-def test_a_job_is_named_by_its_own_words(words, name):
-    assert job_name(words) == name
-    assert job_name(words[::-1]) == name
-    assert job_name([*words, "steps=5"], hidden=["steps"]) == name
-
-
-def test_names_of_different_jobs_differ_suit_file_systems_and_hold_no_secret():
-    names = [job_name([f"a.token={value}"], shown=["a.token=REDACTED"]) for value in ("one", "two")]
-    assert len(set(names)) == 2
-    assert all(re.fullmatch(r"token=REDACTED~\w{8}", name) for name in names)
-    values = ["a/b", "a b", "a-b", "a\\b", "[a]", "a", "'a'", "[a,b]", "a+b", "é", "..", "x" * 300, "x" * 301, "a:b*?"]
-    names = [job_name([f"data.path={value}"]) for value in values]
-    assert len(set(names)) == len(values)
-    assert all(re.fullmatch(r"path=[\w.+~-]*", name, re.ASCII) and len(name) <= 100 for name in names), names

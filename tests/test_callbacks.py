@@ -23,7 +23,6 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.records import read_run
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
 
@@ -173,7 +172,6 @@ def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():
     ]
 
 
-@provocation("`callbacks.export.directory=` a directory of one's own", "refused by its key before the first step")
 @pytest.mark.slow
 def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
     home = tmp_path / "home"
@@ -268,10 +266,6 @@ def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
     assert "reward" in lines[-1]
 
 
-@provocation(
-    "a callback that ends a run before its last step, such as Lightning's `EarlyStopping`",
-    "status stopped, which a line says; the last step is saved and continues; a sweep leaves the job alone",
-)
 @pytest.mark.slow
 def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
     stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 1, mode: max}"

@@ -15,7 +15,6 @@ from datasets import Dataset
 from hydra import initialize_config_dir
 from lightning import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,7 +27,6 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.settings import ConfigError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
-from tests.support.provocations import provocation
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
 ROWS = [{"prompt": f"Spell {word}", "answer": word} for word in ("sun", "moon", "star", "tree", "lake", "wind")]
@@ -590,11 +588,6 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     assert done.module.completed_steps == 5
 
 
-@provocation(
-    "a directory of parts for a Trainer of the user's own with a strategy that reads them in ways of its own, also in "
-    "a validation",
-    "the strategy is refused by its name; nothing is read",
-)
 def test_a_strategy_that_reads_checkpoints_itself_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelParallelStrategy, "setup_environment", lambda strategy: None)
     monkeypatch.setattr(ModelParallelStrategy, "load_checkpoint", lambda *_, **__: pytest.fail("it was read"))

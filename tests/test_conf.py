@@ -45,7 +45,6 @@ CHOICES = sorted(
 )
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("group, name", CHOICES, ids=["=".join(choice) for choice in CHOICES])
 def test_choice_matches_the_code(group, name):
     choice = f"{group}=[{name}]" if group in MULTIPLE else f"{group}={name}"

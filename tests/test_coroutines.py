@@ -12,7 +12,6 @@ import pytest
 from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
 from grpo_lightning.reward.engine import coroutines, event_loop
 from tests.support import judges
-from tests.support.provocations import provocation
 
 
 @pytest.fixture(autouse=True)
@@ -144,21 +143,7 @@ HOW = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            how,
-            marks=provocation(
-                f"a coroutine as a reward that {how}"
-                + {"swallows": " its cancellation", "blocks": " the event loop"}.get(how, ""),
-                "that completion counts as failed, the others have their scores; too many failures are an error with "
-                "the reward's name",
-            ),
-        )
-        for how in HOW
-    ],
-)
+@pytest.mark.parametrize("how", HOW)
 def test_whatever_a_call_does_is_a_failure_of_its_row(how):
     start = time.monotonic()
     texts = ["fine", how, "fine", "fine"]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from grpo_lightning.logger.csv import CSVLogger, read, rewind, write
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 
 
@@ -68,7 +67,6 @@ def test_no_text_and_no_name_of_a_metric_is_a_formula(tmp_path):
     assert text(tmp_path) == [f"step,'{evil},loss/total", "1,1.0,2.0", "2,1.0,2.0"]
 
 
-@provocation("a row of metrics.csv was cut short by `kill -9`, continued", "it is written again, whole")
 def test_steps_after_the_checkpoint_and_torn_rows_go(tmp_path):
     one = logger(tmp_path)
     for step in (1, 2, 3):

@@ -12,7 +12,6 @@ import pytest
 from grpo_lightning.callbacks.doctor import Hopeless
 from grpo_lightning.callbacks.symptoms import RULES, Course, findings
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 
 HEALTHY = ("default", "cispo", "dapo", "dr_grpo", "gmpo", "gspo", "reinforce_pp", "rloo", "sapo")
@@ -186,10 +185,6 @@ def test_the_advice_is_that_of_the_page_on_metrics():
     assert told.count("\n| ") == len(RULES) + 1
 
 
-@provocation(
-    "a run of which nothing can come, with `callbacks.doctor.stop=true`",
-    "it is saved and ends as a failure that names the finding; nothing is exported, and it can be continued",
-)
 @pytest.mark.slow
 def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
     with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*; what helps: a reward with finer"):

@@ -123,7 +123,6 @@ def test_only_weights_of_a_run_are_removed(name, server, sampler, tmp_path):
     assert server.log == ["/v1/models"]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
 def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
     place, read = tmp_path / "weights" / "weights-0", []
@@ -158,7 +157,6 @@ def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, s
     assert "secret-of-a-test" not in str(told.value)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     ("path", "answer", "told"),
     [

@@ -178,7 +178,6 @@ def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
         ("sampler.gpu_memory_utilization=2", "sampler.gpu_memory_utilization=2: allowed"),
     ],
 )
-@pytest.mark.grid
 def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
     stand_in.install(monkeypatch)
     assert problems("sampler=vllm") == ()

@@ -9,7 +9,6 @@ from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward.engine import pool
 from tests.support import environments
 from tests.support.environments import begun, told
-from tests.support.provocations import provocation
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 
@@ -37,7 +36,6 @@ def test_an_episode_is_played_turn_by_turn(timeout):
     assert episodes.seconds > 0
 
 
-@provocation("an environment that changes its arguments", "each call gets copies")
 def test_a_call_gets_what_it_names_as_copies():
     environments.seen.clear()
     parts = ["a"]
@@ -64,7 +62,6 @@ def test_rng_is_the_same_in_every_process_and_every_call(timeout):
 @pytest.mark.parametrize(
     "what", ["true", "nan", "infinite", "huge", "list", "long", "turned", "unscored", "scored_true", "bytes", "mapping"]
 )
-@provocation("an environment that returns what is no answer", "its row fails, with what is allowed")
 def test_what_is_no_answer_is_a_failure(what, timeout):
     episodes = begun(environments.odd, {"what": [what]}, timeout=timeout, max_failed=0.0)
     assert told(episodes, 0, "x") == [None]
@@ -110,7 +107,6 @@ def test_what_an_answer_may_be(what, reply, score, timeout):
         ("deep", "exception: RecursionError"),
     ],
 )
-@provocation("an environment that raises, calls sys.exit or lies", "its row fails and is named; the others go on")
 def test_an_exception_is_a_failure_of_its_row(how, failure, timeout):
     episodes = begun(environments.ends_itself, {"how": ["well", how, "well"]}, timeout=timeout, max_failed=0.3)
     for row in range(3):
@@ -130,7 +126,6 @@ def test_an_exception_is_a_failure_of_its_row(how, failure, timeout):
 
 
 @pytest.mark.slow
-@provocation("an environment that hangs, crashes or is killed", "its row fails in time; the others are what they were")
 def test_workers_that_hang_or_die_are_failures():
     kinds = {
         "hang": "timeout: took longer than 2 s",

@@ -10,12 +10,9 @@ import pytest
 from grpo_lightning.composition.overrides import plain as resolved
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
-from grpo_lightning.settings import trust
-from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings import check_built
 from tests.support import corridors
 from tests.support.composed import build, composed, settings
-
-TRUST = ["trusted=[tests,benchmarks]"]
 
 WAYS = {"left": 0, "down": 1, "right": 2, "up": 3}
 
@@ -136,6 +133,5 @@ def test_the_settings_make_it():
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
     own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
-    config = resolved(settings(*own), [*own, *TRUST])
-    assert trust.problems(config) == []
+    config = resolved(settings(*own))
     check_built(composed(*own))

@@ -9,7 +9,6 @@ from grpo_lightning.environment import Environment, Played, check_columns
 from grpo_lightning.reward.engine import pool
 from tests.support import environments
 from tests.support.environments import begun, told
-from tests.support.provocations import provocation
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 
@@ -60,7 +59,6 @@ def test_its_random_numbers_are_the_same_again(timeout):
         (environments.returning, 1, "returned 'reply': allowed is a finite number or None"),
     ],
 )
-@provocation("a generator that is not the same again, or speaks out of turn", "its row fails and says why")
 def test_what_is_no_play_is_a_failure(function, turns, failure):
     episodes = begun(Played(function), {"start": [1]})
     assert told(episodes, 0, *["x"] * turns)[-1] is None

@@ -9,13 +9,10 @@ from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.limits import Unavailable
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import settings
 from tests.support.hostile_programs import GREEDY
 from tests.test_environment_tools import call
-
-TRUST = ["trusted=[tests,benchmarks]"]
 
 LIMITS = {"seconds": 20.0, "cpu_seconds": 2, "memory_mb": 256}
 SHORT = {"seconds": 1.0, "cpu_seconds": 1, "memory_mb": 256}
@@ -175,7 +172,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     client.close()
     change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
     monkeypatch.setattr(client, "_BEGIN", client._BEGIN.replace("main(int", f"{change}main(int"))
-    config = plain(settings("environment=python"), TRUST)
+    config = plain(settings("environment=python"))
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):

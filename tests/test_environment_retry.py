@@ -12,11 +12,8 @@ from grpo_lightning.environment.retry import Retry
 from grpo_lightning.reward import PerCompletion
 from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
 from grpo_lightning.reward.mathematics import math
-from grpo_lightning.settings import check, trust
-from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings import check, check_built
 from tests.support.composed import build, composed, settings
-
-TRUST = ["trusted=[tests,benchmarks]"]
 
 REPLY = "That is wrong. Try again."
 
@@ -103,11 +100,10 @@ def test_an_episode_of_three_turns():
 
 def test_the_settings_are_those_of_the_data_and_of_the_environment():
     words = ["environment=retry", "environment.max_turns=5", "data=gsm8k"]
-    config = plain(settings(*words), [*words, *TRUST])
+    config = plain(settings(*words))
     function = config["environment"]["function"]
     assert function["max_turns"] == 5
     assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"
-    assert trust.problems(config) == []
     check(composed("environment=retry"))
     check_built(composed("environment=retry"))
     environment = build("environment=retry", "environment.max_turns=2")("environment")

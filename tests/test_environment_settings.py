@@ -10,7 +10,6 @@ from grpo_lightning.environment import Environment, EpisodeError, Played
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build
-from tests.support.provocations import provocation
 from tests.test_settings import problems
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
@@ -136,15 +135,13 @@ def test_a_function_becomes_an_environment():
     assert isinstance(played.module.rollout.environment.function, Played)
 
 
-@provocation("an environment that names a column that there is not", "a clear error before weights are read")
 def test_a_missing_column_is_an_early_error(monkeypatch):
-    run = grpo.compose(*SMALL, *GUESS.split(), "trusted=[tests]", reward=letters, data=["a", "b", "c", "d"])
+    run = grpo.compose(*SMALL, *GUESS.split(), reward=letters, data=["a", "b", "c", "d"])
     with pytest.raises(EpisodeError, match="parameter 'number' is no column of the data"):
         _ = run.data
 
 
 TOOL = (
-    "trusted=[tests]",
     "environment=custom",
     "environment.function._target_=tests.support.environments.Tool",
     "environment.function._partial_=false",
@@ -166,7 +163,6 @@ def test_the_chat_template_is_given_the_tools(shown):
     assert with_tools(shown, "environment.role=user").module.policy.reply_role == "user"
 
 
-@provocation("tools that the chat template does not show", "refused before weights are read, by name")
 @pytest.mark.slow
 def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning import start
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.tools import Over, Tools
 from tests.support import toolbox
@@ -314,7 +313,6 @@ def shown(tmp_path_factory):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The name of a module of the user's, in the directory of the start."""
-    monkeypatch.setattr(start, "START", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "tools_of_mine.py").write_text(MINE)
     yield "tools_of_mine"

@@ -22,7 +22,6 @@ from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
-from tests.support.provocations import provocation
 from tests.test_static_sampling import PLAIN, PROMPTS, opened
 
 DATA = Prompts(tuple(PROMPTS), {"number": (3, 4, 5)})
@@ -169,10 +168,6 @@ def strange(turns, number):
     return ("strange", 0.1) if number == 4 and isinstance(reply, tuple) else reply
 
 
-@provocation(
-    "a reply that the policy cannot read, such as one with a token that its model has no embedding for",
-    "its episode has failed, and is counted as such",
-)
 def test_a_reply_that_cannot_be_read_fails_its_episode(policy, monkeypatch):
     def read(text, **options):
         ids = known(text, **options)

@@ -59,7 +59,6 @@ def assert_equal(found: Sampled, expected: list[Episode]) -> None:
             assert found.kept.flat.lists()[row * length : row * length + count] == one.sets
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
 def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     options = OPTIONS[kind]
@@ -75,7 +74,6 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
                     assert_equal(sampled(policy, options=options, waits=waits), expected)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
 def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     def talkative(turns):

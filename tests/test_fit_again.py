@@ -15,7 +15,7 @@ from tests.test_composition import ROWS, letters, same, weights
 from tests.test_damaged import contents
 
 AGAIN = [
-    *(word for word in SMALL if not word.startswith(("reward", "steps", "trusted", "data.train", "validation"))),
+    *(word for word in SMALL if not word.startswith(("reward", "steps", "data.train", "validation"))),
     "steps=6",
     "data.validation_size=4",
     "validation.every=3",

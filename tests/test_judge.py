@@ -14,7 +14,6 @@ from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
-from tests.support.provocations import provocation
 
 SETTINGS = composed(
     "reward=[judge]", "reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=m"
@@ -105,10 +104,6 @@ BAD = {
 }
 
 
-@provocation(
-    "a judge whose server lies, answers something else, breaks off or is overloaded",
-    "that completion is asked about again, and then counts as failed",
-)
 def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
     for how, bad in BAD.items():
         timeout = 1.0 if how in ("hangs", "breaks off") else 5.0
@@ -142,7 +137,6 @@ def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
 
 
 @pytest.mark.parametrize("status", [401, 404])
-@provocation("a judge whose server knows neither key nor model (401, 403, 404)", "one sentence with address and status")
 def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
     monkeypatch.setenv("SOME_KEY", KEY)
     body = json.dumps({"error": {"message": f"bad key {KEY}\nline"}}).encode()
@@ -157,7 +151,6 @@ def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
         assert len(server.asked) < 4
 
 
-@provocation("a judge whose server redirects to another one", "nothing is sent there; one sentence says where it leads")
 @pytest.mark.parametrize("status", [301, 307])
 def test_redirects_are_not_followed(status):
     with serving("SCORE: 10") as elsewhere:
@@ -265,7 +258,6 @@ def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
 # --- settings
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     "setting, value, allowed",
     [

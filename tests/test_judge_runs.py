@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.judges import Reply, serving
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 
 pytestmark = pytest.mark.slow
@@ -62,7 +61,6 @@ def test_a_run_bears_a_bad_judge_and_writes_no_secret(tmp_path, monkeypatch):
     assert "\x1b" not in (tmp_path / "judge.jsonl").read_text()
 
 
-@provocation("a run with a judge that goes on from a checkpoint, with its server gone", "bitwise the metrics of before")
 def test_a_continued_run_asks_nothing_twice(tmp_path):
     first, again = tmp_path / "first", tmp_path / "again"
     more = ("callbacks.checkpoint.every=1", "validation.every=2", "checkpoint=last")

@@ -15,7 +15,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from grpo_lightning.logger.csv import CSVLogger
 from grpo_lightning.logger.guarded import Guarded
 from grpo_lightning.logger.tensorboard import TensorBoardLogger
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 from tests.test_callbacks import scalars
 
@@ -62,9 +61,6 @@ def unbroken(tmp_path_factory):
 
 
 @pytest.mark.slow
-@provocation(
-    "`rm -r RUN/tensorboard` while it trains", "one warning; trains on, saves, and logs into a new file; continues"
-)
 def test_a_removed_log_directory_costs_the_removed_logs_only(unbroken, tmp_path, caplog):
     logs = tmp_path / "tensorboard"
     removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {logs}, step: 3}}"
@@ -79,7 +75,6 @@ def test_a_removed_log_directory_costs_the_removed_logs_only(unbroken, tmp_path,
     assert [step for step, _ in scalars(logs)["reward/total"]] == [7]
 
 
-@provocation("`rm -r RUN/csv` while it trains with `logger=csv`", "trains on; later rows are kept")
 @pytest.mark.slow
 def test_a_removed_csv_directory_is_made_again(unbroken, tmp_path):
     removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {tmp_path}/csv, step: 3}}"
@@ -88,7 +83,6 @@ def test_a_removed_csv_directory_is_made_again(unbroken, tmp_path):
     assert (tmp_path / "csv" / "metrics.csv").read_text().count("\n") > 3
 
 
-@provocation("the disk is full under the logger only", "one warning; trains on; logs again when there is room")
 @pytest.mark.slow
 def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, monkeypatch):
     write, calls = RecordWriter.write, []
@@ -108,7 +102,6 @@ def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, 
     assert 6 in [step for step, _ in scalars(tmp_path / "tensorboard")["reward/total"]]
 
 
-@provocation("a logger's service raises in every call", "one warning; trains on, saves and exports")
 @pytest.mark.slow
 def test_a_logger_that_always_fails_is_warned_about_once(unbroken, tmp_path, caplog):
     small_run(

@@ -10,8 +10,7 @@ import torch
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import frozen_copy
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings import ConfigError, check_built
 from grpo_lightning.transformer import offload
 from grpo_lightning.transformer.offload import Moved, Offload
 from tests.support.checkpoints import write_checkpoint

@@ -11,7 +11,6 @@ from grpo_lightning.callbacks.export import check_replaceable
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import no_formula, replace
-from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
 from tests.test_damaged import contents
@@ -57,7 +56,6 @@ def logged(directory, step, suffix=""):
     return next(path for path in directory.rglob("events*") if path not in before)
 
 
-@provocation("`hydra.run.dir=.` where tensorboard/ holds logs of one's own", "they stay")
 @pytest.mark.slow
 def test_a_new_run_removes_no_foreign_logs(tmp_path):
     logs = tmp_path / "tensorboard"
@@ -109,9 +107,6 @@ def test_lightning_keeps_no_checkpoints_of_its_own(tmp_path):
         assert {str(path.relative_to(run)) for path in run.rglob("*.ckpt")} == found
 
 
-@provocation(
-    "two runs with the same `callbacks.checkpoint.directory`", "the second is refused; the first's checkpoints stay"
-)
 @pytest.mark.slow
 def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
     shared = tmp_path / "shared"
@@ -125,7 +120,6 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
     assert contents(shared) != before
 
 
-@provocation("`checkpoints/last_good.ckpt`, a copy of one's own, beside sharded checkpoints", "stays")
 def test_sharded_checkpoints_remove_only_their_own(tmp_path, monkeypatch):
     def write(self, checkpoint, target, storage_options=None):
         (tmp_path / target).mkdir()

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
 REWARDS = """import my_words
@@ -20,9 +19,6 @@ def here(completions, **columns):
 OWN = ("reward=[custom]", "reward.custom.function._target_=my_rewards.here", "steps=1")
 
 
-@provocation(
-    "`cd DIR && python /path/train.py reward.custom.function._target_=my_rewards.f`", "DIR/my_rewards.py is found"
-)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words, runs",

@@ -19,15 +19,15 @@ RUNS = {
     "dapo": ["algorithm=dapo", "rollout.max_tries=2", "rollout.max_new_tokens=24"],
     "dr_grpo": ["algorithm=dr_grpo", "rollout.temperature=2.2"],  # lengths differ: one process samples on alone
     "corrected": [
-        *("rollout._target_=tests.support.mismatch.Disturbed", "trusted=[tests]", "module.self_check=false"),
+        *("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false"),
         *("correction=sequence_mask", "correction.low=0.6", "correction.high=1.5"),
     ],
     "corrected by the token": [
-        *("rollout._target_=tests.support.mismatch.Disturbed", "trusted=[tests]", "module.self_check=false"),
+        *("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false"),
         *("correction=token_truncation", "correction.cap=1.1"),
     ],
     "episodes": [
-        *("environment=custom", "environment.function._target_=tests.support.games.again", "trusted=[tests]"),
+        *("environment=custom", "environment.function._target_=tests.support.games.again"),
         *("environment.max_turns=3", "rollout.max_new_tokens=100", "reward=[environment]", "advantage=to_go"),
     ],
     "moved": ["callbacks=reference_refresh", "callbacks.reference.every=2", "callbacks.reference.alpha=0.5"],

@@ -8,7 +8,6 @@ from lightning import Callback
 
 from grpo_lightning.recording import files
 from grpo_lightning.settings import ConfigError
-from tests.support.provocations import provocation
 from tests.support.running import small_run
 
 COMMON = ("steps=4", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=4")
@@ -76,7 +75,6 @@ class Break(Callback):
             raise RuntimeError("broken")
 
 
-@provocation("a run that records its rollouts is killed and continued", "no file twice or too many, and the same bytes")
 @pytest.mark.slow
 def test_a_run_that_was_broken_off_and_continued_leaves_the_same_files(first, tmp_path):
     whole, module = first
@@ -155,9 +153,6 @@ REFUSED = {
 }
 
 
-@provocation(
-    "rollouts to train on are missing or damaged", "one sentence at the start, which names the steps there are"
-)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_on_is_said_before_anything_loads(name, first, tmp_path, monkeypatch):
     place, _ = first
@@ -198,7 +193,6 @@ def test_what_was_recorded_otherwise_than_set_is_refused(override, told, first, 
         small_run(tmp_path, *COMMON, *again(place, override))
 
 
-@provocation("the disk is full while a rollout is recorded", "said once; training goes on to the same weights")
 def test_a_rollout_that_cannot_be_written_ends_no_run(first, tmp_path, caplog, monkeypatch):
     _, module = first
 

@@ -14,7 +14,6 @@ from grpo_lightning.batch.rows import Kept
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
 from tests.support.composed import HEADER
-from tests.support.provocations import provocation
 
 HALF, NAN = 0.5, float("nan")
 TRUE, FALSE = True, False
@@ -203,7 +202,6 @@ def test_steps_in_words_and_beyond_a_checkpoint(tmp_path):
     assert files.rewind(tmp_path / "none", 0) == []
 
 
-@provocation("a file is no recorded rollout, or not whole", "one sentence that names the file")
 def test_a_file_that_is_no_whole_rollout_is_refused(tmp_path):
     path = tmp_path / files.file_name(1)
     first, *rows = made()
@@ -221,7 +219,6 @@ def test_a_file_that_is_no_whole_rollout_is_refused(tmp_path):
         assert str(error.value).startswith(str(path))
 
 
-@provocation("a recorded rollout is cut off or was altered", "one sentence that names the file")
 def test_damaged_bytes_are_refused(tmp_path):
     path = tmp_path / files.file_name(1)
     files.write(path, made())

@@ -16,11 +16,10 @@ from grpo_lightning.recording import files
 from grpo_lightning.replay.__main__ import main, replay
 from tests.support.composed import ROOT
 from tests.support.processes import finish, start
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
 COMMON = (
-    *(word for word in SMALL if not word.startswith(("reward", "trusted"))),
+    *(word for word in SMALL if not word.startswith("reward")),
     *("reward=[keyword,format]", "reward.keyword.function.words=[a,e,x,y,A,E]", "reward.format.weight=0.3"),
     *("steps=3", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=3"),
 )
@@ -160,7 +159,6 @@ REFUSED = {
 }
 
 
-@provocation("rollouts are replayed that are not there, damaged or set wrongly", "one sentence, no traceback")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_replayed_is_said_in_a_sentence(name, first, tmp_path, monkeypatch, capsys):
     words, place, told = REFUSED[name]

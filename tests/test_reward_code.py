@@ -9,10 +9,8 @@ from grpo_lightning.reward import RewardError, Scoring, Weighted
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.reward.engine import pool
 from grpo_lightning.sandbox import client
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.built import check_built
+from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import composed
-from tests.support.provocations import provocation
 from tests.support.sandboxed import SETTINGS, without_landlock
 
 DOUBLES = [{"input": "2\n", "output": "4\n"}, {"input": "5", "output": "10"}, {"input": "0", "output": "0"}]
@@ -151,9 +149,6 @@ def test_a_sandbox_that_cannot_start_is_one(timeout):
     client.close()
 
 
-@provocation(
-    "`reward=code` where a program in the sandbox could do what it must not", "refused before training: what it could"
-)
 def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     config = composed("reward=[code]", "data=jsonl", "data.path=x.jsonl")
     check_built(config)

@@ -7,7 +7,6 @@ import pytest
 
 from grpo_lightning.reward import formula, mathematics
 from grpo_lightning.reward.mathematics import math
-from tests.support.provocations import provocation
 
 
 def scored(given, right):
@@ -137,7 +136,6 @@ SMALL = [
 
 
 @pytest.mark.parametrize("small", SMALL)
-@pytest.mark.grid
 def test_what_is_small_enough_is_parsed(small):
     assert mathematics._parsed(formula.read_formula(small))
 
@@ -160,10 +158,6 @@ NAMED = [
 SUM = "\\{SIGN_{n=0}^{\\infty}\\frac{NAME^n}{n!}\\}"
 
 
-@provocation(
-    "a completion, or a right answer of a data set, in whose sum a name is a call in Python, which sympy would run",
-    "it is compared as text only",
-)
 def test_names_are_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for sign in ("\\sum", "\\s''um", "\\s\\!um", "\\s\\displaystyleum", "\\pr''od"):

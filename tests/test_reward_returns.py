@@ -9,7 +9,6 @@ from grpo_lightning.reward import RewardError, Scoring, Weighted, score
 from grpo_lightning.reward.engine import pool
 from tests.support import rewards
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 
@@ -29,7 +28,6 @@ def scored(function, timeout, texts=("ab", "abcd")):
 @WHERE
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "array", "generator"])
-@provocation("a reward that returns a tensor, an array or a generator", "its numbers count, with a timeout or without")
 def test_numbers_are_taken_however_they_are_packed(kind, timeout):
     assert scored(getattr(rewards, f"as_{kind}"), timeout) == [0.5, 1.0]  # 2/4 and 4/4
 
@@ -49,7 +47,6 @@ def test_a_tensor_of_another_shape_is_refused(timeout):
 
 
 @WHERE
-@provocation("a reward that calls sys.exit(), with escape sequences", "a reward error with its name; escapes are shown")
 def test_a_reward_cannot_end_the_program(timeout):
     with pytest.raises(RewardError) as error:
         scored(rewards.exits, timeout)

@@ -16,7 +16,6 @@ from grpo_lightning.reward.verifier import (
     make_scorer,
     may_be_verified,
 )
-from tests.support.provocations import provocation
 from tests.test_reward_pool import SlowVerifier
 
 
@@ -138,10 +137,6 @@ def test_gates(check, text, allowed):
     assert time.process_time() - start < 0.5
 
 
-@provocation(
-    "a data set whose rows name a task of reasoning_gym and hold Python code in `answer` or `metadata`",
-    "refused in one sentence before anything is evaluated",
-)
 def test_rows_that_a_verifier_would_evaluate_run_no_code(tmp_path):
     mark = tmp_path / "ran"
     evil, x = f"__import__('os').system('touch {mark}')", {"variable": "x"}

@@ -13,7 +13,6 @@ from grpo_lightning.checkpoint.resume import chosen
 from grpo_lightning.output.summary import sweep_value
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
-from tests.support.provocations import provocation
 from tests.support.running import SMALL, small_run
 
 
@@ -43,10 +42,6 @@ def contents(place):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in place.rglob("*") if path.is_file()}
 
 
-@provocation(
-    "`mode=export hydra.run.dir=RUN`, or `mode=validate`, of a run that is there, without `checkpoint=last`",
-    "refused: its export would be replaced by one of the policy that it began with; `checkpoint=null` says so",
-)
 def test_a_run_that_is_there_is_what_is_meant(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
@@ -71,7 +66,6 @@ def test_a_run_that_is_there_is_what_is_meant(finished, tmp_path):
         chosen(config(mode="export"), tmp_path, directory_given=True)
 
 
-@provocation("`checkpoint=RUN`, the directory of a run or of its checkpoints", "its checkpoint is named")
 def test_a_directory_of_checkpoints_is_none(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("best.ckpt", "last.ckpt"):
@@ -145,7 +139,6 @@ def test_a_reward_without_its_column_stops_before_weights_are_loaded(tmp_path, m
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-@provocation("`checkpoint=last` on a run that is finished", "one sentence, exit 0; nothing is written or loaded")
 def test_a_finished_run_has_nothing_to_continue(finished, caplog, monkeypatch):
     caplog.set_level("INFO")
     before = contents(finished)
@@ -159,7 +152,6 @@ def test_a_finished_run_has_nothing_to_continue(finished, caplog, monkeypatch):
     assert contents(finished) == before
 
 
-@provocation("`kill -9` after the last step, before the export, then `checkpoint=last`", "exported and summed up")
 def test_a_run_that_was_killed_after_its_last_step_is_exported_later(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "export")
@@ -169,9 +161,6 @@ def test_a_run_that_was_killed_after_its_last_step_is_exported_later(finished, t
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
-@provocation(
-    "a run is continued", "`seconds` goes on from what the checkpoint or summary.json says; `steps` never falls"
-)
 @pytest.mark.slow
 def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
     def summary():

@@ -19,7 +19,6 @@ from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 from tests.support.composed import ROOT
 from tests.support.honest_programs import PROGRAMS
 from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
-from tests.support.provocations import provocation
 
 SMALL = Limits(seconds=1.5, cpu_seconds=1, memory_mb=256)
 LIMITS = Limits(seconds=20.0, cpu_seconds=10, memory_mb=512)
@@ -205,12 +204,6 @@ def test_attacks_fail_because_they_are_refused(world):
 
 
 @pytest.mark.slow
-@provocation(
-    "hostile programs in the sandbox: files, links and devices, memory and "
-    "environment of other processes, signals, new processes and programs, sockets of all kinds, system calls, endless "
-    "loops, 10 GB, threads, files and output without end",
-    "none reads, writes, sends, signals or starts anything outside; each is ended in time; the next program runs",
-)
 def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
     programs = escapes(world.targets) | greedy(world.targets)
     client.close()
@@ -240,7 +233,6 @@ def test_the_server_hears_no_signals_of_the_trainer():
 
 
 @pytest.mark.slow
-@provocation("the trainer is killed while a program runs in the sandbox", "the program and its server end too")
 def test_a_program_ends_with_the_trainer(tmp_path):
     script = (
         "from grpo_lightning.sandbox import client; from grpo_lightning.sandbox.limits import Limits\n"
@@ -278,11 +270,6 @@ def test_a_forked_process_has_a_server_of_its_own():
     assert run("print(4)", "", LIMITS).stdout == "4\n"
 
 
-@provocation(
-    "a machine on which the sandbox does not hold, and programs that the user's own code runs in it, of which settings "
-    "say nothing",
-    "it is tried before the first program of each process, which is not run",
-)
 def test_what_a_program_in_it_could_is_named(monkeypatch):
     client.close()
     monkeypatch.setattr(client, "_ATTEMPTS", "import OUTSIDE".replace("OUTSIDE", "os\nprint('fork', sep=', ')#"))

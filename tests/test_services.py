@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import grpo_lightning
+from grpo_lightning import settings
 from grpo_lightning.logger.guarded import keep_id, known_id
 from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings import loggers as loggers_of_settings
 from tests.support.composed import composed
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
@@ -141,8 +141,8 @@ def test_a_continued_run_is_the_same_run_there_and_no_secret_leaves(directory):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it(name, monkeypatch):
-    find = loggers_of_settings.find_spec
-    monkeypatch.setattr(loggers_of_settings, "find_spec", lambda package: None if package == name else find(package))
+    find = settings.find_spec
+    monkeypatch.setattr(settings, "find_spec", lambda package: None if package == name else find(package))
     expected = rf"logger.{name}: needs the package {name}; pip install 'grpo-lightning\[{name}\]' brings it"
     with pytest.raises(ConfigError, match=expected):
         check(composed(f"logger=[csv,{name}]"))
@@ -161,7 +161,7 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
     own = CSVLogger(tmp_path / "own")
-    words = [word for word in SMALL if not word.startswith("trusted")]
+    words = SMALL
     for number, (given, kinds) in enumerate(
         [
             (["csv", own], ["CSVLogger", "CSVLogger"]),
@@ -171,10 +171,10 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
             (False, []),
         ]
     ):
-        run = grpo_lightning.compose(*words, "trusted=[tests]", run_dir=tmp_path / str(number), logger=given)
+        run = grpo_lightning.compose(*words, run_dir=tmp_path / str(number), logger=given)
         assert [type(logger).__name__ for logger in run.trainer.loggers] == kinds
     with pytest.raises(ValueError, match=r"logger=3: allowed are Lightning's loggers, names such as csv, and False"):
-        grpo_lightning.compose(*words, "trusted=[tests]", run_dir=tmp_path, logger=3)
+        grpo_lightning.compose(*words, run_dir=tmp_path, logger=3)
 
 
 def test_a_continued_run_has_the_same_name_there(tmp_path):

@@ -14,14 +14,13 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.decoding import StopStrings
-from grpo_lightning.sampler.own import linear, replay, shared_prompt_cache
-from grpo_lightning.sampler.own.slots import Begun
-from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.sampler.own import linear, shared_prompt_cache
+from grpo_lightning.sampler.own.decode import Replay, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
-from grpo_lightning.sampler.own.slots import Slots
+from grpo_lightning.sampler.own.slots import Begun, Slots
 from grpo_lightning.sampler.own.talking import TalkingSlots
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.oracle import sampled_alone

@@ -25,7 +25,7 @@ EXPLAINED = {
     "environment.max_turns=3": "environment.max_turns=3: allowed with environment=",
     "data=my.jsonl": "data=my.jsonl: allowed is data=jsonl data.path=my.jsonl for a",
     "data=openai/math": "data=openai/math: allowed is data=hub data.path=openai/math",
-    "reward=[accuracy,my.own.short]": "is custom in place of it, with reward.custom.function._target_=my.own.short, for",
+    "reward=[accuracy,my.own.short]": "in place of it, with reward.custom.function._target_=my.own.short, for",
     "epochs=3": "epochs=3: allowed here is steps, which counts rollouts",
     "lr=3e-5": "lr=3e-5: unknown; the nearest is optimizer.lr=3e-5",
     "~stepss": "~stepss: there is no such setting; the nearest is ~steps",

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.composed import ROOT
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
 pytestmark = pytest.mark.slow
@@ -38,9 +37,6 @@ def summary(directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
-@provocation(
-    "a reward whose C code crashes (SIGSEGV)", "an error with the reward's name, exit 1, summary.json, a traceback"
-)
 def test_a_reward_that_crashes_is_named(tmp_path):
     run = start(tmp_path, "reward.custom.function._target_=mine.crash", "hydra.run.dir=run")
     errors = run.communicate(timeout=300)[1]
@@ -52,7 +48,6 @@ def test_a_reward_that_crashes_is_named(tmp_path):
     assert 'mine.py", line 9 in crash' in (tmp_path / "run" / "train.log").read_text()
 
 
-@provocation("a reward that crashes, and one that calls `exit()`, in a sweep", "the other jobs run, exit 1")
 def test_in_a_sweep_the_other_jobs_run(tmp_path):
     functions = "reward.custom.function._target_=mine.crash,mine.leave,mine.ok"
     run = start(tmp_path, "-m", functions, "hydra.sweep.dir=sweep")
@@ -87,7 +82,6 @@ def wait_for(path: Path) -> None:
 LONG = ("reward.custom.function._target_=mine.ok", "steps=100000", "hydra.run.dir=run")
 
 
-@provocation("`kill -9` of the run's process, as when memory runs out", "one sentence, summary.json, exit 1")
 def test_a_killed_run_is_told_of(tmp_path):
     run = start(tmp_path, *LONG)
     child = child_of(run)
@@ -101,7 +95,6 @@ def test_a_killed_run_is_told_of(tmp_path):
     assert "because memory ran out" in told["error"]
 
 
-@provocation("`kill -9` of the process that was started", "its run ends, too")
 def test_a_run_does_not_outlive_what_started_it(tmp_path):
     run = start(tmp_path, *LONG, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     child = child_of(run)
@@ -115,7 +108,6 @@ def test_a_run_does_not_outlive_what_started_it(tmp_path):
     raise AssertionError("the run goes on")
 
 
-@provocation("`python train.py … | head -2`, on stdout and stderr", "it trains on to its end")
 def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
     words = " ".join(f"'{word}'" for word in command(tmp_path, "reward.custom.function._target_=mine.ok"))
     line = f"{words} callbacks.progress.every=1 hydra.run.dir=run 2>&1 | head -2; echo ${{PIPESTATUS[0]}}"
@@ -129,9 +121,6 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
     assert "step 3/3" in (tmp_path / "run" / "train.log").read_text()
 
 
-@provocation(
-    "a reward that raises", "the sentence in summary.json; its traceback, and all progress lines, in train.log"
-)
 def test_failures_leave_their_sentence_and_their_traceback(tmp_path):
     own = ("reward.custom.function._target_=mine.fails", "callbacks.progress.every=1", "hydra.run.dir=run")
     words = command(tmp_path, *own)

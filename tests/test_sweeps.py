@@ -14,7 +14,6 @@ from grpo_lightning.composition import sweep
 from grpo_lightning.settings import check
 from grpo_lightning.settings.suggestions import explain
 from tests.support.composed import CONF, ROOT, composed
-from tests.support.provocations import provocation
 from tests.support.running import SMALL
 
 FAST = (*SMALL[:11], "trainer=cpu", "steps=4", "logger=csv", "validation.every=2", "callbacks.checkpoint.every=1")
@@ -59,10 +58,6 @@ def times(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@provocation(
-    "`kill -9` of a sweep in its third job, and the same command with the same `hydra.sweep.dir`",
-    "the finished jobs' files are not touched, the third goes on from its checkpoint, the rest runs",
-)
 def test_a_killed_sweep_is_continued(tmp_path):
     words = ("seed=0,1", "optimizer.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
     (tmp_path / "limit").write_text("3")
@@ -99,7 +94,6 @@ def test_a_killed_sweep_is_continued(tmp_path):
 
 
 @pytest.mark.slow
-@provocation("a failing job in a sweep of two processes at once", "the others run, the table names it, exit 1")
 def test_jobs_at_once_and_one_of_them_fails(tmp_path):
     functions = "reward.custom.function._target_=mine.vowels,mine.crashes_at_rate"
     done = start(

@@ -12,7 +12,6 @@ from grpo_lightning.checkpoint.changes import told
 from grpo_lightning.checkpoint.resume import same_optimizer
 from tests import test_sense
 from tests.support.composed import composed
-from tests.support.provocations import provocation
 from tests.support.running import small_module, small_run
 
 TEACHING = {"advantage/std": 0.9, "advantage/mean": 1e-9, "reward/total": 0.5, "optim/grad_norm": 0.1}
@@ -31,7 +30,6 @@ def follow(directory, rollouts, *, first=True):
         callback.on_train_batch_end(SimpleNamespace(is_global_zero=first), module)
 
 
-@provocation("a reward that gives every completion the same number", "after 10 rollouts one warning, with what to try")
 @pytest.mark.slow
 def test_constant_rewards_are_said_once(tmp_path, caplog):
     constant = "reward.custom.function._target_=tests.support.rewards.same"
@@ -76,9 +74,6 @@ def test_a_count_below_one_is_refused(tmp_path):
         Doctor(str(tmp_path), rollouts=0, stop=False)
 
 
-@provocation(
-    "`rollout.mask_truncated=true` where every completion is cut", "after 10 rollouts one warning, with where to look"
-)
 @pytest.mark.slow
 def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
     still = ["rollout.mask_truncated=true", "rollout.max_new_tokens=8", "rollout.stop=[]", "loss.kl_coef=0"]
@@ -87,7 +82,6 @@ def test_a_gradient_of_zero_is_said_once(tmp_path, caplog):
     assert said.startswith("step 2: the gradient was exactly 0 in each of the last 2 rollouts although rewards differ")
 
 
-@provocation("`optimizer.lr=1e30`: the weights become NaN", "the step is named, with the settings to lower")
 @pytest.mark.slow
 def test_damaged_weights_name_the_step_and_what_to_try(tmp_path):
     with pytest.raises(FloatingPointError, match="logits are not finite") as error:
@@ -106,7 +100,6 @@ def test_weights_that_are_damaged_from_the_start_say_so(tmp_path):
         module.train_step(["a", "b"])
 
 
-@provocation("continuing with other settings, `trainer.precision` too", "one line for each of them, once")
 @pytest.mark.slow
 def test_changed_settings_are_listed_once_each(tmp_path, caplog):
     small_run(tmp_path)
@@ -123,10 +116,6 @@ def test_changed_settings_are_listed_once_each(tmp_path, caplog):
     ]
 
 
-@provocation(
-    "continuing after the file of the data was changed, though no setting was",
-    "one line with how many prompts there are",
-)
 @pytest.mark.slow
 def test_changed_data_are_said_where_no_setting_changed(tmp_path, caplog):
     file = tmp_path / "rows.jsonl"
