@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from grpo_lightning.composition.overrides import plain as resolved
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from grpo_lightning.settings import check_built
@@ -133,5 +132,4 @@ def test_the_settings_make_it():
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
     own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
-    config = resolved(settings(*own))
     check_built(composed(*own))
