@@ -71,10 +71,10 @@ def test_a_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):
 
 def test_a_checkpoint_with_code_or_of_another_program_is_refused(tmp_path):
     torch.save({"step": print}, tmp_path / "code.ckpt")
-    with pytest.raises(Exception, match="[Ww]eights.only"):
+    with pytest.raises(Exception, match="holds more than tensors and plain values"):
         read(tmp_path / "code.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"other.ckpt' was not written by this program"):
+    with pytest.raises(ValueError, match=r"other.ckpt was not written by this program"):
         read(tmp_path / "other.ckpt")
 
 

@@ -70,7 +70,7 @@ def test_a_directory_of_checkpoints_is_none(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("best.ckpt", "last.ckpt"):
         (tmp_path / "checkpoints" / name).touch()
-        told = f"^checkpoint={tmp_path}: a directory of checkpoints; allowed is one of them, as in checkpoint="
+        told = f"^checkpoint={tmp_path}{below} is a directory of checkpoints: name one of them, checkpoint="
         with pytest.raises(ValueError, match=f"{told}{tmp_path}/checkpoints/{name}$"):
             chosen(config(checkpoint=f"{tmp_path}"), tmp_path / "run", directory_given=True)
 
@@ -104,7 +104,7 @@ def test_a_named_checkpoint_is_a_local_file(tmp_path):
     )
     with pytest.raises(ValueError, match=r"checkpoint=absent.ckpt: no such file"):
         chosen(config(checkpoint="absent.ckpt"), tmp_path, directory_given=True)
-    with pytest.raises(ValueError, match=r"checkpoint=https://x/y.ckpt: allowed is a local file"):
+    with pytest.raises(ValueError, match=r"checkpoint=https://x/y.ckpt is not a local file"):
         chosen(config(checkpoint="https://x/y.ckpt"), tmp_path, directory_given=True)
 
 
