@@ -10,19 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from grpo_lightning import start
-from grpo_lightning.distributed import fresh
 from grpo_lightning.output import redaction
 from tests.support.provocations import sections
 
 PROVOKED = pytest.StashKey[dict[str, str]]()
 COLLECTED = pytest.StashKey[set[str]]()
 torch.set_num_threads(1)
-
-
-def pytest_configure(config):
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # no tests run in xdist's own
-        fresh.protect_processes()  # as any run does: what one starts finds the packages of the checkout
 
 
 def pytest_collection_finish():
@@ -56,9 +49,3 @@ def secrets_of_this_test_alone():
     for known, own in zip(remembered, before, strict=True):
         known.clear()
         known.update(own)
-
-
-@pytest.fixture(autouse=True)
-def brought_by_nobody():
-    """No directory of settings is noted any more that a test before this one has brought along."""
-    start.forget_settings_from()
