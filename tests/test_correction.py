@@ -232,6 +232,7 @@ def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
         assert (known is not None) == name.startswith("token"), name
 
 
+@pytest.mark.slow
 def test_the_corrected_gradient_is_nearer_to_that_of_the_policys_own_samples(monkeypatch):
     left = distances({name: build(f"correction={name}")("loss").correction for name in CHOICES[:4]})
     # mismatches of 0.02 nats on average and 0.12 at most: no bound is reached, and the product corrects all

@@ -26,9 +26,9 @@ from tests.test_truncated import FREE, NUCLEUS, collector, gradients, sharpened
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, tiny
 
 FILTERS = [
-    {"top_k": 7},
+    pytest.param({"top_k": 7}, marks=pytest.mark.slow),
+    pytest.param({"min_p": 0.05}, marks=pytest.mark.slow),
     {"top_p": 0.3},
-    {"min_p": 0.05},
     {"top_k": 2000, "top_p": 0.9},
     {"top_k": 7, "top_p": 0.9, "min_p": 0.05},
 ]
@@ -179,7 +179,7 @@ def test_rows_without_tokens_have_no_sets(policy):
 # --- a fake engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filters", FILTERS[-2:], ids=str)
+@pytest.mark.parametrize("filters", FILTERS[-1:], ids=str)
 def test_an_engines_sets_are_found_again(vllm, policy_of_engine, filters):
     sampling = Sampling(**FREE | filters | {"temperature": 0.8})
     rows, sets_of_engine = drawn(vllm, policy_of_engine, sampling)
@@ -245,6 +245,7 @@ def test_a_rollout_of_an_engine_is_scored_as_it_was_drawn(vllm, policy_of_engine
     assert found.metrics["policy/entropy"] == pytest.approx(mean, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_runs_with_an_engine_and_truncated_sampling(monkeypatch, tmp_path):
     stand_in.install(monkeypatch)
     told = []

@@ -112,6 +112,7 @@ CORRECTIONS = {
 }
 
 
+@pytest.mark.parametrize("batch", [1], indirect=True)
 @pytest.mark.parametrize("is_only_update", [True, False])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_loss_under_another_sampler(name, is_only_update, batch):
@@ -241,6 +242,7 @@ def test_every_preset_has_its_paper_here():
     assert chosen | LOSSES.keys() == {path.stem for path in (CONF / "loss").glob("*.yaml")} - {"base"}
 
 
+@pytest.mark.parametrize("batch", [1], indirect=True)
 @pytest.mark.parametrize("name", [*PAPERS, *LOSSES])
 def test_the_composed_objective_is_the_papers(name, batch):
     paper, constants = (PAPERS | LOSSES)[name]

@@ -55,6 +55,10 @@ FIRST = ("gpt2", "llama")
 EVERY = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*ARCHITECTURES} - {*FIRST}))]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(params=EVERY)
 def policy(request, checkpoints):
     made = opened(checkpoints[request.param])
@@ -88,8 +92,8 @@ def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
         ("per token", 2, 0, 0),
         ("per token, hinted", 5, 3, 2),
         ("entropy bonus", 5, 0, 4),
-        pytest.param("per completion", 32, 0, 4, marks=pytest.mark.slow),
-        pytest.param("per token, hinted", 32, 0, 0, marks=pytest.mark.slow),
+        slow("per completion", 32, 0, 4),
+        slow("per token, hinted", 32, 0, 0),
     ],
 )
 def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, group_size, left, right):
@@ -148,7 +152,12 @@ def test_all_rows_may_be_empty(checkpoints):
 
 
 @pytest.mark.parametrize(  # a prompt's keys once per group, copied later, copied at first
-    ("copied", "flat"), [(0, True), pytest.param(8000, False, marks=pytest.mark.slow), (1 << 20, False)]
+    ("policy", "copied", "flat"),
+    [
+        *(("llama", 0, True), ("gpt2", 1 << 20, False)),
+        *(slow("qwen2", 8000, True), slow("qwen3", 0, False), slow("gemma", 1 << 20, True), slow("mistral", 0, True)),
+    ],
+    indirect=["policy"],
 )
 def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
     sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values

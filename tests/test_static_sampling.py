@@ -103,7 +103,7 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
-        *(("llama", "plain"), ("gpt2", "truncated"), ("llama", "stop")),
+        *(("llama", "plain"), ("gpt2", "truncated"), slow("llama", "stop")),
         *(slow("qwen2", "temperature"), slow("qwen3", "stop"), slow("gemma", "plain"), slow("mistral", "truncated")),
         *(slow("gpt2", "stop"), slow("llama", "truncated")),
     ],
@@ -149,8 +149,8 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
-def test_begun_completions_go_on_where_they_stopped(policy):
-    whole = drawn(policy)
+def test_begun_completions_go_on_where_they_stopped(llama):
+    whole = drawn(llama)
     begun = {}
     for row, length in ((0, 3), (1, 1), (6, 7), (7, 2)):
         length = min(length, int(whole.mask[row].sum()) - 1)
@@ -164,8 +164,8 @@ def test_begun_completions_go_on_where_they_stopped(policy):
         (True, {"look_every": 16}),
         (False, {"at_once": 2}),
     ):
-        policy.share_prompts = policy.share_prompts and share_prompts
-        found = drawn(policy, begun=begun, **pace)
+        llama.share_prompts = llama.share_prompts and share_prompts
+        found = drawn(llama, begun=begun, **pace)
         assert torch.equal(found.ids, whole.ids)
         for row in range(len(whole.ids)):
             old = len(begun[row].ids) if row in begun else 0

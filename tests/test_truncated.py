@@ -246,10 +246,10 @@ def warped(logits, sampling):
 
 
 CHOICES = [
-    {"top_k": 7},
+    pytest.param({"top_k": 7}, marks=pytest.mark.slow),
+    pytest.param({"min_p": 0.05, "temperature": 1.7}, marks=pytest.mark.slow),
+    pytest.param({"top_k": 2000, "top_p": 0.3}, marks=pytest.mark.slow),
     {"top_p": 0.9, "temperature": 0.6},
-    {"min_p": 0.05, "temperature": 1.7},
-    {"top_k": 2000, "top_p": 0.3},
     {"top_k": 7, "top_p": 0.9, "min_p": 0.05, "temperature": 0.6},
     {"top_k": 1},
 ]

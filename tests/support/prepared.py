@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)  # a process that is forked imports this module, too
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
