@@ -70,7 +70,7 @@ def test_a_directory_of_checkpoints_is_none(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("best.ckpt", "last.ckpt"):
         (tmp_path / "checkpoints" / name).touch()
-        told = f"^checkpoint={tmp_path}{below} is a directory of checkpoints: name one of them, checkpoint="
+        told = f"^checkpoint={tmp_path} is a directory of checkpoints: name one of them, checkpoint="
         with pytest.raises(ValueError, match=f"{told}{tmp_path}/checkpoints/{name}$"):
             chosen(config(checkpoint=f"{tmp_path}"), tmp_path / "run", directory_given=True)
 
