@@ -11,7 +11,7 @@ from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from grpo_lightning.settings import check_built
 from tests.support import corridors
-from tests.support.composed import build, composed, settings
+from tests.support.composed import build, composed
 
 WAYS = {"left": 0, "down": 1, "right": 2, "up": 3}
 
