@@ -17,8 +17,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 OWN = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
 """Dotted names of modules and packages."""
 USED_BY = {
-    "grpo_lightning_alone": {"distributed"},
-    "grpo_lightning_path": {"distributed"},
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},

@@ -61,8 +61,6 @@ def test_every_value_out_of_range_is_named():
         "environment.failed_score=nan",
         "environment.max_reply=10",
         "environment.role=system",
-        "+environment.max_turn=3",
-        "+environment.function.nmber=3",
     ) == (
         "environment.max_turns=0: allowed is an integer >= 1",
         "environment.timeout=0: allowed is seconds > 0 or null",
@@ -70,6 +68,8 @@ def test_every_value_out_of_range_is_named():
         "environment.failed_score=nan: allowed is a finite number or null",
         "environment.max_reply=10: allowed is an integer >= 100",
         "environment.role=system: allowed is one of user, tool or null",
+    )
+    assert problems(*GUESS.split(), "+environment.max_turn=3", "+environment.function.nmber=3") == (
         "environment.max_turn: unknown; the nearest is max_turns; grpo_lightning.environment.Environment takes "
         "function, max_turns, timeout, max_failed, failed_score, max_reply, role",
         "environment.function.nmber: unknown; the nearest is number; tests.support.environments.guess takes "

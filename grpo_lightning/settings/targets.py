@@ -145,9 +145,7 @@ def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
         return
     if "task_type" in adapter:
         yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
-    from peft import LoraConfig
-
-    if signature := signature_of(LoraConfig):
+    if signature := signature_of(_imported("peft.LoraConfig")):
         yield from _unfit(signature, adapter, "policy.adapter", "peft.LoraConfig")
 
 

@@ -41,6 +41,8 @@ def _compose(words: tuple[str, ...]) -> DictConfig:
     """What Hydra composes, with its files read once: a third of a second for every choice of files is saved."""
     words = (f"run_dir={NOWHERE}", *words)
     parsed = OverridesParser.create().parse_overrides([*words])
+    if any(one.is_force_add() for one in parsed):  # which may set again what another one sets
+        return _from_files(words)
     values = [one for one in parsed if _is_value(one)]
     try:
         config = copy.deepcopy(_from_files(tuple(str(one.input_line) for one in parsed if not _is_value(one))))
