@@ -105,6 +105,10 @@ def test_the_users_own_code_and_trusted_packages_may_be_named(tmp_path, monkeypa
     check(composed("reward=[custom]", "reward.custom.function._target_=theirs.reward", "trusted=[theirs]"))
 
 
+def test_parts_of_python_are_not_trusted():
+    assert "trusted=['os']: allowed are installed packages" in refused("trusted=[os]", "loss.kl._target_=os.system")
+
+
 def test_libraries_that_settings_may_name():
     for path in (
         "torch.optim.AdamW",

@@ -62,8 +62,11 @@ def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRAR
         config: Resolved settings.
         libraries: What they may name beside the user's own code.
     """
-    if not isinstance(config.get("trusted") or [], list | tuple):
-        yield f"trusted={config['trusted']}: allowed is a list of packages, such as trusted=[trl]"
+    trusted = config.get("trusted") or []
+    if not isinstance(trusted, list | tuple):
+        yield f"trusted={trusted}: allowed is a list of packages, such as trusted=[trl]"
+    elif wrong := {"builtins", *sys.stdlib_module_names} & {*map(str, trusted)}:
+        yield f"trusted={sorted(wrong)}: allowed are installed packages, and these are parts of Python"
     shortest: dict[str, str] = {}  # a part that others have a copy of is told where it stands
     for key, name in find_targets(config):
         shortest[str(name)] = min(shortest.get(str(name), key), key, key=lambda one: one.count("."))
