@@ -85,8 +85,6 @@ class Use:
     """The bytes of a number in the copy of the weights that the sampler makes; 0 where it makes none."""
     kv_cache_bytes: float | None = None
     """The most bytes of keys and values of completions at a time, where the others wait; None: any number."""
-    over_sample: float = 1.0
-    """Prompts that are sampled at a time, to those that are trained on."""
     set_tokens: int = 0
     """The most tokens that a token is drawn from where sampling is truncated; 0 where it is not."""
 
@@ -116,14 +114,13 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     embeddings = everything - shape.body
 
     of_token = 2.0 * number * shape.keys * shape.layers
-    prompts = of_token * held * use.over_sample * use.prompt_tokens
+    prompts = of_token * held * use.prompt_tokens
     completion = of_token * use.completion_tokens
-    wanted = rows * use.over_sample
     budget = use.kv_cache_bytes
 
     def at_most(each: float) -> float:
         """How many completions are held at a time, each of so many bytes."""
-        return wanted if budget is None else min(wanted, max(1.0, (budget - prompts) // each))
+        return rows if budget is None else min(rows, max(1.0, (budget - prompts) // each))
 
     at_once = at_most(completion)
     copies, copy = 0.0, of_token * use.prompt_tokens
@@ -277,7 +274,6 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         offloads=bool(policy.get("activation_offload")),
         copy_bytes=_copy_bytes(config, on_cpu=on_cpu),
         kv_cache_bytes=None if budget is None else budget * GiB,
-        over_sample=rollout.get("over_sample", 1.0),
         set_tokens=_set_tokens(rollout),
     )
 

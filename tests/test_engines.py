@@ -171,7 +171,6 @@ def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
     ("override", "told"),
     [
         ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2: allowed with sampler=vllm is null"),
-        ("rollout.over_sample=2", "rollout.over_sample=2: allowed with sampler=vllm is 1"),
         ("policy.quantization=4bit", "policy.quantization=4bit: allowed with sampler=vllm is null"),
         ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: allowed are arguments"),
         ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: allowed are async_scheduling"),

@@ -81,10 +81,9 @@ def test_every_value_out_of_range_is_named():
     "override, messages",
     [
         (
-            "sampler=vllm_server sampler.directory=some/weights advantage=process rollout.over_sample=1.5",
+            "sampler=vllm_server sampler.directory=some/weights advantage=process",
             [
                 "sampler=vllm_server: allowed with an environment is sampler=own: engines take no part in episodes",
-                "rollout.over_sample=1.5: allowed with an environment is 1",
                 "advantage=process: allowed with an environment is advantage=to_go",
             ],
         ),

@@ -267,7 +267,7 @@ def test_metrics_have_the_names_that_are_documented():
 def test_the_settings_at_the_top_are_known():
     assert set(composed()) <= set(TOP)
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= set(TOP)
-    assert set(DATA) - {"steps", "tries", "over_sample", "validate_every"} <= set(settings()["data"])
+    assert set(DATA) - {"steps", "tries", "validate_every"} <= set(settings()["data"])
 
 
 def test_settings_are_checked_without_importing_anything_heavy(tmp_path):

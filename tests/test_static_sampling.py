@@ -20,7 +20,7 @@ from grpo_lightning.sampler.own import linear, shared_prompt_cache
 from grpo_lightning.sampler.own.decode import Replay, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
-from grpo_lightning.sampler.own.slots import Begun, Slots
+from grpo_lightning.sampler.own.slots import Slots
 from grpo_lightning.sampler.own.talking import TalkingSlots
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.oracle import sampled_alone
@@ -72,16 +72,14 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **pace):
+def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
     """What `TextPolicy.sample` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)
-    begun = begun or {}
     cache = policy.cache(
         tokens,
         group_size,
         longest=max(map(len, tokens)) + sampling.max_new_tokens,
-        begun={row: known.ids for row, known in begun.items()},
         ranks=shared_prompt_cache.ALONE,
     )
     if like_gpu:
@@ -95,7 +93,6 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, begun=None, **
             end_ids=policy.end_ids,
             pad_id=policy.pad_id,
             stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
-            begun=begun,
             **pace,
         )
 
@@ -149,32 +146,6 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
-def test_begun_completions_go_on_where_they_stopped(llama):
-    whole = drawn(llama)
-    begun = {}
-    for row, length in ((0, 3), (1, 1), (6, 7), (7, 2)):
-        length = min(length, int(whole.mask[row].sum()) - 1)
-        if length > 0:
-            known = [values[row, :length].tolist() for values in (whole.ids, whole.logprobs, whole.entropies)]
-            begun[row] = Begun(known[0], [value - 1.0 for value in known[1]], known[2])
-    assert len(begun) > 2
-    for share_prompts, pace in (
-        (True, {}),
-        (True, {"at_once": 2}),
-        (True, {"look_every": 16}),
-        (False, {"at_once": 2}),
-    ):
-        llama.share_prompts = llama.share_prompts and share_prompts
-        found = drawn(llama, begun=begun, **pace)
-        assert torch.equal(found.ids, whole.ids)
-        for row in range(len(whole.ids)):
-            old = len(begun[row].ids) if row in begun else 0
-            # What was drawn before keeps the log-probabilities it was drawn with.
-            assert_close(found.logprobs[row, :old], whole.logprobs[row, :old] - 1.0, rtol=0, atol=1e-5)
-            assert_close(found.logprobs[row, old:], whole.logprobs[row, old:], rtol=0, atol=1e-4)
-            assert_close(found.entropies[row], whole.entropies[row], rtol=0, atol=1e-4)
-
-
 def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
     expected = drawn(llama)
     llama.share_prompts = False
@@ -183,60 +154,9 @@ def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
         assert torch.equal(found.ids, expected.ids)
 
 
-def test_sampling_ends_when_enough_have_ended(llama):
-    whole = drawn(llama)
-    seen = []
-    found = drawn(llama, enough=lambda over: seen.append(sum(over)) or sum(over) >= 4)
-    assert seen[-1] >= 4 > max(seen[:-1], default=0)
-    for row in range(len(whole.ids)):
-        length = int(found.mask[row].sum())
-        assert found.ids[row, :length].tolist() == whole.ids[row, :length].tolist()
-        assert not found.finished[row] or length == int(whole.mask[row].sum())
-    assert int(found.finished.sum()) < int(whole.finished.sum())
-
-
-@pytest.mark.parametrize(("kind", "at_once"), [("plain", None), ("stop", 3)])
-def test_begun_completions_that_are_over_stay_as_they_are(llama, kind, at_once):
-    whole = drawn(llama, options=OPTIONS[kind])
-    lengths = whole.mask.sum(-1).tolist()
-    begun = {}
-    for row in (1, 2, 3, 6, 8):
-        known = [values[row, : lengths[row]].tolist() for values in (whole.ids, whole.logprobs, whole.entropies)]
-        begun[row] = Begun(*known, finished=bool(whole.finished[row]))
-    assert {bool(whole.finished[row]) for row in begun} == {True, False} or kind == "stop"
-    told = []
-    found = drawn(
-        llama, options=OPTIONS[kind], begun=begun, at_once=at_once, on_finished=lambda rows, *_: told.extend(rows)
-    )
-    assert torch.equal(found.ids, whole.ids)
-    assert torch.equal(found.mask, whole.mask)
-    assert torch.equal(found.finished, whole.finished)
-    for row in begun:
-        assert torch.equal(found.logprobs[row], whole.logprobs[row])
-        assert torch.equal(found.entropies[row], whole.entropies[row])
-    assert sorted(told) == [row for row in range(12) if whole.finished[row] and row not in begun]
-
-
-def test_what_was_begun_is_kept_though_its_turn_never_comes(llama):
-    begun = {row: Begun([30 + row, 31], [-1.5, -2.5], [0.5, 0.25]) for row in (0, 10)}
-    found = drawn(llama, begun=begun, at_once=2, enough=lambda over: True)
-    assert found.mask.sum(-1).tolist() == [3, 1, *[0] * 8, 2, 0]
-    for row in begun:
-        assert found.ids[row, :2].tolist() == [30 + row, 31]
-        assert found.logprobs[row, :2].tolist() == [-1.5, -2.5]
-        assert found.entropies[row, :2].tolist() == [0.5, 0.25]
-
-
-def test_completions_at_their_longest_count_as_over(llama):
-    seen = []
-    found = drawn(llama, options={"max_new_tokens": 3}, enough=lambda over: seen.append(list(over)) or False)
-    assert all(seen[-1])
-    assert not found.finished.all()
-
-
 @dataclass(frozen=True)
 class Peers(Ranks):
-    """One of two processes in lockstep, whose peer has enough after so many looks."""
+    """One of two processes in lockstep, whose peer is over after so many looks."""
 
     looks: int = 0
     own: list[bool] = field(default_factory=list)
@@ -246,12 +166,11 @@ class Peers(Ranks):
         return flag or len(self.own) <= self.looks
 
 
-def test_in_lockstep_a_process_that_has_enough_goes_on_with_the_others(llama):
-    ranks = Peers(lockstep=True, looks=4)
-    found = drawn(llama, enough=lambda over: True, ranks=ranks, options={"stop": ()})
-    assert ranks.own == [False] * 5
-    # The first look is at one token.
-    assert int(found.mask.sum(-1).max()) == 5
+def test_in_lockstep_a_process_that_is_over_goes_on_with_the_others(llama):
+    ranks = Peers(lockstep=True, looks=6)
+    found = drawn(llama, ranks=ranks, options={"max_new_tokens": 3})
+    assert ranks.own == [True] * 2 + [False] * 5
+    assert torch.equal(found.ids, drawn(llama, options={"max_new_tokens": 3}).ids)
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -264,11 +183,11 @@ def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
-    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, begun={}, ranks=shared_prompt_cache.ALONE)
+    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, ranks=shared_prompt_cache.ALONE)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
     of = TalkingSlots if kind == "talking" else Slots
-    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64, begun={})
+    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64)
     if kind == "talking":
         slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
     with policy.evaluation(), torch.no_grad():

@@ -15,7 +15,6 @@ _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_targe
 _COPIES = {
     "data.validate_every": "validation.every",
     "data.tries": "rollout.max_tries",
-    "data.over_sample": "rollout.over_sample",
 }
 """Settings that have another's value under another name."""
 

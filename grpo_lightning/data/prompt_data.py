@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +59,6 @@ class PromptData(LightningDataModule):
         validation: The held-out source, likewise; None holds out rows of the training source, see ``hold_out``.
         prompts_per_step: P, prompts of one rollout over all devices.
         tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
-        over_sample: How many times as many a rollout may have in flight, >= 1; a batch holds that many, rounded up.
         steps: Rollouts of the whole run.
         validate_every: Steps between validations; None or 0 means one stretch until the end.
         validation_size: The most held-out prompts that are used.
@@ -82,7 +80,6 @@ class PromptData(LightningDataModule):
         validation: Source | Callable[[], Source] | None,
         prompts_per_step: int,
         tries: int = 1,
-        over_sample: float = 1.0,
         steps: int,
         validate_every: int | None,
         validation_size: int,
@@ -98,8 +95,7 @@ class PromptData(LightningDataModule):
         if wrong := problems(RULES, own, prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
-        # Rounding may add to the product: 50 times 1.1 are 55, and not a little more.
-        self.prompts_per_batch = math.ceil(prompts_per_step * tries * over_sample - 1e-9)
+        self.prompts_per_batch = prompts_per_step * tries
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
         self.max_prompt_length, self.seed = max_prompt_length, seed

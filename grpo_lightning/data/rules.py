@@ -1,11 +1,10 @@
 """What each number of the data may be."""
 
-from grpo_lightning.allowed import integer, number
+from grpo_lightning.allowed import integer
 
 RULES = {
     "prompts_per_step": integer(1),
     "tries": integer(1),
-    "over_sample": number(lambda v: v >= 1, "a number >= 1"),
     "steps": integer(0),
     "validate_every": integer(0, null=True),
     "validation_size": integer(1),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Prompts
+from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
@@ -16,7 +16,6 @@ from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
-from grpo_lightning.rollout.unfinished import Carried, restored
 from grpo_lightning.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class GRPOLightningModule(StepModule):
         self.microbatch_tokens = microbatch_tokens
         self.self_check = self_check
         self.skip_dead = skip_dead
-        self.carried: Carried | None = None
+        self.carried: Scored | None = None
         # What may hold numbers that vary with the step, by the user's keys.
         own = {name: value for name, value in vars(rollout).items() if name != "reward"}
         self._varying = {"loss": loss, "reward": rollout.reward, "rollout": own}
@@ -163,4 +162,5 @@ class GRPOLightningModule(StepModule):
         if carried and then and hasattr(data, "fingerprint") and dict(then) != data.fingerprint():
             log.warning("the groups that the checkpoint carries over are left out, since it is of other data")
             carried = None  # their columns may not be those that rewards now ask for
-        self.carried = restored(carried).to(self.device) if carried else None
+        is_scored = carried and "rewards" in carried  # earlier versions could carry unfinished groups, too
+        self.carried = Scored.from_state(carried).to(self.device) if is_scored else None

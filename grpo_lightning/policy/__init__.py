@@ -13,8 +13,7 @@ from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.filtered import Found
-from grpo_lightning.sampler.own.decode import Enough, Poll
-from grpo_lightning.sampler.own.slots import Begun
+from grpo_lightning.sampler.own.decode import Poll
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
 
@@ -101,8 +100,6 @@ class Policy(nn.Module, ABC):
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
         ranks: Ranks = ALONE,
-        begun: Mapping[int, Begun] | None = None,
-        enough: Enough | None = None,
         partner: Partner | None = None,
     ) -> Sampled:
         """``group_size`` completions of every prompt.
@@ -119,13 +116,9 @@ class Policy(nn.Module, ABC):
             poll: Called before every token.
             on_finished: Called with every completion that ends before the length limit, as soon as it does.
             ranks: Processes that sample in lockstep, since each holds a part of every weight only; an engine does not.
-            begun: Row -> what an earlier rollout has drawn of it, at most ``max_new_tokens``. It keeps its tokens and
-                their log-probabilities, and this policy draws those behind them. At least one row must not be over.
-            enough: Told which rows [B] are over; once it says so, the others stay as far as they are, with
-                ``finished`` False. None: all are drawn to their ends.
             partner: Whom the model talks to: completions that have ended go on behind its replies, as long as it
-                replies and ``max_new_tokens`` last, for both together. It knows rows as ``begun`` does; a reply for
-                which no room is left cuts the completion before it. None: completions have one turn.
+                replies and ``max_new_tokens`` last, for both together; a reply for which no room is left cuts the
+                completion before it. None: completions have one turn.
 
         Raises:
             ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do

@@ -102,22 +102,19 @@ class HFPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         ranks: Ranks,
     ) -> Cache:
         # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
-        read = max(len(prompts[row // group_size]) + len(ids) for row, ids in begun.items()) if begun else 0
-        if path := self._shared_path(ranks.most(max(read, *map(len, prompts)))):
+        if path := self._shared_path(ranks.most(max(map(len, prompts)))):
             return path.cache(
                 prompts,
                 group_size,
                 longest=longest,
-                begun=begun,
                 flat=self._use_flat_decoder,
                 windows={} if self._reaches(longest) else windows(self.model),
                 ranks=ranks,
             )
-        return PlainCache(self.model, prompts, group_size, longest=longest, begun=begun, pad_id=self.pad_id)
+        return PlainCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         if sampling.kv_cache_gib is None:

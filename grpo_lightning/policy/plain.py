@@ -71,11 +71,10 @@ class PlainPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         ranks: Ranks,
     ) -> Cache:
         return RecomputedCache(
-            self._logits, prompts, group_size, longest=longest, begun=begun, pad_id=self.pad_id, device=self.device
+            self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device
         )
 
     def logprobs_and_entropy(

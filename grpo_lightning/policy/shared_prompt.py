@@ -66,7 +66,6 @@ class SharedPath:
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         flat: bool,
         windows: Mapping[int, int],
         ranks: Ranks = ALONE,
@@ -77,7 +76,6 @@ class SharedPath:
             prompts: The token ids of each prompt.
             group_size: Completions per prompt.
             longest: Tokens that a prompt and its completion may have together.
-            begun: Completion -> the token ids that it has already.
             flat: Whether single tokens go through a `FlatDecoder`, where there can be one.
             windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
             ranks: Processes that may have to make every forward pass together; if so, there is no `FlatDecoder`.
@@ -100,7 +98,6 @@ class SharedPath:
             prompts,
             group_size,
             longest=longest,
-            begun=begun,
             flat=flat_copy,
             windows=windows,
             is_static=is_static(self.decoder),
@@ -177,7 +174,7 @@ def check(model: Any) -> bool:
     for flat in (True, False):
         try:
             drawn = decode(
-                path.cache(prompts, 2, longest=7, begun={}, flat=flat, windows={}),
+                path.cache(prompts, 2, longest=7, flat=flat, windows={}),
                 uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
                 sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
                 end_ids=[],

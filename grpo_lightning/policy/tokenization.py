@@ -19,9 +19,8 @@ from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.decode import Decoded, Enough, Poll, decode
+from grpo_lightning.sampler.own.decode import Decoded, Poll, decode
 from grpo_lightning.sampler.own.draw import uniforms
-from grpo_lightning.sampler.own.slots import Begun
 from grpo_lightning.transformer.logits import Chunk
 
 
@@ -96,7 +95,6 @@ class TextPolicy(Policy):
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         ranks: Ranks,
     ) -> Cache:
         """The model at the beginning of ``group_size`` completions of every prompt.
@@ -105,7 +103,6 @@ class TextPolicy(Policy):
             prompts: Token ids of each.
             group_size: Completions of each.
             longest: Tokens that a prompt and its completion may have together.
-            begun: Completion -> the token ids that it has already.
             ranks: Processes that may have to make every forward pass together.
         """
 
@@ -174,12 +171,10 @@ class TextPolicy(Policy):
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
         ranks: Ranks = ALONE,
-        begun: Mapping[int, Begun] | None = None,
-        enough: Enough | None = None,
         partner: Partner | None = None,
     ) -> Sampled:
-        if partner is not None and (begun or enough is not None or self._engine is not None):
-            raise ValueError("partner: allowed is None with begun, with enough, and with an engine")
+        if partner is not None and self._engine is not None:
+            raise ValueError("partner: allowed is None with an engine")
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
         if self._engine is not None:
@@ -188,8 +183,6 @@ class TextPolicy(Policy):
         self._check_context(longest, "rollout.max_new_tokens")
         stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
         if self._engine is not None:
-            if begun or enough is not None:
-                raise ValueError("begun and enough: allowed is None with an engine, which draws to the end")
             asked = Asked(
                 prompts=tokens,
                 group_size=group_size,
@@ -203,10 +196,7 @@ class TextPolicy(Policy):
             )
             drawn = as_decoded(self._engine.draw(asked), pad_id=self.pad_id, device=ids.device)
             return self._sampled(ids, attention_mask, drawn, group_size)
-        begun = {row: known for row, known in (begun or {}).items() if known.ids}
-        # Completions that are over are not read: nothing is drawn behind them.
-        going_on = {row: known.ids for row, known in begun.items() if not known.over(sampling.max_new_tokens)}
-        cache = self.cache(tokens, group_size, longest=longest, begun=going_on, ranks=ranks)
+        cache = self.cache(tokens, group_size, longest=longest, ranks=ranks)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         talk = None if partner is None else Conversation(partner, self.tokenizer, self.reply_ids)
         with self.evaluation():
@@ -221,8 +211,6 @@ class TextPolicy(Policy):
                 on_finished=reporter(self.tokenizer, on_finished),
                 ranks=ranks,
                 at_once=self.at_once(tokens, sampling, longest=longest),
-                begun=begun,
-                enough=enough,
                 talk=talk,
             )
         return self._sampled(ids, attention_mask, drawn, group_size, talk)

@@ -63,7 +63,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     """
     step = module.completed_steps
     own = varying.at(module.rollout, step)
-    collector = replace(own, group_filter=None, max_tries=1, downsample=None, over_sample=1.0)
+    collector = replace(own, group_filter=None, max_tries=1, downsample=None)
     size = min(-(-data.prompts_per_step // processes), prompts)
     batches = list(_batches(data, step, size=size, number=max(1, min(-(-prompts // size), len(data.train) // size))))
     if on_gpu := module.device.type == "cuda":

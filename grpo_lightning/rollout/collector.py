@@ -16,11 +16,9 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
-from grpo_lightning.rollout.over_sample import OverSample
 from grpo_lightning.rollout.selection import top_entropy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.tries import GroupFilter, Tries
-from grpo_lightning.rollout.unfinished import Carried
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class Collected:
     advantages: Tensor
     """[B] mean over each row's tokens."""
     metrics: Mapping[str, Tensor]
-    carried: Carried | None
+    carried: Scored | None
     """Groups that are not trained on yet; for the next rollout."""
     num_tokens: int
     """Sampled for it, whether or not they are trained on."""
@@ -84,8 +82,6 @@ class Collector:
     """Says by the outcome rewards which groups to train on; None for all."""
     max_tries: int = 1
     """How often to sample, as many prompts each time, until enough groups pass the filter."""
-    over_sample: float = 1.0
-    """Prompts in flight, in P; with more than 1 sampling stops as soon as P groups are over, see `OverSample`."""
     downsample: Downsample | None = None
     """Says by the rewards which completions of a group to train on; None for all."""
     mask_truncated: bool = False
@@ -126,28 +122,24 @@ class Collector:
         *,
         microbatch_tokens: int,
         context: StepContext,
-        carried: Carried | None = None,
+        carried: Scored | None = None,
     ) -> Collected:
         """Sample, score, compare.
 
         Args:
             policy: Samples.
             reference: Gives log-probabilities of the samples, once; None for no KL term.
-            prompts: [P * max_tries] those of each try; or [P * over_sample], rounded up.
+            prompts: [P * max_tries] those of each try.
             microbatch_tokens: Most tokens in one forward pass that scores.
             context: The step's seed and what watches over it. All its processes return the whole rollout.
             carried: What the last rollout has left, which comes first; its old log-probabilities are those of the
-                policies that sampled it. Left out where it does not fit any more, see `Tries` and `OverSample`.
+                policies that sampled it. Left out where it does not fit any more, see `Tries`.
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
         """
-        source = (
-            OverSample(self.judge, self.over_sample)
-            if self.over_sample > 1
-            else Tries(self.judge, self.group_filter, self.max_tries, microbatch_tokens)
-        )
-        found = source.choose(
+        tries = Tries(self.judge, self.group_filter, self.max_tries, microbatch_tokens)
+        found = tries.choose(
             policy, prompts, carried, group_size=self.group_size, sampling=self.sampling, context=context
         )
         chosen = found.scored

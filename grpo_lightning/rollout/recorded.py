@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts
+from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.output.shell import typed
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
@@ -16,7 +16,6 @@ from grpo_lightning.recording.rows import Restored, fingerprint, restored
 from grpo_lightning.rollout.collector import Collected, Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.rollout.unfinished import Carried
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class Recorded(Collector):
         *,
         microbatch_tokens: int,
         context: StepContext,
-        carried: Carried | None = None,
+        carried: Scored | None = None,
     ) -> Collected:
         """The recorded rollout of the step that ``context`` names; arguments and returns as in `Collector.collect`.
 

@@ -1,7 +1,7 @@
 """Which groups a rollout trains on: all that it samples, or those that pass a filter, tried until there are enough."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -13,7 +13,6 @@ from grpo_lightning.batch.rows import Kept
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.rollout.unfinished import Carried, Chosen
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +20,26 @@ _CPU = torch.device("cpu")
 
 GroupFilter = Callable[[Tensor], Tensor]
 """Outcome rewards [P, G] -> which groups to train on, [P] (bool)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The groups that a rollout trains on, and what it leaves to the next one."""
+
+    scored: Scored
+    """P groups."""
+    judged: Scored
+    """All groups that were sampled and scored for it."""
+    left_over: Scored | None
+    """For the next rollout."""
+    metrics: Mapping[str, Tensor]
+    """Of the choice, and the failures of rewards."""
+    num_tokens: int
+    """Sampled for it, whether or not they are trained on."""
+    flops: float
+    """Least floating-point operations of sampling, see ``Policy.flops``."""
+    is_fresh: bool
+    """Whether all of ``scored`` was sampled by the policy as it is now."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ class Tries:
         self,
         policy: Policy,
         prompts: Prompts,
-        carried: Carried | None,
+        carried: Scored | None,
         *,
         group_size: int,
         sampling: Sampling,
@@ -99,15 +118,11 @@ class Tries:
             is_fresh=before is None,
         )
 
-    def _fitting(self, carried: Carried | None, group_size: int) -> Scored | None:
+    def _fitting(self, carried: Scored | None, group_size: int) -> Scored | None:
         """What is carried, if it was judged as it would be now."""
         if carried is None:
             return None
-        if (
-            not isinstance(carried, Scored)
-            or carried.group_size != group_size
-            or carried.rewards.keys() != {*self.judge.rewards, "total"}
-        ):
+        if carried.group_size != group_size or carried.rewards.keys() != {*self.judge.rewards, "total"}:
             log.warning(
                 "%d groups of the last rollout have another size or other rewards: left out", len(carried.prompts)
             )

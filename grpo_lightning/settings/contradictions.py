@@ -135,24 +135,6 @@ def _tries_need_a_filter(get: Reader) -> list[str]:
     ]
 
 
-def _over_sampling(get: Reader) -> list[str]:
-    ratio = get("rollout.over_sample")
-    if isinstance(ratio, Mapping):
-        return ["rollout.over_sample: allowed is one number >= 1: batches have as many prompts in every step"]
-    if ratio == 1:
-        return []
-    if "rollout" not in get("module"):
-        return [f"rollout.over_sample={ratio}: allowed is 1 with module=sft, whose batches would grow"]
-    told = f"rollout.over_sample={ratio}: allowed is 1 with "
-    if get("rollout").get("_target_") == "grpo_lightning.rollout.Recorded":
-        return [told + "rollout=recorded, which samples nothing"]
-    if get("rollout.max_tries") != 1:
-        return [f"{told}rollout.max_tries={get('rollout.max_tries')}"]
-    if get("rollout.group_filter") is not None:
-        return [told + "rollout.group_filter: what has passed would be trained on in the order of its lengths"]
-    return []
-
-
 def _kept_of_a_group(get: Reader) -> list[str]:
     size, group = get("rollout.downsample.size"), get("rollout.group_size")
     return [f"rollout.downsample.size={size}: allowed is 2 to rollout.group_size={group}"] if size > group else []
@@ -254,7 +236,6 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _needs_reference,
     _adapter_to_switch_off,
     _tries_need_a_filter,
-    _over_sampling,
     _kept_of_a_group,
     _delta_above_the_clip,
     _gates,

@@ -46,13 +46,6 @@ def _own_cache(get: Reader, name: str) -> list[str]:
     ]
 
 
-def _to_the_end(get: Reader, name: str) -> list[str]:
-    ratio = get("rollout.over_sample")
-    if ratio == 1:
-        return []
-    return [f"rollout.over_sample={ratio}: allowed with {name} is 1: an engine draws completions to their ends"]
-
-
 def _no_entropy(get: Reader, name: str) -> list[str]:
     share = get("rollout.top_entropy")
     if share == 1:
@@ -77,7 +70,6 @@ _RULES: tuple[Callable[[Reader, str], list[str]], ...] = (
     _installed,
     _arguments,
     _own_cache,
-    _to_the_end,
     _no_entropy,
     _whole_weights,
     _of_transformers,

@@ -19,7 +19,7 @@ def episode_problems(get: Reader) -> list[str]:
             for name in _own_rewards(get)
         ]
     found: list[str] = []
-    for rule in (_engine, _over_sampling, _scored_anew, _process):
+    for rule in (_engine, _scored_anew, _process):
         try:
             found += rule(get)
         except Unsound:
@@ -38,16 +38,6 @@ def _engine(get: Reader) -> list[str]:
     if name is None:
         return []
     return [f"{name}: allowed with an environment is sampler=own: engines take no part in episodes"]
-
-
-def _over_sampling(get: Reader) -> list[str]:
-    ratio = get("rollout.over_sample")
-    if ratio == 1:
-        return []
-    return [
-        f"rollout.over_sample={ratio}: allowed with an environment is 1: an episode that has begun is not carried over "
-        "to the next step"
-    ]
 
 
 def _scored_anew(get: Reader) -> list[str]:

@@ -45,7 +45,6 @@ OF_GRPO = (
     "completion/length_mean",
     "completion/length_max",
     "completion/truncated_fraction",
-    "completion/carried_fraction",
     "completion/set_size_mean",
     "completion/set_full_fraction",
     "sampler/weight_version",

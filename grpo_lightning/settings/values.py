@@ -49,7 +49,7 @@ def _are_devices(value: Any) -> bool:
 _FRACTION = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
 _ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
-_COPIED = {"steps", "tries", "over_sample", "validate_every"}
+_COPIED = {"steps", "tries", "validate_every"}
 """Settings of the data that are copies of others, which are reported where they are written."""
 
 EVERY = integer(1)
@@ -88,7 +88,6 @@ RULES: dict[str, Rule] = {
     **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
     "rollout.kl_penalty": _NOT_NEGATIVE,
     "rollout.max_tries": integer(1),
-    "rollout.over_sample": DATA["over_sample"],
     "rollout.rescore": flag(),
     "rollout.downsample.size": integer(2),
     "rollout.top_entropy": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),

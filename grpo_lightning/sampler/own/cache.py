@@ -5,7 +5,7 @@ to b - 1; S tokens of the longest prompt, T of the completions so far; V the siz
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +67,6 @@ class PlainCache:
         prompts: [P] the token ids of each prompt.
         group_size: Completions per prompt, G.
         longest: Tokens that a prompt and its completion may have together.
-        begun: Completion -> the token ids that it has already.
         pad_id: The token id that stands before shorter prompts.
     """
 
@@ -81,17 +80,15 @@ class PlainCache:
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         pad_id: int,
     ) -> None:
         self._model, self._prompts, self._group_size = model, prompts, group_size
-        self._longest, self._begun, self._pad_id = longest, begun, pad_id
+        self._longest, self._pad_id = longest, pad_id
 
     def open(self, rows: Sequence[int]) -> Tensor:
-        # Each prompt once, and completions that go on each by itself.
-        keys = [(row // self._group_size, row if row in self._begun else None) for row in rows]
-        distinct = list(dict.fromkeys(keys))
-        texts = [[*self._prompts[prompt], *self._begun.get(-1 if row is None else row, ())] for prompt, row in distinct]
+        groups = [row // self._group_size for row in rows]
+        distinct = list(dict.fromkeys(groups))  # each prompt once
+        texts = [self._prompts[prompt] for prompt in distinct]
         width, device = max(map(len, texts)), self._model.device
         ids = torch.tensor([[self._pad_id] * (width - len(text)) + list(text) for text in texts], device=device)
         lengths = torch.tensor([[len(text)] for text in texts], device=device)
@@ -110,10 +107,10 @@ class PlainCache:
             use_cache=True,
             logits_to_keep=1,
         )
-        of_row = torch.tensor([distinct.index(key) for key in keys], device=device)
+        of_row = torch.tensor([distinct.index(group) for group in groups], device=device)
         self._cache.batch_select_indices(of_row)
         self._seen = seen[of_row]  # [P, S] -> [b, S]
-        self._firsts = torch.tensor([len(self._prompts[prompt]) for prompt, _ in keys], device=device)
+        self._firsts = torch.tensor([len(self._prompts[group]) for group in groups], device=device)
         logits: Tensor = output.logits[:, -1][of_row]  # [P, V] -> [b, V]
         return logits
 
@@ -179,7 +176,6 @@ class RecomputedCache:
         prompts: [P] the token ids of each prompt.
         group_size: Completions per prompt, G.
         longest: Tokens that a prompt and its completion may have together.
-        begun: Completion -> the token ids that it has already.
         pad_id: The token id that stands behind shorter rows.
         device: The device of the model.
     """
@@ -194,21 +190,20 @@ class RecomputedCache:
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         pad_id: int,
         device: torch.device,
     ) -> None:
         self._logits, self._prompts, self._group_size, self._longest = logits, prompts, group_size, longest
-        self._begun, self._pad_id, self._device = begun, pad_id, device
+        self._pad_id, self._device = pad_id, device
 
     def open(self, rows: Sequence[int]) -> Tensor:
-        texts = [[*self._prompts[row // self._group_size], *self._begun.get(row, ())] for row in rows]
+        texts = [self._prompts[row // self._group_size] for row in rows]
         width = max(map(len, texts))
         self._ids = torch.tensor(
             [list(text) + [self._pad_id] * (width - len(text)) for text in texts], device=self._device
         )
         self._lengths = torch.tensor([len(text) for text in texts], device=self._device)
-        self._firsts = [len(self._prompts[row // self._group_size]) for row in rows]
+        self._firsts = [len(text) for text in texts]
         return self._next()
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:

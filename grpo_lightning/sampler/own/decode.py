@@ -3,7 +3,7 @@
 Shapes: N completions in all, T tokens of the longest; b of them are drawn at a time, n of which have just ended.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,13 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.slots import Begun, Slots, StopTest, Talk
+from grpo_lightning.sampler.own.slots import Slots, StopTest, Talk
 from grpo_lightning.sampler.own.talking import TalkingSlots
 
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
 OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
 """(completions that just ended, their ids [n, t], mask [n, t])"""
-Enough = Callable[[Sequence[bool]], bool]
-"""(which completions [N] are over, by themselves or at their longest) -> whether the others may stay as they are."""
 
 COMPACT = 0.75
 """Ended completions are dropped once at most this fraction of those held is still running and none waits.
@@ -71,8 +69,6 @@ def decode(
     ranks: Ranks = ALONE,
     at_once: int | None = None,
     look_every: int | None = None,
-    begun: Mapping[int, Begun] | None = None,
-    enough: Enough | None = None,
     talk: Talk | None = None,
 ) -> Decoded:
     """Draw the completions of a cache.
@@ -92,39 +88,31 @@ def decode(
         ranks: The processes that may have to make every forward pass together.
         at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
         look_every: Tokens between two looks; None: 1 on a CPU, else `LOOK_EVERY`.
-        begun: Completion -> what an earlier rollout has drawn of it. Of those that are over nothing is drawn; at least
-            one completion must not be over.
-        enough: Says after a look whether the completions that are not over may be left as they are. In lockstep they
-            go on until all processes have enough.
         talk: Replies to completions that have ended a turn, which then go on; None: they are over.
 
     Raises:
         FloatingPointError: The logits are not finite.
     """
-    begun = begun or {}
     on_cpu = uniforms.device.type == "cpu"
     look_every = look_every or (1 if on_cpu else LOOK_EVERY)
     cache.rewinds = talk is not None
     # A completion draws once when it takes its slot, which may be between two looks.
     kind = TalkingSlots if talk else Slots
-    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1, begun=begun)
+    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1)
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
-    compact = 1.0 if (begun or talk) and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
+    compact = 1.0 if talk and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
     replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
-    waiting = [row for row, over in enumerate(slots.over) if not over][::-1]  # the next one last
+    waiting = list(range(len(uniforms)))[::-1]  # the next one last
     at_once = min(at_once or len(waiting), len(waiting))
     slots.open([waiting.pop() for _ in range(at_once)])
-    has_enough = enough is not None and enough(slots.over)
     while True:
         over = slots.look(stops)
         if talk and isinstance(slots, TalkingSlots):
             over += slots.answer(talk, can_wait=bool(waiting and cache.refills and slots.free))
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
-        if enough and over:
-            has_enough = enough(slots.over)
         taken = slots.taken
-        if not ranks.anyone(bool(taken or waiting) and not has_enough):
+        if not ranks.anyone(bool(taken or waiting)):
             break
         if poll and ranks.lockstep:
             # If one process leaves, the others would wait in the next forward pass for ever.

@@ -1,10 +1,10 @@
 """Reading prompts before the first token of their completions is drawn, as streams without padding.
 
-Shapes: P prompts, p of them in a stream of N tokens; S tokens of the longest prompt; n tokens of a completion that has
-been begun; Hkv key heads, D the size of a head; H that of a hidden state.
+Shapes: P prompts, p of them in a stream of N tokens; S tokens of the longest prompt; n tokens of a completion; Hkv
+key heads, D the size of a head; H that of a hidden state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from grpo_lightning.transformer.attention import Stream, forward
 
 @dataclass
 class Read:
-    """What a decoder made of some prompts, and of completions that an earlier rollout has begun."""
+    """What a decoder made of some prompts, and of a completion of each."""
 
     lengths: list[int]
     """[P] tokens of every prompt."""
@@ -26,15 +26,14 @@ class Read:
     """[P, H] at every prompt's last token."""
     keys: dict[int, Pair]
     """Layer -> keys and values [P, Hkv, S, D]; behind a shorter prompt they mean nothing."""
-    begun: dict[int, tuple[Tensor, dict[int, Pair]]] = field(default_factory=dict)
-    """Completion -> its last hidden state [H], and layer -> its keys and values [Hkv, n, D]."""
+    completions: list[tuple[Tensor, dict[int, Pair]]] = field(default_factory=list)
+    """[P] the last hidden state [H] of each completion, and layer -> its keys and values [Hkv, n, D]."""
 
-    def last(self, rows: Sequence[int], groups: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The different last hidden states [k, H] of completions [n] of some prompts [n], and which is whose [n]."""
-        keys = [(group, row if row in self.begun else None) for row, group in zip(rows, groups, strict=True)]
-        number = {key: i for i, key in enumerate(sorted(set(keys), key=str))}
-        hidden = torch.stack([self.hidden[group] if row is None else self.begun[row][0] for group, row in number])
-        return hidden, torch.tensor([number[key] for key in keys], device=hidden.device)
+    def last(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The different last hidden states [k, H] of some prompts [n], and which is whose [n]."""
+        number = {group: i for i, group in enumerate(sorted(set(groups), key=str))}  # another order rounds otherwise
+        hidden = torch.stack([self.hidden[group] for group in number])
+        return hidden, torch.tensor([number[group] for group in groups], device=hidden.device)
 
 
 class _Reading:
@@ -54,8 +53,7 @@ def read_prompts(
     decoder: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    begun: Mapping[int, Sequence[int]],
-    group_size: int,
+    completions: Sequence[Sequence[int]] = (),
     tokens: int,
     ranks: Ranks,
 ) -> Read:
@@ -64,26 +62,23 @@ def read_prompts(
     Args:
         decoder: The model without its head.
         prompts: [P] the token ids of each prompt.
-        begun: Completion -> the token ids that it has already; completion ``i`` belongs to prompt ``i // group_size``.
-        group_size: Completions per prompt.
-        tokens: The most tokens in one forward pass; a group that is longer goes alone.
+        completions: [P] the token ids of the completion to read behind each prompt; empty: prompts only.
+        tokens: The most tokens in one forward pass; a prompt that is longer goes alone.
         ranks: The processes that may have to make every forward pass together.
     """
     device = decoder.device
     longest = max(map(len, prompts))
-    own: list[list[int]] = [[] for _ in prompts]  # the completions of each prompt that have been begun
-    for row in sorted(begun):
-        own[row // group_size].append(row)
-    sizes = [len(prompt) + sum(len(begun[row]) for row in rows) for prompt, rows in zip(prompts, own, strict=True)]
+    own = [[ids] for ids in completions] or [[] for _ in prompts]
+    sizes = [len(prompt) + sum(map(len, rows)) for prompt, rows in zip(prompts, own, strict=True)]
     hidden, keys = [], []
     read = Read([len(prompt) for prompt in prompts], torch.empty(0), {})
     chunks = _chunks(sizes, tokens)
     # Another process may have more to read, and every forward pass of sharded weights takes all processes.
     idle = ranks.most(len(chunks)) - len(chunks)
     for number, chunk in enumerate([chunks[0]] * idle + chunks):
-        groups = tuple((len(prompts[i]), tuple(len(begun[row]) for row in own[i])) for i in chunk)
+        groups = tuple((len(prompts[i]), tuple(map(len, own[i]))) for i in chunk)
         reading = _Reading(Stream(groups, device))
-        pieces = [piece for i in chunk for piece in (prompts[i], *(begun[row] for row in own[i]))]
+        pieces = [piece for i in chunk for piece in (prompts[i], *own[i])]
         ids = torch.tensor([token for piece in pieces for token in piece], device=device)
         states = forward(decoder, ids[None], reading.stream.positions, reading)[0]  # [1, N, H] -> [N, H]
         if number < idle:
@@ -94,15 +89,12 @@ def read_prompts(
         places = (starts + torch.arange(longest, device=device)).clamp(max=len(ids) - 1)
         hidden.append(states[torch.tensor([middle - 1 for _, middle, _ in spans], device=device)])
         keys.append({layer: _by_head(pair, places) for layer, pair in reading.kept.items()})
-        for (_, place, _), i in zip(spans, chunk, strict=True):
-            for row in own[i]:
-                end = place + len(begun[row])
-                pairs = {
-                    layer: (k[place:end].transpose(0, 1), v[place:end].transpose(0, 1))
-                    for layer, (k, v) in reading.kept.items()
-                }
-                read.begun[row] = states[end - 1], pairs
-                place = end
+        for _, place, end in spans if completions else ():
+            pairs = {
+                layer: (k[place:end].transpose(0, 1), v[place:end].transpose(0, 1))
+                for layer, (k, v) in reading.kept.items()
+            }
+            read.completions.append((states[end - 1], pairs))
     read.hidden = torch.cat(hidden)
     for layer in keys[0]:
         read.keys[layer] = torch.cat([part[layer][0] for part in keys]), torch.cat([part[layer][1] for part in keys])

@@ -4,7 +4,7 @@ Shapes: N completions in all, T the most tokens of one; b of them are held now, 
 a set.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,16 @@ class Sets:
     Args:
         length: T
         draws: The most draws between two looks.
-        begun: Completion -> the sets of the tokens that it has already, [t].
         device: Where the tokens are.
     """
 
-    def __init__(self, length: int, draws: int, begun: Mapping[int, Kept], device: torch.device) -> None:
+    def __init__(self, length: int, draws: int, device: torch.device) -> None:
         self._length, self._draws = length, draws
         self.recent: Tensor | None = None
         """[b, draws, K] the sets of the tokens since the last look, with -1 in the room that they do not need."""
         self.num_recent = torch.empty(0, dtype=torch.long, device=device)
         """[b] how many tokens that are."""
-        self._known = [
-            (row * length + torch.arange(len(kept), device=device), kept.to(device)) for row, kept in begun.items()
-        ]
+        self._known: list[tuple[Tensor, Kept]] = []
         """The numbers [n] of tokens in a flattened [N, T], and their sets [n]."""
 
     def open(self, size: int) -> None:

@@ -43,7 +43,6 @@ class SharedPromptCache:
         prompts: [P] the token ids of each prompt.
         group_size: Completions per prompt, G.
         longest: Tokens that a prompt and its completion may have together.
-        begun: Completion -> the token ids that it has already.
         flat: A copy of the decoder for single tokens; None lets the decoder itself take them.
         windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
         is_static: Whether the decoder makes the same operations whatever the tokens are.
@@ -60,14 +59,13 @@ class SharedPromptCache:
         group_size: int,
         *,
         longest: int,
-        begun: Mapping[int, Sequence[int]],
         flat: FlatDecoder | None,
         windows: Mapping[int, int],
         is_static: bool,
         ranks: Ranks = ALONE,
     ) -> None:
         self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
-        self._longest, self._begun, self._flat, self._windows = longest, begun, flat, windows
+        self._longest, self._flat, self._windows = longest, flat, windows
         self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS, ranks=ranks)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
@@ -109,7 +107,7 @@ class SharedPromptCache:
 
     def open(self, rows: Sequence[int]) -> Tensor:
         if self._read is None:
-            self._read = self._reads(self._prompts, begun=self._begun, group_size=self._group_size)
+            self._read = self._reads(self._prompts)
         size = len(rows)
         self._refilled = self._to_come > size
         self._group_of, self._held, self._firsts = ([0] * size for _ in range(3))
@@ -131,26 +129,21 @@ class SharedPromptCache:
         groups = [row // self._group_size for row in rows]
         # Where a completion's own tokens begin.
         firsts = [0 if self._shared else read.lengths[group] for group in groups]
-        for slot, row, group, first in zip(slots, rows, groups, firsts, strict=True):
+        for slot, group, first in zip(slots, groups, firsts, strict=True):
             self._group_of[slot] = group
-            self._firsts[slot], self._held[slot] = first, first + len(self._begun.get(row, ()))
+            self._firsts[slot] = self._held[slot] = first
         self._grow(max(*self._held, 0 if self._shared else max(read.lengths)))
         places, prompts = (torch.tensor(numbers, device=self._device) for numbers in (list(slots), groups))
         if not self._shared:
             for layer, pair in read.keys.items():
                 for buffer, prompt in zip(self._own[layer], pair, strict=True):
                     buffer[places, :, : prompt.shape[2]] = prompt[prompts]  # [P, Hkv, S, D] -> [n, Hkv, S, D]
-        for slot, row, first in zip(slots, rows, firsts, strict=True):
-            if row in read.begun:
-                self._own.write(slot, first, read.begun[row][1])
         self._note(slots)
         lengths = torch.tensor(read.lengths, device=self._device)
         self._before[places] = lengths[prompts] if self._shared else torch.zeros_like(prompts)
         # The head is applied once per prompt: a group's first tokens are all drawn from the same distribution.
-        hidden, chosen = read.last(rows, groups)
+        hidden, chosen = read.last(groups)
         logits: Tensor = self._head(hidden)[chosen]
-        for row in rows:
-            read.begun.pop(row, None)
         if not self._to_come:
             read.keys = {}
         if self._shared:
@@ -175,14 +168,14 @@ class SharedPromptCache:
 
     def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         prompts = [self._prompts[row // self._group_size] for row in rows]
-        read = self._reads(prompts, begun=dict(enumerate(tokens)), group_size=1)
+        read = self._reads(prompts, completions=tokens)
         for slot, own in zip(slots, tokens, strict=True):
             self._held[slot] = self._firsts[slot] + len(own)
         self._grow(max(self._held))
-        for number, slot in enumerate(slots):
-            self._own.write(slot, self._firsts[slot], read.begun[number][1])
+        for slot, (_, pairs) in zip(slots, read.completions, strict=True):
+            self._own.write(slot, self._firsts[slot], pairs)
         self._note(slots)
-        logits: Tensor = self._head(torch.stack([read.begun[number][0] for number in range(len(slots))]))
+        logits: Tensor = self._head(torch.stack([hidden for hidden, _ in read.completions]))
         return logits
 
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:

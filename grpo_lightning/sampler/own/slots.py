@@ -3,8 +3,7 @@
 Shapes: N completions in all, T the most tokens of one; b of them are held by the cache now, in slots.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,26 +14,6 @@ from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.draw import NotFinite, draw
 from grpo_lightning.sampler.own.sets import Sets
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A completion that an earlier rollout has begun."""
-
-    ids: Sequence[int]
-    """[t] its tokens so far."""
-    logprobs: Sequence[float]
-    """[t] of the policies that drew them, in nats."""
-    entropies: Sequence[float]
-    """[t] in nats."""
-    finished: bool = False
-    """Whether it has ended of itself."""
-    kept: Kept | None = None
-    """[t] the sets that they were drawn from; None: the whole vocabulary."""
-
-    def over(self, max_new_tokens: int) -> bool:
-        """Whether nothing more is drawn of it."""
-        return self.finished or len(self.ids) >= max_new_tokens
 
 
 class StopTest(Protocol):
@@ -81,7 +60,6 @@ class Slots:
         sampling: How tokens are drawn.
         end_ids: The token ids that end a completion; the first of them still belongs to it.
         draws: The most tokens of a completion that are drawn between two looks.
-        begun: Completion -> what it has already.
     """
 
     def __init__(
@@ -92,7 +70,6 @@ class Slots:
         sampling: Sampling,
         end_ids: Sequence[int],
         draws: int,
-        begun: Mapping[int, Begun],
     ) -> None:
         self._cache, self._uniforms, self._sampling = cache, uniforms, sampling
         device = uniforms.device
@@ -103,8 +80,7 @@ class Slots:
         self._given: Tensor | None = None
         """[N, T + 1] the tokens that are read in their places and not drawn, -1 elsewhere; None: there are none."""
         self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
-        known_sets = {row: known.kept for row, known in begun.items() if known.kept is not None}
-        self.sets = Sets(shape[1], draws, known_sets, device)
+        self.sets = Sets(shape[1], draws, device)
         self._row = torch.empty(0, dtype=torch.long, device=device)
         """[b] the completion in each slot."""
         self._count = torch.empty_like(self._row)
@@ -119,23 +95,14 @@ class Slots:
         """[b] whether all its logits were finite."""
         self.held: list[int | None] = []
         """[b] what `_row` says, None for a completion that is known to be over."""
-        self.lengths = [len(begun[row].ids) if row in begun else 0 for row in range(len(uniforms))]
+        self.lengths = [0] * len(uniforms)
         """[N] tokens of every completion, as last looked at."""
-        self.finished = [row in begun and begun[row].finished for row in range(len(uniforms))]
+        self.finished = [False] * len(uniforms)
         """[N] which completions have ended of themselves, as last looked at."""
-        self.over = [row in begun and begun[row].over(sampling.max_new_tokens) for row in range(len(uniforms))]
-        """[N] which completions have ended of themselves or have all the tokens that they may have."""
         self.asking: set[int] = set()
         """The completions that have ended a turn and wait for a reply."""
         self.turn_starts = [0] * len(uniforms)
         """[N] the first token of the last turn of every completion."""
-        for row, known in begun.items():
-            for values, own in (
-                (self.ids, known.ids),
-                (self.logprobs, known.logprobs),
-                (self.entropies, known.entropies),
-            ):
-                values[row, : len(own)] = torch.tensor(own, dtype=values.dtype, device=device)
 
     @property
     def running(self) -> list[int]:
@@ -220,7 +187,6 @@ class Slots:
                 self.asking.add(row)
             elif not alive[slot]:
                 over.append(row)
-                self.over[row] = True
                 self.held[slot] = None
         return over
 

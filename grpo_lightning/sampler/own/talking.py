@@ -61,7 +61,6 @@ class TalkingSlots(Slots):
             start = self.lengths[row]
             if ids is None or start + len(ids) >= self._sampling.max_new_tokens:
                 self.finished[row] = ids is None
-                self.over[row] = True
                 self.held[slot_of[row]] = None
                 over.append(row)
                 continue
