@@ -9,9 +9,7 @@ from grpo_lightning.reward import verifier
 from grpo_lightning.reward.accuracy import reasoning_gym, verifier_failures
 from grpo_lightning.reward.verifier import (
     GATES,
-    TIMED,
-    is_algebra,
-    is_arithmetic,
+    is_harmless,
     is_literal,
     make_scorer,
     may_be_verified,
@@ -77,31 +75,29 @@ def test_every_verifier_that_evaluates_text_has_a_gate():
     tasks = evaluating_tasks()
     assert len(tasks) == 10
     assert set(tasks) <= set(GATES)
-    assert all(isinstance(make_scorer(task, {}), verifier._Timed) for task in TIMED)
-    assert set(GATES) | TIMED <= set(pytest.importorskip("reasoning_gym.factory").DATASETS)
+    assert all(isinstance(make_scorer(task, {}), verifier._Timed) for task in GATES)
+    assert set(GATES) <= set(pytest.importorskip("reasoning_gym.factory").DATASETS)
 
 
-@pytest.mark.parametrize("task", [*evaluating_tasks(), "rush_hour"])
-def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
+@pytest.mark.parametrize("task", [task for task in evaluating_tasks() if task != "coin_flip"])
+def test_text_cannot_run_code(task, monkeypatch):
     reached = []
     monkeypatch.setattr(os, "system", lambda command: reached.append(command) or 0)
     monkeypatch.setattr("grpo_lightning.reward.accuracy.verifier_failures", {})
     scorer = lambda answer, entry: reached.append(answer) or 1.0  # noqa: E731
     monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: scorer)
-    everywhere = ["9" * 10_001]
     code = [
+        "9" * 10_001,
         "__import__('os').system('true')",
         "().__class__.__base__",
         "[x for x in (1,)]",
-        "9**9**9**9",
         "'a' * 10**10",
         "[1] * 10**10",
         "(lambda: 1)()",
         "f'{1}'",
         "exit()",
     ]
-    harmful = {"coin_flip": ["1e99999999", "1E+0000009", "1e1_000_000"], "rush_hour": ["A+99999999", "A-100"]}
-    for text in everywhere + harmful.get(task, code):
+    for text in code:
         assert verified(task, text, "1") == 0.0
     assert reached == []
     assert verified(task, "1", "1") == 1.0
@@ -115,19 +111,15 @@ def test_text_cannot_run_code_or_build_huge_numbers(task, monkeypatch):
         (is_literal, "_ Q", True),
         (is_literal, " \ta.b", False),  # eval ignores the space before it
         (is_literal, "-" * 9_000 + "1", False),
-        (is_arithmetic, "1000000000001", False),
-        (is_arithmetic, "1j", False),
-        (is_arithmetic, "True", False),
-        (is_algebra, "2*(2 - 8*x)**(3/2)/3 + C", True),  # 2 * (1 + 3) * (1 + 2) = 24 of 64
-        (is_algebra, "x**31", True),  # 2 * (1 + 31) = 64
-        (is_algebra, "(x**2 + 1)**3 * exp(-x)", True),  # 2 * 3 * 2 * 4 = 48
-        (is_algebra, "9**9**9", False),
-        (is_algebra, "log(cos(x)) / sqrt(x)", True),
-        (is_algebra, "exp(exp(exp(x)))", False),
-        (is_algebra, "exec(x)", False),
-        (is_algebra, "exp(x, evaluate=1)", False),
+        (is_harmless, "2*(2 - 8*x)**(3/2)/3 + C", True),
+        (is_harmless, "log(cos(x)) / sqrt(x)", True),
+        (is_harmless, "exec(x)", False),
+        (is_harmless, "exp(x, evaluate=1)", False),
+        (is_harmless, "log(*x)", False),
+        (is_harmless, "'exec(x)'", False),  # sympy evaluates a text once more
+        (is_harmless, "x.y", False),
+        (is_harmless, "(" * 9_000 + "1", False),
         (GATES["coin_flip"], "3/1024", True),
-        (GATES["coin_flip"], "1e100", True),
         (GATES["propositional_logic"], "P" * 1000, True),
     ],
 )
@@ -195,3 +187,16 @@ def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplo
     monkeypatch.setattr("grpo_lightning.reward.accuracy._scorer", lambda task, config: late)
     assert verified("late", "x", "x**2 + C", metadata) == 0.0
     assert "TimeoutError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "metadata"),
+    [
+        ("countdown", "9**9**9**9", {"numbers": [9, 9, 9, 9], "target": 9}),
+        ("coin_flip", "1e99999999", {}),
+        ("rubiks_cube", "F " + "F999999999", {"cube_size": 3, "scramble_moves": "F"}),
+    ],
+)
+def test_huge_numbers_score_little_and_end(task, text, metadata, monkeypatch):
+    monkeypatch.setattr(verifier, "_MOST_SECONDS", 0.5)
+    assert verified(task, text, "1/2", metadata) <= 0.05
