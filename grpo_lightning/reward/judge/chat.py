@@ -62,7 +62,6 @@ class ChatJudge:
         self._model, self._rubric, self._template = _text("model", model), _text("rubric", rubric), template
         self._scale, self._pattern, self._request = _scale(scale), _pattern(pattern), _request(request)
         self._answers = None if cache is None else Answers(Path(cache).expanduser())
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         named = ("completions", "prompts", *_columns(template))
         self.__signature__ = inspect.Signature(
@@ -89,8 +88,6 @@ class ChatJudge:
         body = json.dumps(asked, sort_keys=True).encode()
         read = json.dumps([self._pattern.pattern, self._scale]).encode()
         key = hashlib.sha256(body + read).hexdigest()
-        if self._loop is not asyncio.get_running_loop():  # whatever another one has left is none of this one's
-            self._loop, self._asking = asyncio.get_running_loop(), WeakValueDictionary()
         lock = self._asking.setdefault(key, asyncio.Lock())  # held here, so that it stays
         async with lock:  # of equal completions one is asked about
             return await self._known_or_asked(key, body)

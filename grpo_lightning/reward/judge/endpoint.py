@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, asked over HTTP; whatever it answers, nothing is followed, and little is read."""
+"""An OpenAI-compatible server, asked over HTTP; no redirect is followed."""
 
 import asyncio
 import ipaddress
@@ -19,7 +19,6 @@ from grpo_lightning.reward.engine.weighted import RewardError
 if TYPE_CHECKING:
     import httpx2
 
-_MOST_BYTES = 2**20  # of an answer
 _MOST_SHOWN = 200  # characters of what a server says of an error
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _ABOUT_THE_REQUEST = (400, 413, 422)
@@ -64,28 +63,23 @@ class Endpoint:
             RewardError: It would not answer any request: redirects, a key that does not count, an address without it.
         """
         key = self._key()
-        # Not compressed: a small answer would be read as a huge one.
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers = {"content-type": "application/json"}
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._loop, self._client = asyncio.get_running_loop(), _connected(self._is_local)
-        async with self._client.stream("POST", self.url, content=body, headers=headers) as response:
-            status = response.status_code
-            if 200 <= status < 300:
-                return _content(await _read(response, key))
-            if 300 <= status < 400:
-                place = _shown(response.headers.get("location", "").replace(key or HIDDEN, HIDDEN))
-                raise RewardError(
-                    f"{self.url} answers {status}, a redirect to {place}, which is not followed: base_url has to be "
-                    "where it leads"
-                )
-            if status in _TEMPORARY or status >= 500:
-                raise Later(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
-            told = f"{self.url} answers {status}: {_shown((await _read(response, key)).decode(errors='replace'))}"
-            if status in _ABOUT_THE_REQUEST:
-                raise Refused(told)
-            raise RewardError(told)
+        response = await self._client.post(self.url, content=body, headers=headers)
+        status = response.status_code
+        text = response.text.replace(key or HIDDEN, HIDDEN)  # a server may repeat it
+        if 200 <= status < 300:
+            return _content(text)
+        if status in _TEMPORARY or status >= 500:
+            raise Later(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
+        told = f"{self.url} answers {status}: {_shown(text)}"
+        if 300 <= status < 400:
+            place = _shown(response.headers.get("location", "").replace(key or HIDDEN, HIDDEN))
+            told += f" a redirect to {place}, which is not followed: base_url has to be where it leads"
+        raise (Refused if status in _ABOUT_THE_REQUEST else RewardError)(told)
 
     async def aclose(self) -> None:
         """Close its connections, if they are of the loop that this runs on."""
@@ -141,28 +135,14 @@ def _is_local(host: str) -> bool:
         return False
 
 
-async def _read(response: "httpx2.Response", key: str | None) -> bytes:
-    """The body as it was sent, if it is not too large, without the key: a server may repeat it."""
-    if response.headers.get("content-encoding", "identity") != "identity":
-        raise ValueError("its answer is compressed, which was not asked for")
-    body = bytearray()
-    async for part in response.aiter_raw():
-        body += part
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"its answer is longer than {_MOST_BYTES} bytes")
-    return bytes(body).replace((key or HIDDEN).encode(), HIDDEN.encode())
-
-
-def _content(body: bytes) -> str:
+def _content(body: str) -> str:
     """The text of the first choice of a chat completion."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(
-            f"its answer is no chat completion: {_shown(body[: 4 * _MOST_SHOWN].decode(errors='replace'))}"
-        )
+        raise ValueError(f"its answer is no chat completion: {_shown(body[: 4 * _MOST_SHOWN])}")
     return content
 
 
@@ -180,4 +160,4 @@ def _seconds(after: str | None) -> float:
 
 def _shown(text: str) -> str:
     """The beginning of a server's words, without secrets and control characters."""
-    return one_line(hide(" ".join(text.split()))[:_MOST_SHOWN])
+    return one_line(hide(" ".join(text[: 4 * _MOST_SHOWN].split()))[:_MOST_SHOWN])
