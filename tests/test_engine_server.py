@@ -112,26 +112,15 @@ def test_the_server_draws_with_the_weights_that_are_trained(server, sampler, tmp
     assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors"])
-def test_only_weights_of_a_run_are_removed(name, server, sampler, tmp_path):
-    place = tmp_path / "weights" / "weights-0"
-    place.mkdir(parents=True)
-    (place / name).write_text("mine")
-    with pytest.raises(ValueError, match=r"^sampler\.directory=.*/weights: weights-0 in it holds something else than"):
-        sample(sampler, tiny())
-    assert (place / name).read_text() == "mine"
-    assert server.log == ["/v1/models"]
-
-
-@pytest.mark.parametrize("left", [(), (".grpo-lightning", "model.safetensors", "half")])
+@pytest.mark.parametrize("left", [(), ("model.safetensors", "half")])
 def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monkeypatch):
-    place, read = tmp_path / "weights" / "weights-0", []
+    place, read = tmp_path / "weights" / "grpo-lightning-weights-0", []
     monkeypatch.setattr(server, "reload", lambda given: read.append(sorted(p.name for p in Path(given).iterdir())))
     place.mkdir(parents=True)
     for name in left:
         (place / name).write_text("")
     sample(sampler, tiny())
-    assert read == [[".grpo-lightning", "config.json", "model.safetensors"]]
+    assert read == [["config.json", "model.safetensors"]]
     assert list(place.parent.iterdir()) == []
 
 
@@ -151,7 +140,7 @@ def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(s
 def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret-of-a-test")
     server.answers["/v1/models"] = (302, {})
-    with pytest.raises(RuntimeError, match=r"/v1/models: status 302") as told:
+    with pytest.raises(RuntimeError, match=r"/v1/models: no answer") as told:
         sample(sampler, tiny())
     assert server.keys == ["Bearer secret-of-a-test"]
     assert "secret-of-a-test" not in str(told.value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request, urlopen
 
 import torch
 from safetensors.torch import save_file
@@ -28,10 +28,6 @@ from grpo_lightning.sampler.filtered import options
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
-LARGEST = 2**30
-"""Bytes of an answer that are read."""
-_MARK = ".grpo-lightning"
-"""A file in a directory of weights, which is there before them."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at whether the run was asked to end."""
 _NEUTRAL = {
@@ -67,7 +63,7 @@ class VLLMServer(CopiedWeights):
         """As in `Sampler.ready`.
 
         Raises:
-            ValueError: The server serves no model, or several; or the directory holds something else than such weights.
+            ValueError: The server serves no model, or several.
             RuntimeError: It does not answer, or has kept keys and values of older weights.
         """
         if not hasattr(policy, "weights"):
@@ -77,7 +73,7 @@ class VLLMServer(CopiedWeights):
         self._version, self._ranks = None, ranks
         with clock("sync"):
             self.model = self.model or ranks.together(self._only_model)[ranks.rank]
-            place = self.directory.resolve() / f"weights-{version}"
+            place = self.directory.resolve() / f"grpo-lightning-weights-{version}"
             ranks.together(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
             ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
@@ -182,27 +178,9 @@ class VLLMServer(CopiedWeights):
 
 
 def _make(place: Path) -> None:
-    """Make an empty directory; one that a run which was killed has left is removed, and nothing else.
-
-    Raises:
-        ValueError: Something else is there.
-    """
-    if place.is_dir() and ((place / _MARK).is_file() or not any(place.iterdir())):
-        shutil.rmtree(place)
-    elif place.exists():
-        raise ValueError(
-            f"sampler.directory={place.parent}: {place.name} in it holds something else than weights that a run has "
-            "written for its server; allowed is a directory of their own"
-        )
+    """Make an empty directory, in place of one that a run which was killed has left."""
+    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    (place / _MARK).touch()
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    """A key must not follow to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse: the answer is an error."""
 
 
 class Connection:
@@ -227,7 +205,6 @@ class Connection:
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._key_name = key_name
-        self._opener = build_opener(_NoRedirect)
 
     def get(self, path: str) -> Any:
         """The answer to a request without content."""
@@ -238,21 +215,13 @@ class Connection:
         data = json.dumps(content).encode()
         return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
 
-    def _key(self) -> str:
-        """The key, without the line end that files have."""
-        key = os.environ.get(self._key_name, "").strip()
-        if not key.isascii() or not key.isprintable():
-            raise ValueError(
-                f"{self._key_name}: the variable's value cannot be a key: it has other signs than keys have"
-            )
-        return key
-
     def _asked(self, request: Request) -> Any:
-        if key := self._key():
+        key = os.environ.get(self._key_name, "").strip()  # without the line end that files have
+        if key:
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
-            with self._opener.open(request, timeout=self._timeout) as answer:
-                read = answer.read(LARGEST)
+            with urlopen(request, timeout=self._timeout) as answer:
+                read = answer.read()
         except HTTPError as error:
             said = error.read(500).decode(errors="replace").replace(key or HIDDEN, HIDDEN)
             raise RuntimeError(f"{request.full_url}: status {error.code}: {said}") from None
