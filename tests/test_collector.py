@@ -209,15 +209,15 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     assert found.scored.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
 
 
-def test_scores_enter_clipped_and_gated_and_are_logged_as_they_are():
+def test_scores_enter_clipped_and_are_logged_as_they_are():
     rewards = {
         "right": Weighted(starts_with_r, 1.0),
-        "length": Weighted(lengths, 10.0, clip=[0.0, 2.0], only_if="right > 0"),
+        "length": Weighted(lengths, 10.0, clip=[0.0, 2.0]),
     }
     found = collect(["rrrr ww"], rewards=rewards)
     assert found.scored.rewards["length"].tolist() == [4.0, 2.0]
-    assert found.scored.scores.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert found.scored.rewards["total"].tolist() == [21.0, 0.0]
+    assert found.scored.scores.tolist() == [[1.0, 2.0], [0.0, 2.0]]
+    assert found.scored.rewards["total"].tolist() == [21.0, 20.0]
     assert found.scored.right.tolist() == [True, False]
 
 

@@ -315,7 +315,7 @@ def test_paths_and_tables_and_other_users_of_hydra(checkpoint, tmp_path):
 
 
 def test_an_experiments_rewards_give_way_to_live_ones(tmp_path):
-    run = grpo.compose("experiment=gated", *SMALL, run_dir=tmp_path, reward=letters, data=ROWS)
+    run = grpo.compose("experiment=annealed", *SMALL, run_dir=tmp_path, reward=letters, data=ROWS)
     assert list(run.config["reward"]) == ["letters"]
 
 

@@ -145,7 +145,6 @@ REDUCED = {
     "gpt2_notebook": ("gpt2", ["steps=2"], 2),
     "rlox_quickstart": ("llama", [], 3),
     "annealed": ("llama", [*SHORT, "rollout.group_size=3"], 2),
-    "gated": ("llama", [*SHORT, "rollout.group_size=3"], 2),
     "iterative_grpo": ("llama", [*SHORT, "rollout.group_size=3", "callbacks.reference.every=1"], 2),
     "iterative_reward_model": (
         "llama",

@@ -31,7 +31,6 @@ reward:
     _target_: grpo_lightning.reward.Weighted
     weight: 1.0
     clip: null
-    only_if: null
     timeout: null
     max_failed: 0.5
     failed_score: 0.0

@@ -39,7 +39,7 @@ EXPLAINED = {
     "+policy=hf": "+policy: one is chosen already; allowed is policy=NAME, without the plus",
     "reward=accuracy,format": "allowed is reward=[accuracy,format] for several together, or -m",
     "steps": "steps: allowed is KEY=VALUE",
-    "reward.format.only_if=format > 0": "allowed with spaces, commas, brackets, quotes or =",
+    "rollout.stop=a > 0": "allowed with spaces, commas, brackets, quotes or =",
     "steps=${nope}": "data.steps: Interpolation key 'nope' not found",
     "a=1": "a=1: unknown; allowed are the keys that `",
     "trainer='\x1b[2Jx'": "\\x1b[2Jx",

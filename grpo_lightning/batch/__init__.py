@@ -177,7 +177,7 @@ class Scored:
     right: Tensor
     """[B] (bool) whether the outcome reward reaches its threshold."""
     scores: Tensor
-    """[B, K] as they enter the total: clipped and gated, before their weights."""
+    """[B, K] as they enter the total: clipped, before their weights."""
     steps: Tensor
     """[B, T] weighted scores at the token where each step ends, NaN elsewhere; a whole completion is one step."""
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from grpo_lightning.distributed.chosen import settings_shard
 from grpo_lightning.output.shell import typed, typed_key
-from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.settings.walk import HELD
 
 
@@ -147,17 +146,6 @@ def _delta_above_the_clip(get: Reader) -> list[str]:
     return [f"loss.surrogate.delta={delta}: allowed is more than 1 + loss.surrogate.epsilon_high = {1 + high}"]
 
 
-def _gates(get: Reader) -> list[str]:
-    rewards = get("reward")
-    gates = {name: Gate.parse(get(f"reward.{name}.only_if")) for name in rewards if "only_if" in rewards[name]}
-    return [
-        f'reward.{name}.only_if="{rewards[name]["only_if"]}": allowed are conditions on '
-        f"{', '.join(other for other in rewards if other != name) or 'another reward, and there is none'}"
-        for name, gate in gates.items()
-        if gate and (gate.reward not in rewards or gate.reward == name)
-    ]
-
-
 def _quantized(get: Reader) -> list[str]:
     if get("policy.quantization") is None or get("policy.adapter") is not None:
         return []
@@ -238,7 +226,6 @@ CONTRADICTIONS: tuple[Callable[[Reader], list[str]], ...] = (
     _tries_need_a_filter,
     _kept_of_a_group,
     _delta_above_the_clip,
-    _gates,
     _quantized,
     _old_sharding,
     _sharded_optimizer,

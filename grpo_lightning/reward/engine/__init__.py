@@ -1,1 +1,1 @@
-"""How rewards are called, checked, gated, weighted and run in worker processes."""
+"""How rewards are called, checked, weighted and run in worker processes."""

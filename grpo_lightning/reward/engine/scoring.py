@@ -9,7 +9,6 @@ from grpo_lightning.distributed import signals
 from grpo_lightning.output.activity import doing
 from grpo_lightning.reward.engine import coroutines, pool
 from grpo_lightning.reward.engine.foreign import described, plain
-from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.reward.engine.returned import beginning, checked, single
 from grpo_lightning.reward.engine.total import scalar
 from grpo_lightning.reward.engine.weighted import (
@@ -35,11 +34,6 @@ def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]
             parameters that are no column: all of the problems, with the rewards and the columns there are.
     """
     problems = [] if rewards else ["reward: expected at least one, got none"]
-    for name, weighted in rewards.items():
-        gate = Gate.parse(weighted.only_if)
-        if gate and (gate.reward not in rewards or gate.reward == name):
-            others = ", ".join(other for other in rewards if other != name)
-            problems.append(f"reward.{name}.only_if={weighted.only_if!r}: allowed are conditions on {others}")
     problems += [f"column {name!r} has the name of a reward's argument" for name in ARGUMENTS if name in column_names]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, weighted in rewards.items():

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.reward.engine.weighted import RewardError, Score, Weighted
 
 
@@ -15,7 +14,7 @@ def scalar(value: Score) -> float | None:
 
 
 def shaped(rewards: Mapping[str, Weighted], values: Mapping[str, Sequence[Score]]) -> dict[str, list[Score]]:
-    """The scores as they enter the total: cut to ``clip``, and 0 where the condition ``only_if`` does not hold.
+    """The scores as they enter the total: cut to ``clip``.
 
     Args:
         rewards: Name -> function and weight.
@@ -24,15 +23,7 @@ def shaped(rewards: Mapping[str, Weighted], values: Mapping[str, Sequence[Score]
     Returns:
         Name -> [B] scores.
     """
-    entering: dict[str, list[Score]] = {}
-    for name, scores in values.items():
-        gate = Gate.parse(rewards[name].only_if)
-        opened = [gate is None or gate.holds(scalar(values[gate.reward][row])) for row in range(len(scores))]
-        entering[name] = [
-            _cut(value, rewards[name].clip) if is_open or value is None else 0.0
-            for value, is_open in zip(scores, opened, strict=True)
-        ]
-    return entering
+    return {name: [_cut(value, rewards[name].clip) for value in scores] for name, scores in values.items()}
 
 
 def total(rewards: Mapping[str, Weighted], scores: Mapping[str, Sequence[Score]]) -> list[float | None]:

@@ -9,20 +9,12 @@ from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, integer, number, problems
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine.gate import Gate
 from grpo_lightning.varying import Varying
 
 Score = float | tuple[tuple[int, float], ...] | None
 """What a completion gets: a number, (end, score) pairs of its steps, or None where the reward does not apply."""
 Reward = Callable[..., Sequence[Score]]
 """``reward(prompts, completions, **columns)``, the signature of TRL, which returns a score per completion."""
-
-
-def _is_condition(value: Any) -> bool:
-    try:
-        return Gate.parse(value) is not None
-    except ValueError:
-        return False
 
 
 RULES = {
@@ -43,11 +35,6 @@ RULES = {
         null=True,
     ),
     "messages": flag(),
-    "only_if": Rule(
-        _is_condition,
-        'a condition on another reward, such as "format > 0"',
-        null=True,
-    ),
 }
 """What each setting of a reward may be."""
 
@@ -78,8 +65,6 @@ class Weighted:
     """Factor of the score in the total; negative for a penalty, 0 to watch a reward without training on it."""
     clip: Sequence[float] | None = None
     """The [lowest, highest] score that enters the total; others are cut to these."""
-    only_if: str | None = None
-    """A condition on another reward's score, such as "format > 0": elsewhere the score counts as 0 in the total."""
     timeout: float | None = None
     """Seconds that a worker process has for one completion; None: all are scored together, in this process. A coroutine
     function has them for one try, and runs in this process in any case."""
