@@ -31,7 +31,6 @@ from grpo_lightning.distributed.strategies import check_processes, is_first, sta
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
-from grpo_lightning.output.announcement import show_settings
 from grpo_lightning.output.ending import closing
 from grpo_lightning.output.redaction import redacted, redacted_words
 from grpo_lightning.output.summary import now, sweep_value
@@ -196,8 +195,6 @@ class Run:
         Raises:
             SystemExit: With status 130 after Ctrl-C, and 143 after SIGTERM, SIGHUP or SIGUSR1.
         """
-        if is_first() and self.config["print_settings"]:
-            show_settings(self.config)
         try:
             actions = (self.fit, self.validate, self.export, self.preflight)
             {action.__name__: action for action in actions}[self.config["mode"]]()

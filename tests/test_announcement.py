@@ -3,7 +3,7 @@
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint.command import longer_command
 from grpo_lightning.output import activity, announcement
-from grpo_lightning.output.announcement import Opening, greeting, say_once, show_settings
+from grpo_lightning.output.announcement import Opening, greeting, say_once
 from grpo_lightning.output.ending import closing, label, outcome
 from grpo_lightning.output.shell import program
 
@@ -78,15 +78,6 @@ def test_a_sweep_says_the_same_only_once(capsys, monkeypatch):
     finally:
         activity._page = None
     assert [len(line) <= 80 for line in first.splitlines()] == [True, True]
-
-
-def test_all_settings_are_shown_without_secrets(capsys):
-    show_settings({"loss": {"kl_coef": 0.04, "empty": {}}, "api_key": "abcdefgh", "note": "x\x1b[2J"})
-    shown = capsys.readouterr().err.splitlines()
-    assert shown[0] == "settings"
-    assert [line.lstrip("│├└─ ") for line in shown[1:]] == [
-        *("loss", "kl_coef: 0.04", "empty: {}", "api_key: REDACTED", r"note: x\x1b[2J")
-    ]
 
 
 VALUES = {

@@ -167,7 +167,7 @@ def test_what_is_right_passes():
         "mode=validate|policy.dtype=bfloat16",
         "rollout=dynamic_sampling",
         "rollout=max_variance|rollout.downsample.size=8|module.minibatch_size=64",
-        'reward.format.clip=[0,1]|reward.format.timeout=2',
+        "reward.format.clip=[0,1]|reward.format.timeout=2",
         "trainer=ddp|trainer.devices=[0,2]",
         "policy.adapter={r: 4, lora_alpha: 8, target_modules: all-linear, lora_dropout: 0}",
         "sweep_metric=varying/loss.kl_coef",

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.composed import ROOT, composed
-from tests.support.running import SMALL, small_run
+from tests.support.running import SMALL
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -90,11 +90,3 @@ def test_a_sweep_says_what_its_jobs_share_only_once(tmp_path):
     choices = [json.loads((tmp_path / job / "summary.json").read_text())["choices"] for job in jobs]
     assert [one["algorithm"] for one in choices] == ["grpo", "dapo"]
     assert choices[1]["reward"] == ["custom", "format", "soft_overlong"]
-
-
-@pytest.mark.slow
-def test_all_settings_are_shown_when_asked_for(tmp_path, capsys):
-    small_run(tmp_path / "a")
-    assert "kl_coef" not in capsys.readouterr().err
-    small_run(tmp_path / "b", "print_settings=true")
-    assert "kl_coef: 0.04" in capsys.readouterr().err

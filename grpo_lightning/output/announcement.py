@@ -8,8 +8,8 @@ from typing import Any
 from grpo_lightning import __version__
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import folded
-from grpo_lightning.output.redaction import redacted, redacted_words
-from grpo_lightning.output.terminal import WIDTH, one_line, say
+from grpo_lightning.output.redaction import redacted_words
+from grpo_lightning.output.terminal import WIDTH, say
 
 log = logging.getLogger(__name__)
 
@@ -98,21 +98,3 @@ def say_once(text: str) -> None:
 def heard(facts: Mapping[str, Any]) -> None:
     """Take over what `say_once` has said in the process of a job, as noted by it."""
     _said.update(facts.get("said", ()))
-
-
-def show_settings(config: Mapping[str, Any]) -> None:
-    """Print all settings as a tree."""
-    from rich.console import Console  # loaded for this only: a run's first words come before it
-    from rich.tree import Tree
-
-    tree = Tree("settings")
-    _grow(tree, redacted(config))
-    Console(stderr=True).print(tree, markup=False, highlight=False, soft_wrap=True)
-
-
-def _grow(tree: Any, node: Mapping[str, Any]) -> None:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            _grow(tree.add(one_line(str(key))), value)
-        else:
-            tree.add(one_line(f"{key}: {value}"))

@@ -180,7 +180,6 @@ TOP = (
         "run_dir",
         "trusted",
         "requeue",
-        "print_settings",
         "preflight",
         "algorithm",
         "experiment",
