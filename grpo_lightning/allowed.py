@@ -1,7 +1,6 @@
 """What a value may be, said once: beside the part that takes it, for its own check and for that of the settings."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,31 +13,6 @@ LIVE = "grpo_lightning.composition.part"
 """Stands in settings for an object that a program has given to compose, by its name."""
 REPLY_ROLES = ("user", "tool")
 """Who may reply to a model."""
-
-CACHE = "cache"
-"""An argument that says where answers are kept, or whether."""
-PLACES = ("directory", "events_directory", "dirpath", "log_dir", "save_dir", CACHE)
-"""Arguments that say where something is written, which is the user's to say."""
-_WRITTEN = re.compile(
-    r"(^|_)(cache|debug|dump|export|log|out|output|record|result|save|store|trace|write)s?_?"
-    r"(dir|directory|file|filename|folder|path|to)s?$",
-    re.IGNORECASE,
-)
-_PLACE = re.compile(
-    r"(^|_)(caches?|dest|destination|dump|logs?|out|outputs?|root|save|store|to)(_|$)"
-    r"|(^|_)(dirs?|directory|directories|files?|filenames?|folders?|paths?)(_|$)|dir(s|name)?$|(?<!pro)files?$|(file|f|folder|log|path)names?$|paths?$",
-    re.IGNORECASE,
-)
-
-
-def is_written(name: str) -> bool:
-    """Whether an argument of a user's function is called as what says where something is written: ``log_file``."""
-    return name in PLACES or bool(_WRITTEN.search(name))
-
-
-def may_be_place(name: str) -> bool:
-    """Whether an argument of a user's function is called as what says where anything is, such as ``path``."""
-    return is_written(name) or bool(_PLACE.search(name))
 
 
 @dataclass(frozen=True)

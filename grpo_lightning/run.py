@@ -56,7 +56,6 @@ class Run:
         multirun: Whether this is one job of a sweep.
         on_start: Called with the run directory before it is first written to.
         choices: Which file of conf/ each part is of, for the summary.
-        swept: Keys in which this job of a sweep differs from others.
 
     Raises:
         ConfigError: The settings cannot work; nothing was loaded.
@@ -73,7 +72,6 @@ class Run:
         multirun: bool = False,
         on_start: Callable[[Path], None] | None = None,
         choices: Mapping[str, Any] | None = None,
-        swept: Sequence[str] = (),
     ) -> None:
         settings.check(config)
         settings.check_built(config)
@@ -87,7 +85,6 @@ class Run:
         self._on_start = on_start
         self._choices = dict(choices or {})
         self._summary: dict[str, Any] = {}
-        self._swept = swept
         self._ended_metrics: Mapping[str, float] = {}
         self._has_begun = False
 

@@ -20,7 +20,6 @@ from grpo_lightning.output.terminal import (
     TerminalHandler,
     one_line,
     printable,
-    quoted,
     say,
     sentence,
     unseen,
@@ -43,7 +42,6 @@ def test_control_characters_are_shown_as_escapes():
     ):
         assert printable(text) == shown
     assert one_line("a\nb\x1b") == "a\\nb\\x1b"
-    assert quoted("x" * 81) == f"“{'x' * 80}…”"
 
 
 def test_errors_are_sentences():

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF, supervised, sweep
 from grpo_lightning.composition.choices import Choices, chosen
-from grpo_lightning.composition.overrides import made, plain, swept, write_settings
+from grpo_lightning.composition.overrides import made, plain, write_settings
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
@@ -80,7 +80,6 @@ def _hydra_job(cfg: DictConfig) -> float:
             or before is not None,
             multirun=is_sweep,
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=given),
-            swept=swept(given) if is_sweep else (),
         )
         return run.execute()
 

@@ -110,16 +110,6 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
         )
 
 
-def swept(hydra: DictConfig) -> list[str]:
-    """The keys in which a job differs from others of its sweep: those that its directory is named by.
-
-    Args:
-        hydra: Hydra's own settings of a job.
-    """
-    keys = [word.partition("=")[0] for word in hydra.overrides.task]
-    return [key.lstrip("+") for key in keys if key not in hydra.job.config.override_dirname.exclude_keys]
-
-
 @contextlib.contextmanager
 def composing(words: Sequence[str]) -> Iterator[None]:
     """Inside, Hydra composes this project's settings, also where a program has initialized it for its own.

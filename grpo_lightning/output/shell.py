@@ -17,8 +17,8 @@ def shell_word(text: str) -> str:
 def typed(key: str, value: Any) -> str:
     """A setting as users type it: ``'reward=[exact,format]'``."""
     if isinstance(value, list | tuple):
-        return shell_word(f"{typed_key(key)}=[{','.join(hydra_text(str(one)) for one in value)}]")
-    return shell_word(f"{typed_key(key)}={hydra_text(str(value))}")
+        return shell_word(f"{key}=[{','.join(hydra_text(str(one)) for one in value)}]")
+    return shell_word(f"{key}={hydra_text(str(value))}")
 
 
 def program() -> str:
@@ -44,11 +44,6 @@ def search_words() -> list[str]:
         elif word.lstrip("+").startswith("hydra.searchpath="):
             found.append(word)
     return found
-
-
-def typed_key(key: str) -> str:
-    """A dotted key as users type it."""
-    return key
 
 
 def hydra_text(value: str) -> str:

@@ -29,17 +29,6 @@ def one_line(text: str) -> str:
     return "\\n".join(printable(text).splitlines())
 
 
-def quoted(text: str) -> str:
-    """The beginning of `one_line` in quotes."""
-    told = one_line(text)
-    return f"“{told[:80]}{'…' * (len(told) > 80)}”"
-
-
-def name_of_file(text: str) -> str:
-    """The name of a file in one line."""
-    return one_line(text)
-
-
 def brief(value: float, digits: int) -> str:
     """A number with so many decimals, as in .979, or where that says nothing with as many leading digits and one."""
     if value and not 0.5 * 10**-digits <= abs(value) < 10:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import hydra_text, typed, typed_key
+from grpo_lightning.output.shell import hydra_text, typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
 from grpo_lightning.settings.engines import engine_problems
@@ -55,13 +55,11 @@ def check(config: Mapping[str, Any]) -> None:
     """
     named = {f"{key}._target_": node["_target_"] for key, node in each_target(config)}
     if odd := {key: name for key, name in named.items() if not isinstance(name, str)}:
-        raise ConfigError([f"{typed_key(key)}={name}: allowed is a text, a dotted name" for key, name in odd.items()])
+        raise ConfigError([f"{key}={name}: allowed is a text, a dotted name" for key, name in odd.items()])
     rewards = config.get("reward")
     if plain := {name: one for name, one in (rewards or {}).items() if not isinstance(one, Mapping)}:
         told = "allowed are the settings of a reward, such as its weight: reward.NAME.weight=1.0"
-        raise ConfigError(
-            [f"{typed_key(f'reward.{name}')}={one_line(str(one))}: {told}" for name, one in plain.items()]
-        )
+        raise ConfigError([f"reward.{name}={one_line(str(one))}: {told}" for name, one in plain.items()])
     values = dict(_values(config))
     contradictions = []
     apart = (trainer_problems, sweep_metric_problems, recorded_problems, engine_problems, episode_problems)
@@ -196,7 +194,7 @@ TOP = (
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
     for key, value in config.items():
-        if key not in TOP and (said := unknown_key(typed_key(key), hydra_text(str(value)), TOP)):
+        if key not in TOP and (said := unknown_key(key, hydra_text(str(value)), TOP)):
             yield one_line(said)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from grpo_lightning.distributed.chosen import settings_shard
-from grpo_lightning.output.shell import typed, typed_key
+from grpo_lightning.output.shell import typed
 from grpo_lightning.settings.walk import HELD
 
 
@@ -68,7 +68,7 @@ def _complete_rewards(get: Reader) -> list[str]:
     listed = {name: typed("reward", [*chosen, name]) for name in get("reward").keys() - chosen}
     return [
         f"reward.{name}: no such reward was chosen; allowed is {word}, and a file of your own for it that begins with "
-        f"'defaults: [base@{typed_key(str(name))}]'"
+        f"'defaults: [base@{name}]'"
         for name, word in listed.items()
     ]
 

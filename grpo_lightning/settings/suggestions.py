@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_lightning.output.shell import program, shell_word, typed, typed_key
+from grpo_lightning.output.shell import program, shell_word, typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.names import translated
 
@@ -93,11 +93,11 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
             return one_line(answer(match[1].strip()))
     if match := _OPEN.search(text):
         options = [name for name in match[2].split() if name not in _NOT_BY_ITSELF] or ["none"]
-        named, *names = ("/".join(map(typed_key, name.split("/"))) for name in (match[1], *options))
+        named, *names = (match[1], *options)
         return f"{named}: a file leaves this choice open; allowed is one of {', '.join(names)}, on the command line"
     if place := _FULL_KEY.search(text):
         is_missing = type(error).__name__ == "MissingMandatoryValue"
-        missing = f"a value is missing; allowed is {typed_key(place[1])}=VALUE"
+        missing = f"a value is missing; allowed is {place[1]}=VALUE"
         return one_line(f"{place[1]}: {missing if is_missing else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
         return one_line(_not_parsed(str(word)))
