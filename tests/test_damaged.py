@@ -1,7 +1,6 @@
 """Checkpoints that are damaged, missing, of another program, or made to run code."""
 
 import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -33,7 +32,7 @@ class Code:
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
     """The command line is begun by ``python train.py``."""
-    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "train.py"]))
+    monkeypatch.setattr("sys.argv", ["train.py"])
 
 
 @pytest.fixture(scope="module")
