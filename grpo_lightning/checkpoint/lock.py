@@ -50,9 +50,7 @@ def all_held(config: Mapping[str, Any], directory: Path, *, first: bool) -> Iter
 
 
 @contextmanager
-def held(
-    directory: Path, *, first: bool = True, patience: float | None = None, key: str = "hydra.run.dir"
-) -> Iterator[None]:
+def held(directory: Path, *, first: bool = True, key: str = "hydra.run.dir") -> Iterator[None]:
     """Inside, no other run trains in ``directory``, which is made if it does not exist.
 
     The lock is a record lock of the kernel: it is gone when the process is, also after ``kill -9``, other processes
@@ -61,7 +59,6 @@ def held(
     Args:
         directory: The run directory.
         first: Whether this process is the first of its run; the others do nothing here.
-        patience: Seconds to wait for another holder to end; 3 unless given.
         key: Of the setting that names the directory.
 
     Raises:
@@ -74,7 +71,7 @@ def held(
     own = {"pid": os.getpid(), "host": socket.gethostname()}
     if place in _held:
         raise Locked(_refusal(directory, own, key))
-    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+    deadline = time.monotonic() + PATIENCE
     try:
         directory.mkdir(parents=True, exist_ok=True)
         while (file := _locked(path)) is None:
