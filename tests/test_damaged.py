@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, missing, of another program, or made to run code."""
 
 import io
+import json
 import pickle
 import shutil
 from pathlib import Path
