@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.report.curves import Course, course, names
@@ -176,12 +177,13 @@ def _together(courses: Sequence[Course]) -> Course:
         for step, value in one.points or ():
             points.setdefault(step, []).append(value)
     how = {"low": min, "high": max}
-    known = {
+    known: dict[str, list[Any]] = {
         name: [value for one in courses if (value := getattr(one, name)) is not None]
         for name in ("last", "first", "mean", "low", "high", "deviation")
     }
+    means: dict[str, Any] = {n: how.get(n, statistics.fmean)(v) if v else None for n, v in known.items()}
     return Course(
-        **{name: how.get(name, statistics.fmean)(values) if values else None for name, values in known.items()},
+        **means,
         points=[(step, statistics.fmean(values)) for step, values in sorted(points.items())] or None,
     )
 
