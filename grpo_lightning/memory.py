@@ -218,20 +218,10 @@ def _largest(number: Any) -> int:
 
 def is_predictable(config: Mapping[str, Any]) -> bool:
     """Whether settings say what a prediction needs: they are for GRPO, and none of their parts is an object."""
-    needed = (
-        "policy.share_prompts",
-        "loss.kl_coef",
-        "rollout.group_size",
-        "data.prompts_per_step",
-        "trainer.precision",
-    )
-    for key in needed:
-        node: Any = config
-        for part in key.split("."):
-            if not isinstance(node, Mapping) or part not in node:
-                return False
-            node = node[part]
-    return "rollout" in config["module"] and "_target_" in config["optimizer"]
+    needed = {"policy": "share_prompts", "loss": "kl_coef", "rollout": "group_size", "data": "prompts_per_step"}
+    parts = {name: config.get(name) for name in (*needed, "trainer", "module", "optimizer")}
+    keys = needed | {"trainer": "precision", "module": "rollout", "optimizer": "_target_"}
+    return all(isinstance(part, Mapping) and keys[name] in part for name, part in parts.items())
 
 
 def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cpu: bool, prompt_tokens: int) -> Use:

@@ -1,5 +1,6 @@
 """Seconds of phases, on a device that only queues work."""
 
+import itertools
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.transformer import size
-from grpo_lightning.transformer.size import least_seconds, matmul_rate
+from grpo_lightning.transformer.size import matmul_rate
 
 
 class Device:
@@ -42,24 +43,6 @@ def test_queued_work_counts_towards_the_phase_that_asked_for_it(monkeypatch: pyt
     assert clock.read() == {"rollout": 2.0, "update": 4.5, "step": 1.0 + 2.0 + 4.5 + 8.0}
 
 
-def test_the_least_time_of_queued_work_by_hand() -> None:
-    now, queued, waits = 0.0, 0.0, 0
-
-    def work() -> None:
-        nonlocal queued, now
-        now += 0.001  # to queue it
-        queued += 50.0 if waits == 0 else 0.4 if waits == 2 else 0.5  # the first time loads libraries
-
-    def finish() -> None:
-        nonlocal queued, now, waits
-        now, queued, waits = now + queued, 0.0, waits + 1
-
-    # A round is 4 * (0.001 + 0.5) = 2.004 s, the second one 4 * (0.001 + 0.4) = 1.604 s, after which 3 s are over.
-    found = least_seconds(work, at_once=4, finish=finish, seconds=3.0, clock=lambda: now)
-    assert found == pytest.approx(0.401)
-    assert waits == 3
-
-
 def test_the_rate_leaves_random_numbers_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
@@ -69,6 +52,7 @@ def test_the_rate_leaves_random_numbers_alone() -> None:
 
 
 def test_the_rate_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size, "least_seconds", lambda work, **named: (work(), 0.5)[1])
+    ticks = itertools.count()
+    monkeypatch.setattr(size, "perf_counter", lambda: 0.5 * next(ticks))
     # [2048, 24] times [24, 96]: 2 * 2048 * 24 * 96 = 9,437,184 operations in half a second
     assert matmul_rate(24, device=torch.device("cpu"), dtype=torch.float32) == 18_874_368

@@ -34,7 +34,7 @@ class Code:
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
     """The command line is begun by ``python train.py``."""
-    monkeypatch.setenv("GRPO_LIGHTNING_BEGUN", json.dumps(["python", "train.py"]))
+    monkeypatch.setattr("sys.argv", ["train.py"])
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +206,22 @@ def test_an_optimizer_of_another_kind_is_refused(run):
     after = json.loads((run / "summary.json").read_text())
     assert (after["steps"], after["status"]) == (4, "failed")
     assert after["seconds"] > summary["seconds"]
+
+
+def test_a_sharded_checkpoint_from_elsewhere_is_not_unpickled(tmp_path):
+    stranger = parts(tmp_path / "downloaded" / "last_3_0.ckpt")
+    (stranger / ".metadata").write_bytes(pickle.dumps(Code(tmp_path / "code ran")))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link.ckpt").symlink_to(stranger)
+    for path in (stranger, tmp_path / "run" / "link.ckpt"):
+        for words in (["trainer=fsdp"], ["mode=export"], ["mode=validate", "trainer=fsdp"]):
+            config = composed(f"checkpoint={path}", *words)
+            with pytest.raises(ValueError, match=r"sharded checkpoints hold pickles and are read from this run's own"):
+                chosen(config, tmp_path / "run", directory_given=True)
+        with pytest.raises(ValueError, match="or export it where it was made"):
+            small_run(tmp_path / "run", "mode=export", f"checkpoint={path}")
+    assert not (tmp_path / "code ran").exists()
+    own = tmp_path / "run" / "checkpoints" / "last_3_0.ckpt"
+    shutil.copytree(stranger, own)
+    config = composed(f"checkpoint={own}", "mode=export")
+    assert chosen(config, tmp_path / "run", directory_given=True) == own

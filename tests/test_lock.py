@@ -18,6 +18,12 @@ from grpo_lightning.checkpoint.lock import NAME, Locked, all_held, held, is_held
 from tests.support.composed import ROOT
 from tests.support.running import SMALL, small_run
 
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.5)
+
+
 HOLDER = (
     "import sys, time; from pathlib import Path; from grpo_lightning.checkpoint.lock import held\n"
     "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
@@ -46,7 +52,6 @@ def other(tmp_path):
 
 @pytest.mark.parametrize("overrides", [(), ("checkpoint=last",)])
 def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.2)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / f".last.ckpt.{other.pid}").write_text("in writing")
     (tmp_path / "summary.json").write_text("{}")
@@ -61,7 +66,6 @@ def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint", "rollouts"])
 def test_a_second_run_with_the_same_place_for_its_files_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.checkpoint.lock.PATIENCE", 0.2)
     shared = tmp_path / "shared"
     both = (f"callbacks.checkpoint.directory={shared}", f"callbacks.rollouts.directory={shared}")
     small_run(tmp_path / "first", *both)
@@ -76,7 +80,7 @@ def test_a_second_run_with_the_same_place_for_its_files_is_refused(name, tmp_pat
 
 def test_a_lock_ends_with_its_process(tmp_path, other):
     other.kill()
-    with held(tmp_path, patience=3):
+    with held(tmp_path):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     assert not (tmp_path / NAME).exists()
 
@@ -86,13 +90,13 @@ def test_a_process_keeps_out_of_its_own_directory(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with held(tmp_path / "run"):
         for name in ("run", "link"):
-            with pytest.raises(Locked, match=f"process {os.getpid()} on "), held(tmp_path / name, patience=0):
+            with pytest.raises(Locked, match=f"process {os.getpid()} on "), held(tmp_path / name):
                 pass
         with held(tmp_path / "run", first=False):
             pass
         with pytest.raises(subprocess.TimeoutExpired):  # still held, by the first one
             subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path / "run"), "0"], cwd=ROOT, timeout=1.5)
-    with held(tmp_path / "run", patience=0):
+    with held(tmp_path / "run"):
         pass
 
 
@@ -105,7 +109,7 @@ def test_workers_do_not_hold_the_lock(tmp_path):
             os._exit(0)
     try:
         holder(tmp_path, seconds=0).wait()
-        with held(tmp_path, patience=0):
+        with held(tmp_path):
             pass
     finally:
         for pid in (worker.pid, forked):
@@ -155,6 +159,6 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with held(tmp_path, patience=0):
+    with held(tmp_path):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 log = logging.getLogger(__name__)
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_VALUES = 65_536
-"""Weights of the trial that tells how much state an optimizer has; 8-bit ones have full states below 4,096."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AROUND = 65_536
+"""Bytes of settings, metrics and counters, at most usual."""
 _PER_TENSOR = 1_000
 """Bytes around each tensor in a file: its name, its place and what pads it to the next 64."""
-_SETTINGS = 65_536
-"""Bytes of settings, metrics and counters, at most usual."""
 
 
 class CannotSave(OSError):
@@ -34,15 +32,14 @@ def state_bytes(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     Args:
         optimizer: Called with parameters.
     """
-    weight = nn.Parameter(torch.zeros(256, _VALUES // 256))
+    weight = nn.Parameter(torch.zeros(256, 256))  # 8-bit optimizers have full states below 4,096 values
     try:
         made = optimizer([weight])
         weight.grad = torch.zeros_like(weight)
         made.step()
         state = [value for value in made.state.get(weight, {}).values() if isinstance(value, torch.Tensor)]
-        return sum(value.nbytes for value in state if value.dim()) / _VALUES
+        return sum(value.nbytes for value in state if value.dim()) / weight.numel()
     except Exception:  # a factory of the user's may want more than parameters
-        log.debug("the optimizer cannot be tried on a few weights", exc_info=True)
         return 8.0
 
 
@@ -57,11 +54,10 @@ def checkpoint_bytes(policy: nn.Module, optimizer: Callable[..., torch.optim.Opt
     trained = [p for p in policy.parameters() if p.requires_grad]
     values = policy.state_dict().values() if all_weights else trained
     state = sum(weight.numel() for weight in trained) * state_bytes(optimizer)
-    around = _PER_TENSOR * (len(values) + 3 * len(trained)) + _SETTINGS
-    return int(weights_bytes(values) + state + around)
+    return int(weights_bytes(values) + state + _PER_TENSOR * (len(values) + 3 * len(trained)) + _AROUND)
 
 
-def weights_bytes(weights: Any) -> int:
+def weights_bytes(weights: Iterable[Any]) -> int:
     """Bytes of tensors as they are written: what several names lead to is written once."""
     places: dict[Any, int] = {}
     for one in weights:
@@ -84,17 +80,14 @@ def check_room(directory: Path, *, checkpoint: int, export: int = 0) -> None:
     Raises:
         CannotSave: There is not even room for two.
     """
-    free = _free(directory / "last.ckpt")
-    there = {name: (directory / f"{name}.ckpt").exists() for name in ("last", "best")}
-    same = all(there.values()) and (directory / "last.ckpt").samefile(directory / "best.ckpt")
-    least = checkpoint * (1 if there["last"] else 2)
-    usual = checkpoint * (3 - there["last"] - (there["best"] and not same)) + export
-    if free < least:
-        held = "one more" if there["last"] else "two: the old one stays until the new one is whole"
+    last, best, free = directory / "last.ckpt", directory / "best.ckpt", _free(directory / "last.ckpt")
+    has_best = best.exists() and not (last.exists() and last.samefile(best))
+    if free < checkpoint * (2 - last.exists()):
+        held = "one more" if last.exists() else "two: the old one stays until the new one is whole"
         raise CannotSave(
             f"{directory}: a checkpoint takes {size(checkpoint)}, and {size(free)} are free; make room for {held}"
         )
-    if free < usual:
+    if free < (usual := checkpoint * (3 - last.exists() - has_best) + export):
         log.warning(
             "%s: %s are free, and the run may need %s: last.ckpt, best.ckpt and the one in writing take %s each%s",
             *(directory, size(free), size(usual), size(checkpoint), f", the export {size(export)}" if export else ""),
@@ -116,16 +109,25 @@ def telling(path: Path, needed: int, *, kept: Callable[[], str]) -> Iterator[Non
     try:
         yield
     except (Exception, CheckpointException) as error:
-        number, free = _number(error), _free(path)
+        failures: Any = getattr(error, "failures", {})  # of torch.distributed.checkpoint: rank -> (error, traceback)
+        causes: list[Any] = [error, *(pair[0] for pair in failures.values())]
+        causes += [inner for one in causes if (inner := one.__cause__ or one.__context__)]
+        number = next((one.errno for one in causes if isinstance(one, OSError) and one.errno), None)
+        free = _free(path)
         # torch's writer of archives and safetensors hide the number of what has stopped them
-        hidden = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-        if number in FULL or (number is None and hidden and free < needed):
-            raise CannotSave(
-                f"{path} was not written ({os.strerror(number or errno.ENOSPC)}): it takes {size(needed)}, and "
-                f"{size(free)} are free on its disk; {kept()}"
-            ) from error
-        if number is None:
+        if (
+            number is None
+            and free < needed
+            and (isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError")
+        ):
+            number = errno.ENOSPC
+        if number is None or isinstance(error, ConnectionError):
             raise
+        if number in _FULL:
+            raise CannotSave(
+                f"{path} was not written ({os.strerror(number)}): it takes {size(needed)}, and {size(free)} are free "
+                f"on its disk; {kept()}"
+            ) from error
         raise CannotSave(f"{path} cannot be written: {os.strerror(number)}; {kept()}") from error
 
 
@@ -140,17 +142,4 @@ def size(count: float) -> str:
 
 
 def _free(path: Path) -> int:
-    place = next(parent for parent in path.absolute().parents if parent.is_dir())
-    return shutil.disk_usage(place).free
-
-
-def _number(error: BaseException | None) -> int | None:
-    """The number of the operating system's error behind an exception, of whichever process it came from."""
-    if error is None or isinstance(error, ConnectionError):
-        return None
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint: rank -> (error, traceback)
-    causes = [pair[0] for pair in failures.values()] if isinstance(failures, Mapping) else []
-    causes.append(error.__cause__ or error.__context__)
-    return next((number for cause in causes if (number := _number(cause)) is not None), None)
+    return shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.is_dir())).free

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import time
@@ -13,15 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
-
 NAME = ".lock"
 PATIENCE = 3.0
 """Seconds to wait for a holder to end: a process whose parent was killed may need a moment to die itself."""
 
 _OF_ONE_RUN = ("callbacks.checkpoint.directory", "callbacks.rollouts.directory", "sampler.directory")
 """Settings that name a place, outside of the run directory too, whose files a second run would overwrite."""
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_TAKEN = {errno.EACCES, errno.EAGAIN}  # any other error says that the file system has no locks
 _held: set[Path] = set()
 """The directories that this process holds: the kernel's locks do not keep a process from itself."""
 
@@ -53,9 +50,7 @@ def all_held(config: Mapping[str, Any], directory: Path, *, first: bool) -> Iter
 
 
 @contextmanager
-def held(
-    directory: Path, *, first: bool = True, patience: float | None = None, key: str = "hydra.run.dir"
-) -> Iterator[None]:
+def held(directory: Path, *, first: bool = True, key: str = "hydra.run.dir") -> Iterator[None]:
     """Inside, no other run trains in ``directory``, which is made if it does not exist.
 
     The lock is a record lock of the kernel: it is gone when the process is, also after ``kill -9``, other processes
@@ -64,7 +59,6 @@ def held(
     Args:
         directory: The run directory.
         first: Whether this process is the first of its run; the others do nothing here.
-        patience: Seconds to wait for another holder to end; 3 unless given.
         key: Of the setting that names the directory.
 
     Raises:
@@ -74,75 +68,64 @@ def held(
         yield
         return
     place, path = directory.resolve(), directory / NAME
+    own = {"pid": os.getpid(), "host": socket.gethostname()}
     if place in _held:
-        raise Locked(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}, key))
-    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+        raise Locked(_refusal(directory, own, key))
+    deadline = time.monotonic() + PATIENCE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        while True:
-            # Not O_TRUNC: what stands in it is the holder's.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _lock(descriptor, fcntl.LOCK_EX):
-                with suppress(OSError):
-                    if os.path.samestat(os.fstat(descriptor), path.stat()):  # else its last holder has removed it
-                        break
-            holder = _read(descriptor)
-            os.close(descriptor)
+        while (file := _locked(path)) is None:
             if time.monotonic() >= deadline:
-                raise Locked(_refusal(directory, holder, key))
+                raise Locked(_refusal(directory, _holder(path), key))
             time.sleep(0.1)
     except OSError as error:
         raise Locked(f"{key}={directory}: the directory cannot be written to ({error.strerror})") from error
-    _write(descriptor)
     _held.add(place)
     try:
+        with suppress(OSError):  # on a full disk the lock holds and names nobody
+            started = datetime.now().astimezone().isoformat(timespec="seconds")
+            os.ftruncate(file, 0)
+            os.pwrite(file, (json.dumps(own | {"started": started}) + "\n").encode(), 0)
         yield
     finally:
         _held.discard(place)
         with suppress(OSError):
             path.unlink()  # while it is held: whoever waits for this file sees that it is another one by then
-        os.close(descriptor)
+        os.close(file)
 
 
 def is_held(directory: Path) -> bool:
     """Whether a run trains in ``directory`` now, of this process or another one; nothing is written."""
     if directory.resolve() in _held:
         return True  # and not looked at: this process would lose its lock by closing the file
-    try:
-        descriptor = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), (directory / NAME).open("rb") as file:
+        return not _lock(file.fileno(), fcntl.LOCK_SH)
+    return False
 
 
-def _lock(descriptor: int, kind: int) -> bool:
+def _locked(path: Path) -> int | None:
+    """The open file that this process holds from now on; None while another one does."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # not O_TRUNC: what it says is the holder's
+    with suppress(FileNotFoundError):
+        if _lock(file, fcntl.LOCK_EX) and os.path.samestat(os.fstat(file), path.stat()):
+            return file
+    os.close(file)  # of another process, or removed by its last holder
+    return None
+
+
+def _lock(file: int, kind: int) -> bool:
     """Whether nobody else holds the file, which is held from now on."""
     try:
-        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            return False
-        log.debug("the file system has no locks: %s", error)
+        return error.errno not in _TAKEN
     return True
 
 
-def _read(descriptor: int) -> dict[str, Any]:
+def _holder(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        content = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(content, dict):
-            return content
+        return dict(json.loads(path.read_text()))
     return {}
-
-
-def _write(descriptor: int) -> None:
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-    with suppress(OSError):  # on a full disk the lock holds and names nobody
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
 
 
 def _refusal(directory: Path, holder: Mapping[str, Any], key: str) -> str:

@@ -118,12 +118,11 @@ def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> Non
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Every value that holds no others, with its dotted key."""
-    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else None
-    if inner is None:
+    if isinstance(node, Mapping | list | tuple):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _leaves(value, f"{key}.{name}")
+    else:
         yield key, node
-        return
-    for name, value in inner:
-        yield from _leaves(value, f"{key}.{name}")
 
 
 def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:

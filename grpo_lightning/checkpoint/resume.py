@@ -42,6 +42,12 @@ def chosen(
         raise ValueError(
             f"checkpoint={path} is a sharded checkpoint: use trainer=fsdp, or mode=export, which joins its parts"
         )
+    places = (directory.resolve(), (directory / "checkpoints").resolve())
+    if path.is_dir() and not any(path.resolve().is_relative_to(place) for place in places):
+        raise ValueError(
+            f"checkpoint={path}: sharded checkpoints hold pickles and are read from this run's own directory only: "
+            "move it there, or export it where it was made"
+        )
     try:
         read(path, mmap=True)
     except ValueError as error:

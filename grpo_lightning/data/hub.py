@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
+
+_MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti)\(")
+"""Types of columns, and of what is in them, that are slow to decode."""
 
 RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -105,7 +109,7 @@ def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> N
 
 
 def _load(path: str, split: str, name: str | None, revision: str | None) -> datasets.Dataset:
-    path = place = local_or_hub(path, "data.path")
+    path = local_or_hub(path, "data.path")
     local = Path(path)
     try:
         if any((local / file).is_file() for file in _SAVED):
@@ -114,11 +118,8 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
             if local.suffix not in _KINDS:
                 raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
             return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
-        cache = None
-        if local.is_dir():
-            cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "folders")  # not where one of the hub is looked for
-            place = str(local.absolute())  # a folder may have the name of a format, such as json
-        return datasets.load_dataset(place, name, split=split, revision=revision, cache_dir=cache)
+        place = str(local.absolute()) if local.is_dir() else path  # a folder may be called json, as a format is
+        return datasets.load_dataset(place, name, split=split, revision=revision)
     except Exception as error:  # of the network, of a format, or of YAML
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None  # which says what went wrong
         told = one_line(" ".join(str(cause or error).split()))
@@ -135,19 +136,10 @@ def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: 
 
 def _without_media(table: datasets.Dataset, path: str) -> datasets.Dataset:
     """Without the columns of images, sounds and the like, which no prompt is made of and which are slow to decode."""
-    media = [name for name, feature in table.features.items() if _is_media(feature)]
+    media = [name for name, feature in table.features.items() if _MEDIA.search(repr(feature))]
     if media:
         log.warning("%s: the columns %s are left out: they hold images, sounds or the like", path, ", ".join(media))
     return table.remove_columns(media) if media else table
-
-
-def _is_media(feature: Any) -> bool:
-    """Whether a column's type, or one inside of it, is decoded; JSON is only parsed."""
-    if isinstance(feature, Mapping):
-        return any(map(_is_media, feature.values()))
-    if hasattr(feature, "feature"):  # of a list
-        return _is_media(feature.feature)
-    return hasattr(feature, "decode_example") and not isinstance(feature, datasets.Json)
 
 
 def prompts(

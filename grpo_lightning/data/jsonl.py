@@ -31,7 +31,6 @@ def checked_prompt(value: Any, where: str) -> Prompt:
         ValueError: If it is none of these, or says nothing.
     """
     if isinstance(value, str):
-        _check_text(value, where)
         if not value.strip():
             raise ValueError(f"{where}: empty; allowed: text or a list of chat messages")
         return value
@@ -55,17 +54,9 @@ def _message(value: Any, where: str) -> dict[str, str]:
     for key, text in given.items():
         if not isinstance(text, str):
             raise ValueError(f"{where}: {key} is {_kind(text)}; {allowed}")
-        _check_text(text, where)
     if not given["role"].strip():
         raise ValueError(f"{where}: role is empty; {allowed}")
     return {"role": given["role"], "content": given["content"]}
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: half a surrogate pair at character {error.start}; allowed: Unicode text") from error
 
 
 def _kind(value: Any) -> str:

@@ -1,15 +1,15 @@
 """Prompts made by reasoning_gym: over a hundred tasks, each with its own verifier, made on access."""
 
-import contextlib
 import copy
 import dataclasses
 import difflib
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
+from lightning.pytorch.utilities.seed import isolate_rng
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
@@ -50,19 +50,6 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         raise ValueError(
             f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}; settings: {sorted(allowed)}"
         ) from error
-
-
-@contextlib.contextmanager
-def _global_generators(seed: int) -> Iterator[None]:
-    """Inside, Python's and numpy's global generators are seeded, which some tasks draw from or seed themselves."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 class ReasoningGym:
@@ -155,7 +142,9 @@ class ReasoningGym:
                 self._remembered.clear()
             entries = self._open_spares() if attempt else self._entries
             position = (index + attempt * _SPARE_STRIDE) % _NUM_SPARES if attempt else index
-            with _global_generators(entries.seed + position):
+            with isolate_rng(include_cuda=False):  # some tasks draw from global generators, or seed them themselves
+                random.seed(entries.seed + position)
+                numpy.random.seed(entries.seed + position)
                 self._remembered[key] = entries[position]
         return self._remembered[key]
 

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.report.curves import Course, course, names
@@ -171,23 +172,19 @@ def _together(courses: Sequence[Course]) -> Course:
     if len(courses) == 1:
         return courses[0]
 
-    def mean(name: str) -> float | None:
-        values = [getattr(one, name) for one in courses if getattr(one, name) is not None]
-        return statistics.fmean(values) if values else None
-
     points: dict[int, list[float]] = {}
     for one in courses:
         for step, value in one.points or ():
             points.setdefault(step, []).append(value)
-    lows, highs = ([getattr(one, name) for one in courses] for name in ("low", "high"))
+    how = {"low": min, "high": max}
+    known: dict[str, list[Any]] = {
+        name: [value for one in courses if (value := getattr(one, name)) is not None]
+        for name in ("last", "first", "mean", "low", "high", "deviation")
+    }
+    means: dict[str, Any] = {n: how.get(n, statistics.fmean)(v) if v else None for n, v in known.items()}
     return Course(
-        statistics.fmean(one.last for one in courses),
-        mean("first"),
-        mean("mean"),
-        min((low for low in lows if low is not None), default=None),
-        max((high for high in highs if high is not None), default=None),
-        mean("deviation"),
-        [(step, statistics.fmean(values)) for step, values in sorted(points.items())] or None,
+        **means,
+        points=[(step, statistics.fmean(values)) for step, values in sorted(points.items())] or None,
     )
 
 

@@ -1,7 +1,6 @@
 """The sizes of a model, how much arithmetic it needs, and how fast the machine could do that."""
 
 import math
-from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -95,43 +94,19 @@ def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype, second
         for shape in ((2048, hidden), (hidden, 4 * hidden))
     )
     on_gpu = device.type == "cuda"
-    best = least_seconds(
-        lambda: left @ right,
-        at_once=_QUEUED if on_gpu else 1,
-        finish=(lambda: torch.cuda.synchronize(device)) if on_gpu else lambda: None,
-        seconds=seconds,
-    )
-    return 2 * 2048 * hidden * 4 * hidden / best
+    queued = 20 if on_gpu else 1  # so that starting a product is hidden by those before it
 
+    def once() -> float:
+        started = perf_counter()
+        for _ in range(queued):
+            left @ right
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return (perf_counter() - started) / queued
 
-_QUEUED = 20
-
-
-def least_seconds(
-    work: Callable[[], object],
-    *,
-    at_once: int,
-    finish: Callable[[], object],
-    seconds: float,
-    clock: Callable[[], float] = perf_counter,
-) -> float:
-    """The least time that some work takes, in seconds.
-
-    Args:
-        work: Called until the time is over, after a first time that does not count: it may load libraries.
-        at_once: Calls that are timed together, so that starting one is hidden by those before it.
-        finish: Waits for the work that is only queued.
-        seconds: How long to try.
-        clock: Tells the time in seconds.
-    """
-    work()
-    finish()
+    once()  # it may load libraries
     # The best of several: whatever else the machine does can only make one slower.
-    best, until = float("inf"), clock() + seconds
-    while clock() < until:
-        started = clock()
-        for _ in range(at_once):
-            work()
-        finish()
-        best = min(best, (clock() - started) / at_once)
-    return best
+    best, until = once(), perf_counter() + seconds
+    while perf_counter() < until:
+        best = min(best, once())
+    return 2 * 2048 * hidden * 4 * hidden / best
