@@ -55,6 +55,7 @@ class Run:
         directory_given: Whether the user named the run directory, so that a run to continue can be in it.
         multirun: Whether this is one job of a sweep.
         on_start: Called with the run directory before it is first written to.
+        written: The settings as checkpoints and logs have them; None: as they are.
         choices: Which file of conf/ each part is of, for the summary.
 
     Raises:
@@ -72,11 +73,13 @@ class Run:
         multirun: bool = False,
         on_start: Callable[[Path], None] | None = None,
         choices: Mapping[str, Any] | None = None,
+        written: Mapping[str, Any] | None = None,
     ) -> None:
         settings.check(config)
         settings.check_built(config)
         check_processes(config, directory_given=directory_given, multirun=multirun)
         self.config = config
+        self._written = redacted(written or config)
         self.directory = Path(config["run_dir"])
         self._build = build
         self._overrides = list(overrides)
@@ -101,7 +104,7 @@ class Run:
     def module(self) -> StepModule:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
-        module: StepModule = self._build("module", settings=redacted(self.config))
+        module: StepModule = self._build("module", settings=self._written)
         data.follow(lambda: module.completed_steps)
         limit, count_tokens = self.config["data"].get("max_prompt_length"), module.policy.count_tokens
         data.limit_prompts(lambda prompts: [limit is None or length <= limit for length in count_tokens(prompts)])

@@ -94,6 +94,9 @@ def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> Non
             f"its {part} was an object of a Python program: name {part}=NAME with its settings, or give "
             f"compose({part}=…) such an object"
         )
+    nested = [key for key, _ in _leaves(own, part) if key.endswith(("._target_", ".trust_remote_code"))]
+    if odd := [key for key in nested if key.count(".") > 1]:
+        raise ValueError(f"its settings have {odd[0]}, which would build something else: give {part}=NAME yourself")
     if own.get("trust_remote_code") and not {f"{part}.trust_remote_code", f"{part}.path"} <= {*given}:
         raise ValueError(
             f"it was trained with {part}.trust_remote_code=true and {part}.path={own.get('path')}, whose code would "

@@ -194,7 +194,32 @@ def made(
             episodes.check_replies(result.policy, environment)
         return result
 
-    return Run(config, build, **options)
+    return Run(config, build, written=_as_written(cfg, config), **options)
+
+
+def _as_written(cfg: DictConfig, config: Any) -> Any:
+    """The settings as they are written: what comes from the environment stays ``${oc.env:NAME}``."""
+    texts: dict[str, str] = {}
+
+    def collect(node: Any) -> None:
+        for key in node if OmegaConf.is_dict(node) else range(len(node)):
+            raw = node._get_node(key)
+            if OmegaConf.is_interpolation(node, key):
+                text = str(raw._value())
+                if "oc.env" in text and isinstance(value := OmegaConf.select(node, str(key)), str) and value:
+                    texts[value] = text
+            elif OmegaConf.is_config(raw):
+                collect(raw)
+
+    def written(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: written(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [written(value) for value in node]
+        return texts.get(node, node) if isinstance(node, str) else node
+
+    collect(cfg)
+    return written(config)
 
 
 def instantiated(node: Any, **options: Any) -> Any:

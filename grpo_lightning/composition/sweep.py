@@ -65,13 +65,16 @@ def name_by_differences(config: DictConfig) -> None:
     """
     words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     parsed = OverridesParser.create().parse_overrides(words)
-    common = [one.key_or_group for one in parsed if not one.is_sweep_override()]
+    several = {one.key_or_group for one in parsed if one.is_sweep_override()}
+    common = {one.key_or_group for one in parsed} - several
     excluded = sorted({*config.hydra.job.config.override_dirname.exclude_keys, *common})
     with open_dict(config):
         config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(excluded)}]")
         swept = [str(one.input_line) for one in parsed if one.is_sweep_override()]
         is_default = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"] == _BY_DIFFERENCES  # type: ignore[call-overload,index]
-        if is_default and any("/" in word or len(word) > _LONGEST for word in swept):
+        if is_default and any(
+            "/" in word or len(word) > _LONGEST or redacted_words([word]) != [word] for word in swept
+        ):
             config.hydra.overrides.hydra.append("hydra.sweep.subdir=${hydra.job.num}")
 
 

@@ -24,13 +24,15 @@ _TOKEN = re.compile(
     r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}|\bsk-[\w\-]{8,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w\-]{16,}|\bxox[abeoprs]-[\w\-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w\-]{30,}"
     r"|\bwandb_v1_\w{16,}|(?<=[kK][eE][yY][=:])[0-9a-f]{40}\b|(?<=[kK][eE][yY]: )[0-9a-f]{40}\b"
-    r"|\beyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]+|(?<=\bBearer )[\w.~+/=\-]{8,}"
+    r"|(?<![\w-])eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]+|(?<=\bBearer )[\w.~+/=\-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
     r"|(?<=://)[^/\s@]+(?=@)"
 )
 """Keys of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, W&B, and JWTs, PEM keys and users of URLs."""
-_SETTING = re.compile(r"(?<![\w.])((?:[\w-]+\.)+[\w-]+|[A-Z][A-Z0-9_]+)=(\S+?)(?=[:;,'\")\]}]*(?:\s|$))")
+_SETTING = re.compile(r"(?<![\w.-])((?:[\w-]+\.)+[\w-]+|[A-Z][A-Z0-9_]+)=(\S+?)(?=[:;,'\")\]}]*(?:\s|$))")
 """A dotted key or a variable with its value, as errors repeat them."""
+_PAIR = re.compile(r"([{,]\s?['\"]?([\w.-]{1,64})['\"]?: ?)(?:'[^']*'|\"[^\"]*\"|[^\s,{}\[\]]+)")
+"""A key in a mapping with its value, as errors repeat them."""
 _NAME = re.compile(r"([\w.-]+)['\"]?\s*:")
 """A key in a mapping."""
 
@@ -43,6 +45,7 @@ def names_secret(key: str) -> bool:
 def hide(text: str) -> str:
     """``text`` without keys of well-known services and without the values of settings that are named as secrets."""
     text = _TOKEN.sub(HIDDEN, text)
+    text = _PAIR.sub(lambda found: f"{found[1]}{HIDDEN}" if names_secret(found[2]) else found[0], text)
     return _SETTING.sub(lambda found: f"{found[1]}={HIDDEN}" if names_secret(found[1]) else found[0], text)
 
 

@@ -87,7 +87,7 @@ def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
     """The jobs of a sweep of which there is no trace."""
     there = Counter(tuple(sorted(record.overrides)) for record in records)
     absent = []
-    for job in _summary(sweep / SWEEP_FILE)[0].get("jobs", ()):
+    for job in _summary(sweep / SWEEP_FILE)[0].get("jobs") or ():
         words = tuple(sorted(job))
         if there[words] > 0:
             there[words] -= 1

@@ -23,8 +23,15 @@ from grpo_lightning.settings.suggestions import nearest
 from grpo_lightning.settings.values import REWARD, RULES
 
 _PARTS = ("callbacks", "loggers", "strategies", "plugins", "profilers", "accelerators", "trainer", "Trainer")
+_OWN = (
+    *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "policy", "reference"),
+    *("reward", "rollout", "sampler", "schedule", "validation", "varying", "distributed.strategies"),
+    *("composition.part", "composition.overrides.part", "composition.sweep.Note", "checkpoint.io.AtomicCheckpointIO"),
+)
+"""Parts of this package that settings build; its other functions are not meant for settings."""
 LIBRARIES = (
-    *("grpo_lightning", "torch.optim", "bitsandbytes.optim", "transformers.optimization", "transformers.Adafactor"),
+    *(f"grpo_lightning.{part}" for part in _OWN),
+    *("torch.optim", "bitsandbytes.optim", "transformers.optimization", "transformers.Adafactor"),
     *("lightning.Trainer", "lightning.fabric.plugins", *(f"lightning.pytorch.{part}" for part in _PARTS)),
 )
 """Packages, modules and classes that settings may name."""
@@ -36,23 +43,24 @@ ALLOWED = (
 )
 _LISTS = {"grpo_lightning.environment.tools.Tools": "tools"}
 """Target -> its setting that is a list of dotted paths."""
+_PYTHON = {"builtins", *sys.stdlib_module_names}
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 
-def find_targets(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every ``_target_`` in nested settings, as pairs of its dotted key and its value."""
+def find_targets(node: Any, prefix: str = "", keys: Collection[str] = ("_target_",)) -> Iterator[tuple[str, Any]]:
+    """Every ``_target_`` in nested settings, as pairs of its dotted key and its value; or other ``keys``."""
     pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for key, value in pairs:
         name = f"{prefix}.{key}" if prefix else str(key)
-        if key == "_target_":
+        if key in keys:
             yield name, value
-        yield from find_targets(value, name)
+        yield from find_targets(value, name, keys)
 
 
 def trusted_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The packages that ``trusted=[…]`` names."""
     named = config.get("trusted") or ()
-    return tuple(map(str, named)) if isinstance(named, list | tuple) else ()
+    return tuple({*map(str, named)} - _PYTHON) if isinstance(named, list | tuple) else ()
 
 
 def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRARIES) -> Iterator[str]:
@@ -65,7 +73,7 @@ def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRAR
     trusted = config.get("trusted") or []
     if not isinstance(trusted, list | tuple):
         yield f"trusted={trusted}: allowed is a list of packages, such as trusted=[trl]"
-    elif wrong := {"builtins", *sys.stdlib_module_names} & {*map(str, trusted)}:
+    elif wrong := _PYTHON & {*map(str, trusted)}:
         yield f"trusted={sorted(wrong)}: allowed are installed packages, and these are parts of Python"
     shortest: dict[str, str] = {}  # a part that others have a copy of is told where it stands
     for key, name in find_targets(config):
@@ -98,8 +106,13 @@ def resolve(path: str, trusted: Collection[str] = (), libraries: Collection[str]
     if isinstance(found, ModuleType) or not callable(found):
         raise ValueError(f"allowed is a function or a class, and this is a {type(found).__name__}")
     home = _home(found)
-    if not (_is_below(home, libraries) or home.partition(".")[0] in trusted or _is_own(home)):
+    if home.partition(".")[0] in trusted or _is_own(home):
+        return found
+    place = f"{home}.{getattr(found, '__qualname__', '')}"
+    if not _is_below(place, libraries) or (place.startswith("grpo_lightning.") and "._" in place):
         raise ValueError(f"is defined in {home}; {ALLOWED}")
+    if inspect.isclass(_imported(path.rpartition(".")[0])):  # such as one that reads a pickle
+        raise ValueError("allowed is a function or a class, and this is a method")
     return found
 
 
@@ -194,15 +207,16 @@ def _top_problem(path: str, trusted: Collection[str]) -> str | None:
     top = path.partition(".")[0]
     if top in trusted or _is_own(top):
         return None
-    if top not in sys.stdlib_module_names and top != "builtins" and _place(top) is None:
+    if top not in _PYTHON and _place(top) is None:
         return f"not found (there is no module {top} in the working directory or on Python's path)"
     return ALLOWED
 
 
 def _is_own(module: str) -> bool:
     """Whether a module is the user's: none of Python's library, and of no installed package."""
-    place = _place(module.partition(".")[0])
-    if place is None or {"site-packages", "dist-packages"} & set(place.parts):
+    top = module.partition(".")[0]
+    place = _place(top)
+    if place is None or top == "grpo_lightning" or {"site-packages", "dist-packages"} & set(place.parts):
         return False
     return not any(installed in place.parents for installed in _library())
 

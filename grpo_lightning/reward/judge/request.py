@@ -11,7 +11,7 @@ _OWN = ("rubric", "fence", "lowest", "highest")
 """Fields that are no column."""
 _SHORTEST_FENCE = 8
 _TURN = re.compile(
-    r"<(?=[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|/?s>|(?:start|end)_of_turn>|/?(?:bos|eos|pad)>|</?SYS>>)|\[(?=/?INST\])",
+    r"<(?=[|\uff5c]|\w{1,40}[|\uff5c]>|/?s>|(?:start|end)_of_turn>|/?(?:bos|eos|pad)>|</?SYS>>)|\[(?=/?[A-Z_]{3,}\])",
     re.IGNORECASE,
 )
 """The first character of what servers take for the beginning or the end of a message."""
