@@ -53,7 +53,10 @@ def test_in_a_sweep_the_other_jobs_run(tmp_path):
     run = start(tmp_path, "-m", functions, "hydra.sweep.dir=sweep")
     errors = run.communicate(timeout=300)[1]
     assert run.returncode == 1
-    found = [summary(tmp_path / "sweep" / f"_target_=mine.{name}") for name in ("crash", "leave", "ok")]
+    found = [
+        summary(tmp_path / "sweep" / f"reward.custom.function._target_=mine.{name}")
+        for name in ("crash", "leave", "ok")
+    ]
     assert [one["status"] for one in found] == ["failed", "failed", "finished"]
     assert "reward 'custom'" in found[0]["error"]
     assert "reward 'custom'" in found[1]["error"]

@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    *("preflight", "trusted_settings", "trusted"),
+    *("preflight", "trusted"),
 }
 """Settings that may be others when a run is continued."""
 _OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
