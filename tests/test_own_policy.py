@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import grpo_lightning as grpo
+from grpo_lightning.checkpoint import own_policy
 from grpo_lightning.checkpoint.own_policy import own_settings, recalled
 from tests.support.composed import composed
 from tests.support.running import SMALL, small_run
@@ -141,3 +142,10 @@ def test_a_run_killed_before_its_export_finishes(trained):
     small_run(trained, "policy.seed=7", "checkpoint=last")
     assert (trained / "export" / "model.safetensors").exists()
     assert json.loads((trained / "summary.json").read_text())["steps"] == 1
+
+
+def test_settings_of_a_checkpoint_build_nothing_below_a_policy():
+    nested = {"_target_": "grpo_lightning.policy.hf.load", "path": "x", "trust_remote_code": True}
+    policy = {"_target_": "grpo_lightning.policy.hf.load", "path": "y", "template_kwargs": {"x": nested}}
+    with pytest.raises(ValueError, match=r"its settings have policy\.template_kwargs\.x\._target_, which would build"):
+        own_policy.own_settings({"policy": policy}, [], lambda key: None)

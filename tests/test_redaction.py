@@ -1,5 +1,7 @@
 """Secrets stay out of what is logged and written."""
 
+import time
+
 import pytest
 
 from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words
@@ -69,3 +71,10 @@ def test_overrides_lose_the_values_of_secret_keys():
         ("x='your token: yes'", "x='your token: yes'"),
     ):
         assert redacted_words([word]) == [told.replace("H", HIDDEN)]
+
+
+def test_a_key_in_a_mapping_is_hidden_and_a_models_text_is_read_in_linear_time():
+    assert hide("x={'api_key': 'Zx9errA', 'b': 1}: allowed is 2") == "x={'api_key': REDACTED, 'b': 1}: allowed is 2"
+    start = time.process_time()
+    hide("-a" * 16000 + "-eyJ" * 8000)  # a quadratic pattern takes 20 s
+    assert time.process_time() - start < 3
