@@ -71,8 +71,6 @@ class Use:
     """The bytes of a parameter of the reference; 0 without one, or where it is the policy with its adapter off."""
     shards: int = 1
     """Processes over which weights, gradients and optimizer are divided."""
-    gathers: bool = True
-    """Whether each of them holds all weights while it samples."""
     minibatches: int = 1
     """Optimizer steps in one pass over a rollout."""
     checkpointing: bool = False
@@ -133,8 +131,7 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
     doubled = min(1.0, before / use.completion_tokens) / shape.layers
     keys = prompts + copies + at_once * completion * (1 + doubled)
     copied = use.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
-    layers = shape.layers if use.gathers else 2
-    gathered = 4.0 * (embeddings + shape.body * layers / shape.layers) * elsewhere
+    gathered = 4.0 * (embeddings + shape.body) * elsewhere
     # Sets wait in a buffer between two looks, and are sorted as numbers of 64 bits.
     sets = (4.0 * _DRAWS[use.device] + 48) * at_once * min(use.set_tokens, shape.vocabulary)
     sampling = keys + copied + gathered + 3 * 4.0 * at_once * shape.vocabulary + sets
@@ -257,7 +254,6 @@ def use_of(config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cp
         frozen_bytes=quantized.get(str(policy.get("quantization")), own),
         reference_bytes=0.0 if not needs_reference or reference.get("offload") else reference_bytes,
         shards=processes if is_sharded else 1,
-        gathers=config["module"].get("gather_weights", True),
         minibatches=max(1, round(completions / (config["module"]["minibatch_size"] or completions))),
         checkpointing=bool(policy.get("gradient_checkpointing")),
         shares_prompts=bool(policy.get("share_prompts", True)),

@@ -10,7 +10,6 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered, process
 from grpo_lightning.batch import Prompts, Sampled, Scored
-from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.metrics import advantage_metrics
@@ -25,7 +24,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new
 class Scripted(Fixed):
     """Answers the k-th completion of a prompt with its k-th word; a token is a character, log-probability -1 each."""
 
-    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None, ranks=ALONE):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None):
         self.calls.append((tuple(prompts), seed))
         texts = [word for prompt in prompts for word in prompt.split()[:group_size]]
         assert len(texts) == len(prompts) * group_size

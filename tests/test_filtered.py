@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Prompts, Rollout, Sampling
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
@@ -290,33 +290,12 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
-def test_in_lockstep_an_engine_draws_without_asking_the_other_processes(vllm, policy_of_engine):
-    class Deaf(Ranks):
-        def gather(self, value):
-            raise AssertionError("another process may have failed already")
-
-    policy, polls = policy_of_engine, []
-    with ready(vllm, policy):
-        assert policy.has_engine
-        ranks = Deaf(rank=0, size=2, lockstep=True)
-        found, alone = (
-            policy.sample(
-                PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=3, ranks=one, poll=lambda: polls.append(1)
-            )
-            for one in (ranks, ALONE)
-        )
-    assert torch.equal(found.ids, alone.ids)
-    assert len(polls) > 5
-    assert not policy.has_engine
-
-
 STAGED = [
     *("sampler._target_=tests.support.stand_in.Staged", "+sampler.seed=0", "rollout.top_p=0.8", "logger=none"),
     *("rollout.temperature=0.9", "data.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=8"),
     *("steps=1", "validation.every=1", "data.validation_size=4", "validation.samples_per_prompt=1"),
     *("validation.ks=[1]", "module.self_check=false", "correction=token_truncation", "module.microbatch_tokens=60"),
 ]
-LOCKSTEP = ["module.gather_weights=false"]
 
 
 def metrics_of(directory, name):
@@ -328,7 +307,7 @@ def test_several_processes_make_the_sets_together(monkeypatch, tmp_path):
     stand_in.install(monkeypatch)
     words = [*STAGED, "+sampler.disturbed=0.05"]
     main(tmp_path, "cpu", {"one": words})
-    finish(start(2, tmp_path, "fsdp", {"two": [*words, *LOCKSTEP]}))
+    finish(start(2, tmp_path, "fsdp", {"two": words}))
     one, two = metrics_of(tmp_path, "one"), metrics_of(tmp_path, "two")
     assert one["sampler/outside"] > 0.01
     for name in ("sampler/outside", "completion/set_size_mean", "policy/mismatch_mean", "optim/grad_norm"):
@@ -337,7 +316,7 @@ def test_several_processes_make_the_sets_together(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_that_fails_in_one_process_is_told_to_the_others(tmp_path):
-    started = start(2, tmp_path, "fsdp", {"two": [*STAGED, "+sampler.broken=1", *LOCKSTEP]})
+    started = start(2, tmp_path, "fsdp", {"two": [*STAGED, "+sampler.broken=1"]})
     first, second = (process.communicate(timeout=120)[0] for process in started)
     assert "RuntimeError: the engine is out of order" in second
     assert "process 1 of 2: RuntimeError: the engine is out of order" in first

@@ -70,7 +70,6 @@ def alone(tmp_path_factory):
         ("cpu", 2, []),  # Lightning chooses its own DDP, which averages unless told otherwise
         ("fsdp", 2, []),
         ("ddp", 3, []),
-        ("fsdp", 2, ["module.gather_weights=false"]),
     ],
 )
 def test_results_do_not_depend_on_the_processes(alone, tmp_path, trainer, processes, more):

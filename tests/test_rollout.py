@@ -7,7 +7,6 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.batch import Prompts, Sampled, Sampling
-from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
@@ -34,7 +33,7 @@ class Fixed(Policy):
         super().__init__()
         self.calls = []
 
-    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None, ranks=ALONE):
+    def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None):
         self.calls.append((tuple(prompts), group_size, sampling, seed))
         mask = torch.arange(3) < torch.tensor(self.lengths)[:, None]
         return Sampled(
@@ -171,7 +170,6 @@ def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
         "first_prompt": 40,
         "poll": context.poll,
         "on_finished": None,  # no reward has a timeout, so that none may begin early
-        "ranks": context.ranks,
     }
     assert context.clock.read().keys() >= {"rollout", "reward"}
 

@@ -2,7 +2,6 @@
 
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.decoding import StopStrings
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import linear, shared_prompt_cache
+from grpo_lightning.sampler.own import linear
 from grpo_lightning.sampler.own.decode import Replay, decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
@@ -80,7 +78,6 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
         tokens,
         group_size,
         longest=max(map(len, tokens)) + sampling.max_new_tokens,
-        ranks=shared_prompt_cache.ALONE,
     )
     if like_gpu:
         cache._on_cpu = False
@@ -154,25 +151,6 @@ def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
         assert torch.equal(found.ids, expected.ids)
 
 
-@dataclass(frozen=True)
-class Peers(Ranks):
-    """One of two processes in lockstep, whose peer is over after so many looks."""
-
-    looks: int = 0
-    own: list[bool] = field(default_factory=list)
-
-    def anyone(self, flag):
-        self.own.append(flag)
-        return flag or len(self.own) <= self.looks
-
-
-def test_in_lockstep_a_process_that_is_over_goes_on_with_the_others(llama):
-    ranks = Peers(lockstep=True, looks=6)
-    found = drawn(llama, ranks=ranks, options={"max_new_tokens": 3})
-    assert ranks.own == [True] * 2 + [False] * 5
-    assert torch.equal(found.ids, drawn(llama, options={"max_new_tokens": 3}).ids)
-
-
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +161,7 @@ def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
-    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100, ranks=shared_prompt_cache.ALONE)
+    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
     of = TalkingSlots if kind == "talking" else Slots

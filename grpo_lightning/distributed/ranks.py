@@ -32,8 +32,6 @@ class Ranks:
     """The number of this process, from 0."""
     size: int = 1
     """The number of processes."""
-    lockstep: bool = False
-    """Whether all have to make the same number of forward passes, since each holds a part of every weight only."""
 
     def portion(self, count: int) -> range:
         """Which of ``count`` things fall to this process: contiguous numbers; sizes differ by at most one."""
@@ -87,14 +85,6 @@ class Ranks:
                 raise PeerError(f"process {rank} of {self.size}: {text}")
         values: list[Any] = [value for value, _ in gathered]
         return values
-
-    def most(self, count: int) -> int:
-        """The largest of the processes' numbers, where they work in lockstep; else this one's."""
-        return max(self.gather(count)) if self.lockstep else count
-
-    def anyone(self, flag: bool) -> bool:
-        """Whether ``flag`` holds in any process, where they work in lockstep; else in this one."""
-        return any(self.gather(flag)) if self.lockstep else flag
 
     def add_up(self, values: Mapping[str, Tensor], *, largest: Collection[str] = ()) -> dict[str, Tensor]:
         """Sums of scalars over the processes, by name; of ``*_max`` and of the names in ``largest`` the largest value.

@@ -107,8 +107,6 @@ class Environment:
         columns: Mapping[str, Sequence[Any]],
         seeds: Sequence[tuple[int, int, int]],
         poll: Callable[[], None] | None = None,
-        *,
-        in_lockstep: bool = False,
     ) -> Episodes:
         """Begin an episode for every completion of a rollout.
 
@@ -118,12 +116,11 @@ class Environment:
             seeds: [B] (the step's seed, number of the prompt, number of the completion in its group): what ``rng`` is a
                 function of.
             poll: Called while workers are waited for; may raise to give up.
-            in_lockstep: As in `Episodes`.
 
         Raises:
             EpisodeError: What `check_columns` finds, or arguments of unequal length.
         """
-        return Episodes(self, prompts, columns, seeds, poll, in_lockstep=in_lockstep)
+        return Episodes(self, prompts, columns, seeds, poll)
 
 
 def _are_schemas(tools: Any) -> bool:

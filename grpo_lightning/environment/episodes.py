@@ -87,8 +87,6 @@ class Episodes:
         columns: Name -> [B] what else the data set knows of the row.
         seeds: [B] numbers that the generator ``rng`` of a row is a function of.
         poll: Called while workers are waited for; may raise to give up.
-        in_lockstep: Whether other processes would wait for ever if this one left while it samples: a signal that has
-            come ends the episodes, and is raised by `check`.
 
     Raises:
         EpisodeError: What `check_columns` finds, or arguments of unequal length.
@@ -101,16 +99,13 @@ class Episodes:
         columns: Mapping[str, Sequence[Any]],
         seeds: Sequence[tuple[int, int, int]],
         poll: Callable[[], None] | None = None,
-        *,
-        in_lockstep: bool = False,
     ) -> None:
         check_columns(environment, columns)
         for name, values in {**columns, "seeds": seeds}.items():
             if len(values) != len(prompts):
                 raise EpisodeError(f"{name!r}: expected {len(prompts)} values, got {len(values)}")
         self._environment, self._prompts, self._columns, self._seeds = environment, prompts, columns, seeds
-        self._poll, self._in_lockstep = poll, in_lockstep
-        self._preempted: signals.Preempted | None = None
+        self._poll = poll
         self._takes = frozenset(taken(environment.function, [*ARGUMENTS, *columns])[1])
         self._asked = Asked(environment.function, environment.max_reply)
         self._episodes = [_Episode() for _ in prompts]
@@ -203,11 +198,8 @@ class Episodes:
 
         Raises:
             EpisodeError: In more than ``max_failed`` of them; names the first.
-            Preempted: A signal has ended them.
         """
         failures = [(row, one.failure) for row, one in enumerate(self._settled()) if one.failure is not None]
-        if self._preempted is not None:
-            raise self._preempted
         if not failures:
             return
         environment, size = self._environment, len(self._episodes)
@@ -238,10 +230,6 @@ class Episodes:
         began = perf_counter()
         try:
             answer = self._here(row) if episode.pending is None else episode.pending.result(self._poll)[0]
-        except signals.Preempted as error:
-            if not self._in_lockstep:
-                raise
-            self._preempted, answer = error, pool.Failure("signal", str(error))
         finally:
             self.seconds += perf_counter() - began
         episode.is_asked, episode.pending, episode.reply = False, None, None

@@ -42,8 +42,6 @@ class StepModule(LightningModule):
         schedule: (steps completed, total_steps=) -> multiplier of the learning rate.
         steps: Batches of prompts to train on.
         seed: Decides all sampling and shuffling.
-        gather_weights: Where weights are sharded, whether each process holds all of them while it samples; else all
-            make every forward pass together, layer by layer, until the last completion ends.
         sampler: Draws the policy's completions; None: the policy itself.
         max_grad_norm: As in `GradientStep`, like ``max_skipped``.
         max_skipped: As in `GradientStep`.
@@ -64,7 +62,6 @@ class StepModule(LightningModule):
         seed: int,
         max_grad_norm: float,
         max_skipped: int,
-        gather_weights: bool = True,
         sampler: Sampler | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -76,7 +73,6 @@ class StepModule(LightningModule):
         self.schedule = schedule
         self.steps = steps
         self.seed = seed
-        self.gather_weights = gather_weights
         self.sampler: Sampler = sampler or Own()
         self.settings = dict(settings or {})
         self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
@@ -153,7 +149,7 @@ class StepModule(LightningModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         check_strategy(self.trainer.strategy)
-        self.loop = TrainerLoop(self, self.trainer, gather_weights=self.gather_weights)
+        self.loop = TrainerLoop(self, self.trainer)
 
     def configure_model(self) -> None:
         """Shard the policy, where the strategy shards."""

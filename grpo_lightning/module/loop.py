@@ -1,8 +1,8 @@
 """What carries a module from step to step: Lightning's Trainer, or a loop of one's own."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.distributed.sharding import gathered, trainer_shards
+from grpo_lightning.distributed.sharding import gathered
 from grpo_lightning.distributed.strategies import add_up_gradients
 
 
@@ -70,15 +70,13 @@ class TrainerLoop:
     Args:
         module: Trained by manual optimization.
         trainer: The module's, once it has chosen its strategy.
-        gather_weights: Where weights are sharded, whether each process holds all of them while it samples.
     """
 
-    def __init__(self, module: LightningModule, trainer: Trainer, *, gather_weights: bool) -> None:
+    def __init__(self, module: LightningModule, trainer: Trainer) -> None:
         self._module = module
         self._trainer = trainer
         self._signals = signals.current()
-        lockstep = trainer_shards(trainer) and not gather_weights
-        self.ranks = Ranks(trainer.global_rank, trainer.world_size, lockstep=lockstep)
+        self.ranks = Ranks(trainer.global_rank, trainer.world_size)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -132,13 +130,8 @@ class TrainerLoop:
     def precision(self) -> AbstractContextManager[Any]:
         return self._trainer.precision_plugin.train_step_context()
 
-    @contextmanager
-    def sampling(self, policy: nn.Module) -> Iterator[None]:
-        if self.ranks.lockstep:
-            yield
-            return
-        with gathered(policy):
-            yield
+    def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
+        return gathered(policy)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         wrapped: Any = self._trainer.strategy.model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.filtered import Found
 from grpo_lightning.sampler.own.decode import Poll
@@ -99,7 +99,6 @@ class Policy(nn.Module, ABC):
         first_prompt: int = 0,
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
-        ranks: Ranks = ALONE,
         partner: Partner | None = None,
     ) -> Sampled:
         """``group_size`` completions of every prompt.
@@ -115,7 +114,6 @@ class Policy(nn.Module, ABC):
             first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called before every token.
             on_finished: Called with every completion that ends before the length limit, as soon as it does.
-            ranks: Processes that sample in lockstep, since each holds a part of every weight only; an engine does not.
             partner: Whom the model talks to: completions that have ended go on behind its replies, as long as it
                 replies and ``max_new_tokens`` last, for both together; a reply for which no room is left cuts the
                 completion before it. None: completions have one turn.

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import COPIED, Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, end_ids, evaluation, named, pretrained, without_dropout
@@ -102,17 +101,15 @@ class HFPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-        ranks: Ranks,
     ) -> Cache:
         # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
-        if path := self._shared_path(ranks.most(max(map(len, prompts)))):
+        if path := self._shared_path(max(map(len, prompts))):
             return path.cache(
                 prompts,
                 group_size,
                 longest=longest,
                 flat=self._use_flat_decoder,
                 windows={} if self._reaches(longest) else windows(self.model),
-                ranks=ranks,
             )
         return PlainCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 

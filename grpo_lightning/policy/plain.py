@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.batch import Rollout, Sampled
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
@@ -71,7 +70,6 @@ class PlainPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-        ranks: Ranks,
     ) -> Cache:
         return RecomputedCache(
             self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device

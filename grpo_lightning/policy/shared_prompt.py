@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Rollout, Sampled, Sampling
-from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
@@ -68,7 +67,6 @@ class SharedPath:
         longest: int,
         flat: bool,
         windows: Mapping[int, int],
-        ranks: Ranks = ALONE,
     ) -> SharedPromptCache:
         """The model at the beginning of its completions, for `decode`.
 
@@ -78,14 +76,11 @@ class SharedPath:
             longest: Tokens that a prompt and its completion may have together.
             flat: Whether single tokens go through a `FlatDecoder`, where there can be one.
             windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
-            ranks: Processes that may have to make every forward pass together; if so, there is no `FlatDecoder`.
         """
         head, dtype = self.head, compute_dtype(self.decoder)
-        flat_copy = flat_decoder(self.decoder, dtype) if flat and not ranks.lockstep else None
-        weight, bias, packed = head.weight, head.bias, None
-        if not ranks.lockstep:  # then it is a part only
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            packed = Packed(weight, bias) if packs(weight.device, dtype) else None
+        flat_copy = flat_decoder(self.decoder, dtype) if flat else None
+        weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        packed = Packed(weight, bias) if packs(weight.device, dtype) else None
 
         def logits(hidden: Tensor) -> Tensor:
             if packed is None:
@@ -101,7 +96,6 @@ class SharedPath:
             flat=flat_copy,
             windows=windows,
             is_static=is_static(self.decoder),
-            ranks=ranks,
         )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
-from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.policy import OnFinished, Partner, Policy
 from grpo_lightning.policy.decoding import Conversation, StopStrings, decoded, one_by_one, reporter
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
@@ -95,7 +94,6 @@ class TextPolicy(Policy):
         group_size: int,
         *,
         longest: int,
-        ranks: Ranks,
     ) -> Cache:
         """The model at the beginning of ``group_size`` completions of every prompt.
 
@@ -103,7 +101,6 @@ class TextPolicy(Policy):
             prompts: Token ids of each.
             group_size: Completions of each.
             longest: Tokens that a prompt and its completion may have together.
-            ranks: Processes that may have to make every forward pass together.
         """
 
     @abstractmethod
@@ -170,16 +167,13 @@ class TextPolicy(Policy):
         first_prompt: int = 0,
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
-        ranks: Ranks = ALONE,
         partner: Partner | None = None,
     ) -> Sampled:
         if partner is not None and self._engine is not None:
             raise ValueError("partner: allowed is None with an engine")
         tokens = self.tokenize(prompts)
         ids, attention_mask = self._pad_left(tokens)
-        if self._engine is not None:
-            ranks = ALONE  # an engine makes no forward pass of the policy, which others would have to make, too
-        longest = ranks.most(ids.shape[1] + sampling.max_new_tokens)  # all take the same path, or refuse
+        longest = ids.shape[1] + sampling.max_new_tokens
         self._check_context(longest, "rollout.max_new_tokens")
         stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
         if self._engine is not None:
@@ -196,7 +190,7 @@ class TextPolicy(Policy):
             )
             drawn = as_decoded(self._engine.draw(asked), pad_id=self.pad_id, device=ids.device)
             return self._sampled(ids, attention_mask, drawn, group_size)
-        cache = self.cache(tokens, group_size, longest=longest, ranks=ranks)
+        cache = self.cache(tokens, group_size, longest=longest)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         talk = None if partner is None else Conversation(partner, self.tokenizer, self.reply_ids)
         with self.evaluation():
@@ -209,7 +203,6 @@ class TextPolicy(Policy):
                 stops=stops,
                 poll=poll,
                 on_finished=reporter(self.tokenizer, on_finished),
-                ranks=ranks,
                 at_once=self.at_once(tokens, sampling, longest=longest),
                 talk=talk,
             )

@@ -91,7 +91,6 @@ class Judge:
                     first_prompt=first_prompt + portion.start,
                     poll=context.poll,
                     on_finished=scoring.begin if scoring and scoring.may_begin else None,
-                    ranks=ranks,
                     **talking,
                 )
             if talk is None:
@@ -99,12 +98,8 @@ class Judge:
             clock.move(talk.seconds, "rollout", "environment")
             return episodes.ended(sampled, talk)
 
-        # In lockstep all forward calls are common ones: an error between them could not be told to the others.
-        # An engine makes none.
-        early = sample() if ranks.lockstep and not policy.has_engine else None
-
         def scored() -> tuple[Scored, dict[str, float], torch.device]:
-            sampled = sample() if early is None else early
+            sampled = sample()
             judged, metrics = self._scored(policy, own, sampled, scoring, talk, context)
             return judged.to(_CPU) if ranks.size > 1 else judged, metrics, sampled.mask.device
 

@@ -75,7 +75,7 @@ def test_sigterm_ends_a_rollout_between_tokens(tmp_path):
     assert summary(tmp_path / "run")["status"] == "preempted"
 
 
-@pytest.mark.parametrize("words", [[], ["trainer=fsdp"], ["trainer=fsdp", "module.gather_weights=false"]])
+@pytest.mark.parametrize("words", [[], ["trainer=fsdp"]])
 def test_two_processes_make_the_run_of_one(tmp_path, words):
     train(tmp_path / "one", "steps=2")
     train(tmp_path / "two", "steps=2", *words, "trainer.accelerator=cpu", "trainer.devices=2")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
-from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.slots import Slots, StopTest, Talk
 from grpo_lightning.sampler.own.talking import TalkingSlots
@@ -66,7 +65,6 @@ def decode(
     stops: StopTest | None = None,
     poll: Poll | None = None,
     on_finished: OnRowsFinished | None = None,
-    ranks: Ranks = ALONE,
     at_once: int | None = None,
     look_every: int | None = None,
     talk: Talk | None = None,
@@ -85,7 +83,6 @@ def decode(
         stops: Which completions end for another reason; None: no other reason.
         poll: Called before every look; what it raises is passed on.
         on_finished: Called with the completions that have just ended.
-        ranks: The processes that may have to make every forward pass together.
         at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
         look_every: Tokens between two looks; None: 1 on a CPU, else `LOOK_EVERY`.
         talk: Replies to completions that have ended a turn, which then go on; None: they are over.
@@ -112,12 +109,9 @@ def decode(
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
         taken = slots.taken
-        if not ranks.anyone(bool(taken or waiting)):
+        if not (taken or waiting):
             break
-        if poll and ranks.lockstep:
-            # If one process leaves, the others would wait in the next forward pass for ever.
-            ranks.together(poll)
-        elif poll:
+        if poll:
             poll()
         if waiting and (free := slots.free) and (cache.refills or not taken):
             size = min(len(free) if cache.refills else at_once, len(waiting))
@@ -126,13 +120,11 @@ def decode(
                 slots.fill(free[:size], rows)
             else:
                 slots.open(rows)
-            if not ranks.lockstep:
-                continue  # some may be over with their first token
-        elif len(taken) < len(slots.held) and len(taken) <= compact * len(slots.held) and len(slots.held) > 1:
-            # With none left, one goes on, to take part in the forward passes of the other processes.
-            slots.keep(taken or [0])
+            continue  # some may be over with their first token
+        if len(taken) < len(slots.held) and len(taken) <= compact * len(slots.held):
+            slots.keep(taken)
         least = min((slots.lengths[slots.held[slot] or 0] for slot in slots.running), default=0)
-        tokens = look_every if ranks.lockstep else min(look_every, sampling.max_new_tokens - least)
+        tokens = min(look_every, sampling.max_new_tokens - least)
         cache.reserve(tokens)
         replay(tokens, cache.version)
     ids, seen = slots.drawn(range(len(uniforms)))

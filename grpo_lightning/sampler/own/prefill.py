@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.own.buffers import Pair
 from grpo_lightning.transformer.attention import Stream, forward
 
@@ -55,7 +54,6 @@ def read_prompts(
     *,
     completions: Sequence[Sequence[int]] = (),
     tokens: int,
-    ranks: Ranks,
 ) -> Read:
     """What a decoder makes of some prompts.
 
@@ -64,7 +62,6 @@ def read_prompts(
         prompts: [P] the token ids of each prompt.
         completions: [P] the token ids of the completion to read behind each prompt; empty: prompts only.
         tokens: The most tokens in one forward pass; a prompt that is longer goes alone.
-        ranks: The processes that may have to make every forward pass together.
     """
     device = decoder.device
     longest = max(map(len, prompts))
@@ -72,17 +69,12 @@ def read_prompts(
     sizes = [len(prompt) + sum(map(len, rows)) for prompt, rows in zip(prompts, own, strict=True)]
     hidden, keys = [], []
     read = Read([len(prompt) for prompt in prompts], torch.empty(0), {})
-    chunks = _chunks(sizes, tokens)
-    # Another process may have more to read, and every forward pass of sharded weights takes all processes.
-    idle = ranks.most(len(chunks)) - len(chunks)
-    for number, chunk in enumerate([chunks[0]] * idle + chunks):
+    for chunk in _chunks(sizes, tokens):
         groups = tuple((len(prompts[i]), tuple(map(len, own[i]))) for i in chunk)
         reading = _Reading(Stream(groups, device))
         pieces = [piece for i in chunk for piece in (prompts[i], *own[i])]
         ids = torch.tensor([token for piece in pieces for token in piece], device=device)
         states = forward(decoder, ids[None], reading.stream.positions, reading)[0]  # [1, N, H] -> [N, H]
-        if number < idle:
-            continue
         spans = reading.stream.spans
         starts = torch.tensor([[start] for start, _, _ in spans], device=device)
         # [p, 1] with [S] -> [p, S]; behind a shorter prompt stand its neighbour's keys, which nobody asks for.

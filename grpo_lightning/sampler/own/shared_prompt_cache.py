@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.memory import COPIED
 from grpo_lightning.sampler.own.buffers import Buffers, Pair, store
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
@@ -46,7 +45,6 @@ class SharedPromptCache:
         flat: A copy of the decoder for single tokens; None lets the decoder itself take them.
         windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
         is_static: Whether the decoder makes the same operations whatever the tokens are.
-        ranks: The processes that may have to make every forward pass together.
     """
 
     refills, rewinds = True, False
@@ -62,17 +60,16 @@ class SharedPromptCache:
         flat: FlatDecoder | None,
         windows: Mapping[int, int],
         is_static: bool,
-        ranks: Ranks = ALONE,
     ) -> None:
         self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
         self._longest, self._flat, self._windows = longest, flat, windows
-        self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS, ranks=ranks)
+        self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
         self._compiles = compiled.pays(decoder.get_input_embeddings().weight)
         self._store = compiled.compiled(store) if self._compiles else store
         self._joined = compiled.compiled(joined) if self._compiles else joined
-        self.version, self.is_static, self.extends = 0, is_static, not (ranks.lockstep or windows)
+        self.version, self.is_static, self.extends = 0, is_static, not windows
         self._to_come = len(prompts) * group_size
         """Completions that have not been held yet."""
         self._read: Read | None = None
