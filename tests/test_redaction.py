@@ -4,7 +4,9 @@ import time
 
 import pytest
 
+import grpo_lightning as grpo
 from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words
+from tests.support.running import SMALL
 
 
 def test_values_of_keys_that_name_secrets_are_hidden():
@@ -78,3 +80,17 @@ def test_a_key_in_a_mapping_is_hidden_and_a_models_text_is_read_in_linear_time()
     start = time.process_time()
     hide("-a" * 16000 + "-eyJ" * 8000)  # a quadratic pattern takes 20 s
     assert time.process_time() - start < 3
+
+
+@pytest.mark.slow
+def test_what_comes_from_the_environment_is_written_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTE", "of-no-known-form")
+    settings = (*SMALL, "+reward.custom.function.note=${oc.env:NOTE}")
+    grpo.compose(*settings, run_dir=tmp_path).fit()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"last.ckpt", "model.safetensors", "config.yaml", "summary.json"} <= {path.name for path in files}
+    assert not [path for path in files if b"of-no-known-form" in path.read_bytes()]
+    monkeypatch.setenv("NOTE", "another")  # it is no part of what a run is continued by
+    run = grpo.compose(*settings, "steps=2", "checkpoint=last", run_dir=tmp_path)
+    run.fit()
+    assert run.module.completed_steps == 2
