@@ -2,9 +2,12 @@
 
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from grpo_lightning.distributed import signals
+from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward.engine import pool
 from tests.support import environments
@@ -186,3 +189,19 @@ def test_what_an_object_says_of_itself_is_read():
     assert environment.name == "tests.support.environments.Tool"
     episodes = environment.episodes(["p"], {}, [(0, 0, 0)])
     assert told(episodes, 0, "a", "b") == ["more", None]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_an_environment_that_hangs(monkeypatch):
+    def asked_to_end():
+        raise Preempted(15)
+
+    monkeypatch.setattr(signals, "current", lambda: SimpleNamespace(check=asked_to_end))
+    environment = Environment(environments.ends_itself, 4, timeout=60.0)
+    start = time.monotonic()
+    episodes = environment.episodes(["p"], {"how": ["hang"]}, [(0, 0, 0)], asked_to_end)
+    episodes.said(0, "x")
+    with pytest.raises(Preempted):
+        episodes.reply(0)
+    assert time.monotonic() - start < 30
+    pool.close()
