@@ -531,11 +531,10 @@ def test_a_trainer_of_ones_own_gives_one_processs_weights(tmp_path):
     alone, metrics = own_trainer(tmp_path / "one", "one")
     assert same(alone, weights(run.module))
     assert metrics["val/pass@1"] == run.metrics["val/pass@1"]
-    for kind in ("ddp", "ddp_find_unused_parameters_true"):
-        found, metrics = own_trainer(tmp_path / kind, kind)
-        gap = torch.stack([(found[name] - alone[name]).norm() for name in alone]).norm()
-        assert gap < 1e-6 * torch.stack([value.norm() for value in alone.values()]).norm()
-        assert metrics["val/pass@1"] == run.metrics["val/pass@1"]
+    found, metrics = own_trainer(tmp_path / "two", "ddp_find_unused_parameters_true")
+    gap = torch.stack([(found[name] - alone[name]).norm() for name in alone]).norm()
+    assert gap < 1e-6 * torch.stack([value.norm() for value in alone.values()]).norm()
+    assert metrics["val/pass@1"] == run.metrics["val/pass@1"]
 
 
 LATE = """
@@ -589,6 +588,9 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
 
 
 def test_a_strategy_that_reads_checkpoints_itself_is_refused(tmp_path, monkeypatch):
+    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):  # that Lightning sets, and leaves
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(ModelParallelStrategy, "setup_environment", lambda strategy: None)
     monkeypatch.setattr(ModelParallelStrategy, "load_checkpoint", lambda *_, **__: pytest.fail("it was read"))
     run = grpo.compose(*SETTINGS, run_dir=tmp_path)

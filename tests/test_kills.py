@@ -8,7 +8,7 @@ from tests.kills import difference, main
 
 @pytest.mark.slow
 def test_runs_killed_at_random_moments_continue_exactly_and_leave_nothing(tmp_path):
-    assert main(count=5, seed=5, place=tmp_path, most=1) == 0
+    assert main(count=2, seed=5, place=tmp_path, most=1) == 0
 
 
 def test_two_checkpoints_differ_where_one_bit_does():

@@ -21,9 +21,9 @@ NAMES = sorted(
     {path.stem for path in (CONF / "reward").glob("*.yaml")}
     - {"base", "custom", "custom_per_completion", "judge", "live", "model"}
 )
-ROWS = 10_000
+ROWS = 3_000
 LONG = 100_000  # characters
-SECONDS = 60
+SECONDS = 20
 
 ATOMS = [
     *(
@@ -125,7 +125,7 @@ def two_workers():
 
 
 @pytest.mark.slow
-def test_every_reward_takes_ten_thousand_hostile_completions():
+def test_every_reward_takes_thousands_of_hostile_completions():
     assert len(completions()) == ROWS
     assert sum(len(text) >= LONG - 5_000 for text in completions()) > 50
     took = {}
