@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
-from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Line, compare
+from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
-from grpo_lightning.report.statistics import Estimate, estimate
 from grpo_lightning.report.table import FORMS, write
 
 
@@ -23,26 +21,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     last_through_closed_pipes()
     options = _parser().parse_args(arguments)
     try:
-        runs = find_runs(*options.directories)
-        needs_points = bool(options.plot) or options.deviation
         comparison = compare(
-            runs,
+            find_runs(*options.directories),
             by=options.by,
             metrics=options.metric,
             at=options.at,
+            deviation=options.deviation,
             baseline=options.baseline,
-            with_points=needs_points,
+            with_points=bool(options.plot),
         )
         if options.plot:
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))
-    print(write(comparison, options.format, deviation=options.deviation), end="")
-
-
-def told_command(directory: Path) -> str:
-    """The command that compares the runs below a directory."""
-    return f"python -m grpo_lightning.report {shell_word(str(directory))}"
+    print(write(comparison, options.format), end="")
 
 
 def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:
@@ -70,10 +62,9 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
     for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
         for line in lines:
-            points = mean_curve(line)
-            steps = [step for step, _ in points]
-            [drawn] = axes.plot(steps, [one.mean for _, one in points], label=one_line(comparison.label(line.settings)))
-            banded = [(step, one.low, one.high) for step, one in points if one.low is not None]
+            curve, label = line.curve, one_line(comparison.label(line.settings))
+            [drawn] = axes.plot(list(curve), [one.mean for one in curve.values()], label=label)
+            banded = [(step, one.low, one.high) for step, one in curve.items() if one.low is not None]
             if banded:
                 axes.fill_between(*zip(*banded, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
         axes.set(ylabel=metric)
@@ -90,15 +81,6 @@ def plot(comparison: Comparison, file: Path) -> None:
         raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         pyplot.close(figure)
-
-
-def mean_curve(line: Line) -> list[tuple[int, Estimate]]:
-    """Step -> the estimate over the seeds that have a value there."""
-    values: dict[int, list[float]] = {}
-    for one in line.by_seed.values():
-        for step, value in one.points or ():
-            values.setdefault(step, []).append(value)
-    return [(step, estimate(found)) for step, found in sorted(values.items())]
 
 
 def _parser() -> argparse.ArgumentParser:
