@@ -84,7 +84,7 @@ def header(path: Path) -> dict[str, Any]:
     Raises:
         Unusable: The file is damaged, or no recorded rollout.
     """
-    first = next(_lines(path), None)
+    first: Any = next(_lines(path), None)
     told = first.get("format") if isinstance(first, dict) else None
     if told != FORMAT:
         raise Unusable(f"{path} is no recorded rollout: its first line has format={told!r:.60}, and not {FORMAT!r}")

@@ -134,7 +134,7 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         """[B, T] of the first of some fields that a line has."""
         found = torch.zeros(total, length)
         for row, line in enumerate(rows):
-            written = next((line[name] for name in names if name in line), [])
+            written: Sequence[Any] = next((line[name] for name in names if name in line), [])
             found[row, : len(written)] = _tensor(written)
         return found.to(device)
 
