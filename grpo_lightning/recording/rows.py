@@ -72,8 +72,8 @@ def lines(
         values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
     )
     turns = spans(sampled.mask) if sampled.turns else None
-    kept = None if sampled.kept is None else sampled.kept.to(torch.device("cpu"))
-    sets = [] if kept is None else [part.lists() for part in kept.each(counts)]
+    kept = sampled.kept
+    sets = [] if kept is None else [part.lists() for part in kept.to(torch.device("cpu")).each(counts)]
     rewards = {name: values.tolist() for name, values in scored.rewards.items()}
     scores, steps, advantages = scored.scores.tolist(), scored.steps.tolist(), rollout.mean_advantages.tolist()
     made: list[dict[str, Any]] = [first]
@@ -143,10 +143,9 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         for token, score in line["steps"]:
             steps[row, token] = value_of(score)
     firsts = rows[::size]
-    names = set.intersection(*(set(row["columns"]) for row in firsts))
     prompts = Prompts(
         tuple(row["prompt"] for row in firsts),
-        {name: tuple(row["columns"][name] for row in firsts) for name in sorted(names)},
+        {name: tuple(row["columns"][name] for row in firsts) for name in sorted(firsts[0]["columns"])},
     )
     sampled = Sampled(
         ids=ids.to(device),

@@ -19,7 +19,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: There is nothing to compare; its text is one sentence.
     """
     last_through_closed_pipes()
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_lightning.report",
+        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
+    )
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
+    parser.add_argument(
+        "--by", nargs="+", default=[], metavar="KEY", help="what lines differ in; else what was swept, but the seed"
+    )
+    parser.add_argument(
+        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"else {' and '.join(DEFAULT_METRICS)}"
+    )
+    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
+    parser.add_argument(
+        "--baseline", metavar="KEY=VALUE", help="also the differences from these runs, over the seeds of both"
+    )
+    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
+    parser.add_argument("--format", choices=list(FORMS), default="table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture: needs matplotlib")
+    options = parser.parse_args(arguments)
     try:
         comparison = compare(
             find_runs(*options.directories),
@@ -81,25 +99,3 @@ def plot(comparison: Comparison, file: Path) -> None:
         raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         pyplot.close(figure)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_lightning.report",
-        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
-    )
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
-    parser.add_argument(
-        "--by", nargs="+", default=[], metavar="KEY", help="what lines differ in; else what was swept, but the seed"
-    )
-    parser.add_argument(
-        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"else {' and '.join(DEFAULT_METRICS)}"
-    )
-    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
-    parser.add_argument(
-        "--baseline", metavar="KEY=VALUE", help="also the differences from these runs, over the seeds of both"
-    )
-    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
-    parser.add_argument("--format", choices=list(FORMS), default="table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture: needs matplotlib")
-    return parser

@@ -141,11 +141,7 @@ def _piped(cell: str) -> str:
 
 
 def _json(comparison: Comparison) -> str:
-    return json.dumps(_plain(comparison), indent=2, allow_nan=False) + "\n"
-
-
-def _plain(comparison: Comparison) -> dict[str, Any]:
-    """Everything with all digits, as plain values."""
+    """Everything with all digits."""
 
     def plain(value: Estimate | None) -> dict[str, Any] | None:
         return asdict(value) if value else None
@@ -169,7 +165,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         for metric, found in comparison.lines.items()
         for line in found
     ]
-    return {
+    told = {
         "by": list(comparison.keys),
         "baseline": "=".join(comparison.baseline) if comparison.baseline else None,
         "lines": lines,
@@ -179,6 +175,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         ],
         "ailing": [{"directory": str(o.directory), "findings": o.findings} for o in comparison.runs if o.findings],
     }
+    return json.dumps(told, indent=2, allow_nan=False) + "\n"
 
 
 FORMS: Mapping[str, Callable[[Comparison], str]] = {"table": _text, "md": _markdown, "json": _json}
