@@ -181,10 +181,8 @@ class Run:
             return preflight.conduct(
                 cast(GRPOLightningModule, module),
                 self.data,
+                trainer,
                 prompts=self.config["preflight"]["prompts"],
-                processes=trainer.world_size,
-                device=trainer.strategy.root_device,
-                precision=trainer.precision_plugin.train_step_context(),
                 predicted=preflight.announce_memory(self.config, module, self.data, trainer),
                 directory=self.directory,
             )

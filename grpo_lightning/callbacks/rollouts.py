@@ -11,7 +11,7 @@ from grpo_lightning import __version__
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.recording import files
-from grpo_lightning.recording.rows import Microbatches, fingerprint, lines
+from grpo_lightning.recording.rows import fingerprint, lines
 from grpo_lightning.rollout.collector import Collected
 
 log = logging.getLogger(__name__)
@@ -54,15 +54,18 @@ class RecordRollouts(Callback):
             return
         collected: Collected = outputs["collected"]
         updates = outputs["updates"]
-        microbatches: Microbatches | None = None
+        logprobs: dict[int, list[float]] = {}
         if len(updates) == 1 and collected.is_fresh:
-            own = [(rows.cpu(), logprobs.cpu()) for rows, logprobs in updates[0].microbatches]
-            microbatches = module.loop.ranks.gather(own)
+            own: dict[int, list[float]] = {}
+            for rows, values in updates[0].microbatches:
+                own |= zip(rows.tolist(), values.tolist(), strict=True)
+            for part in module.loop.ranks.gather(own):
+                logprobs |= part
         if not trainer.is_global_zero:
             return
         header = self._header(module, collected, len(updates), outputs["collector"])
         try:
-            made = lines(header, collected.scored, collected.rollout, microbatches)
+            made = lines(header, collected.scored, collected.rollout, logprobs)
             files.write(self.directory / files.file_name(module.completed_steps), made)
         except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold: training is worth more
             if not self._told:

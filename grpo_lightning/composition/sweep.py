@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
 from grpo_lightning.output.redaction import hide, redacted_words
-from grpo_lightning.output.shell import typed
+from grpo_lightning.output.shell import shell_word, typed
 from grpo_lightning.output.terminal import one_line, show
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def close(status: int) -> int:
     if not _begun or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
     from grpo_lightning.report import ReportError, find_runs
-    from grpo_lightning.report.command import of_sweep, told_command
+    from grpo_lightning.report.command import of_sweep
 
     directory, metric = _begun.pop()
     _hide_in(directory / "multirun.yaml")
@@ -168,7 +168,7 @@ def close(status: int) -> int:
         print(of_sweep(runs, metric), end="")
     except ReportError as error:
         tell(str(error))
-    tell(f"this table again: {told_command(directory)}")
+    tell(f"this table again: python -m grpo_lightning.report {shell_word(str(directory))}")
     if status or failed:
         tell(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
     return status or int(failed)

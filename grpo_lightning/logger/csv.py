@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,7 @@ class CSVLogger(Guarded, loggers.CSVLogger):
         path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"step": step, **dict(zip(columns, map(no_formula, row), strict=True))} for row in data]
-        known = list(read(path))
-        if known and list(known[0]) == ["step", *columns]:
-            _append(path, ["step", *columns], rows)
-        else:
-            write(path, [*known, *rows])
+        write(path, [*read(path), *rows])
 
 
 def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
@@ -55,18 +50,14 @@ def rewind(trainers: Iterable[loggers.Logger], step: int) -> None:
     """
     for place in (Path(logger.log_dir) for logger in trainers if isinstance(logger, CSVLogger)):
         for path in (place / _METRICS, *place.glob(_TABLES)):
-            if rows := [row for row in read(path) if _step(row) <= step]:
+            if rows := [row for row in read(path) if int(row["step"]) <= step]:
                 write(path, rows)
             else:
                 path.unlink(missing_ok=True)
 
 
 class Writer(ExperimentWriter):
-    """Appends to ``metrics.csv``, which is written anew where columns are new or a step is written a second time.
-
-    Args:
-        log_dir: Where the files are.
-    """
+    """Appends to ``metrics.csv``, which is written anew where columns are new or a step is written a second time."""
 
     def __init__(self, log_dir: str) -> None:
         self.hparams: dict[str, Any] = {}
@@ -93,14 +84,15 @@ class Writer(ExperimentWriter):
         if not self._columns or not self._path.exists():
             known = list(read(self._path))
             self._columns = _columns(known)
-            self._last = max(map(_step, known), default=-1)
+            self._last = max((int(row["step"]) for row in known), default=-1)
         steps = [row["step"] for row in self.metrics]
         if {key for row in self.metrics for key in row} <= set(self._columns) and min(steps) > self._last:
-            _append(self._path, self._columns, self.metrics)
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerows(self.metrics)
         else:
             rows: dict[int, Row] = {}
             for row in (*read(self._path), *self.metrics):
-                rows.setdefault(_step(row), {}).update(row)
+                rows.setdefault(int(row["step"]), {}).update(row)
             self._columns = write(self._path, [rows[step] for step in sorted(rows)])
         self._last = max(self._last, *steps)
         self.metrics = []
@@ -117,7 +109,7 @@ def read(path: Path) -> Iterable[Row]:
         return
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if None not in row.values() and None not in row and _step(row) < sys.maxsize:
+            if None not in row.values() and None not in row and row.get("step", "").isdigit():
                 yield row
 
 
@@ -131,21 +123,8 @@ def write(path: Path, rows: Sequence[Row]) -> list[str]:
     return columns
 
 
-def _append(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    with path.open("a", newline="", encoding="utf-8") as file:
-        csv.DictWriter(file, columns).writerows(rows)
-
-
 def _columns(rows: Iterable[Row]) -> list[str]:
     names = dict.fromkeys(["step"])
     for row in rows:
         names |= dict.fromkeys(row)
     return list(names)
-
-
-def _step(row: Row) -> int:
-    """The number of a row's step; one beyond all others where it has none."""
-    try:
-        return int(row["step"])
-    except (KeyError, TypeError, ValueError):
-        return sys.maxsize

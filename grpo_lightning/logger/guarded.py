@@ -24,21 +24,15 @@ def attempt(logger: Logger) -> Iterator[None]:
     except Exception as error:  # whatever a logger raises, training is worth more
         while error.__cause__ is not None:  # Lightning says of all of TensorBoard's that a value is of a wrong type
             error = error.__cause__  # type: ignore[assignment]
-        warn(logger, f"{type(error).__name__}: {error}")
+        if logger not in _warned:
+            _warned.add(logger)
+            place = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or "its service"
+            log.warning(
+                "%s of %s failed (%s): training goes on, checkpoints are saved, and logs may have gaps",
+                *(type(logger).__name__, place, one_line(f"{type(error).__name__}: {error}")[:300]),
+            )
         if isinstance(logger, Guarded):
             logger.reset()
-
-
-def warn(logger: Logger, what: str) -> None:
-    """Say what went wrong with a logger, the first time."""
-    if logger in _warned:
-        return
-    _warned.add(logger)
-    place = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or "its service"
-    log.warning(
-        "%s of %s failed (%s): training goes on, checkpoints are saved, and logs may have gaps",
-        *(type(logger).__name__, place, one_line(what)[:300]),
-    )
 
 
 class Guarded(Logger):

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,35 +29,29 @@ log = logging.getLogger(__name__)
 def conduct(
     module: GRPOLightningModule,
     data: PromptData,
+    trainer: "Trainer",
     *,
     prompts: int,
-    processes: int,
-    device: torch.device,
-    precision: AbstractContextManager[Any],
     predicted: Mapping[str, float],
     directory: Path,
 ) -> dict[str, Any]:
-    """Look, say what was seen, and write it to ``preflight.json``.
+    """Look, say what was seen, and write it to ``preflight.json``; returns it.
 
     Args:
-        module: The run's.
+        module: The run's; it is measured on the trainer's device, and stays there.
         data: Its prompts.
+        trainer: The run's.
         prompts: How many to ask.
-        processes: Of the run; one of them measures.
-        device: Where the module is measured, and stays.
-        precision: Inside, arithmetic is that of a training step.
         predicted: As in `look.look`.
         directory: The run's.
-
-    Returns:
-        What `look.look` says.
     """
+    device = trainer.strategy.root_device
     data.setup("preflight")
     module.to(device)
     if module.reference is not None and module.reference.idle_device is None:
         module.reference.to(device)
-    with precision:
-        facts = redacted(look(module, data, prompts=prompts, processes=processes, predicted=predicted))
+    with trainer.precision_plugin.train_step_context():
+        facts = redacted(look(module, data, prompts=prompts, processes=trainer.world_size, predicted=predicted))
     if is_first():
         for line in [*page(facts), "", *facts["verdict"]]:
             say(line)

@@ -28,12 +28,7 @@ def teaching_share(rewards: Tensor, group_size: int) -> float:
     Args:
         rewards: [P, n] of groups of n completions; NaN, which counts as its group's mean, differs from nothing.
         group_size: Of the groups asked about, at least 2.
-
-    Raises:
-        ValueError: ``rewards`` is empty, or ``group_size`` below 2.
     """
-    if not rewards.numel() or group_size < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}, group_size={group_size}: allowed are groups, and sizes >= 2")
     counts = [Counter(round(value, _DIGITS) for value in row if math.isfinite(value)) for row in rewards.tolist()]
     size = rewards.shape[1]
     if group_size <= size:

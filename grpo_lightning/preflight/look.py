@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_lightning import memory
@@ -19,8 +17,6 @@ GROUP_SIZES = (4, 8, 16, 32)
 """For which it is predicted how many groups teach, besides the run's own."""
 ENOUGH = 0.8
 """Of the most teaching completions per second that a group size gets; the smallest size that gets it pays."""
-_BARS = 8
-"""Most bars of a histogram: rewards of no more different values have one for each."""
 
 
 def look(
@@ -60,12 +56,10 @@ def look(
     }
     facts["pays"] = best_size(facts["groups"])
     facts["step"] = _step(module, measured, own)
-    facts["memory_gib"] = {"measured": measured.memory / memory.GiB} | (
-        {"predicted": predicted["peak"] / memory.GiB} if predicted else {}
-    )
-    facts["update_fits"] = measured.fits
+    facts["memory_gib"] = {"measured": measured.memory / memory.GiB}
+    if predicted:
+        facts["memory_gib"]["predicted"] = predicted["peak"] / memory.GiB
     facts["run"] = _run(module, data, measured, facts["step"]["total"], processes)
-    facts = _plain(facts)
     return facts | {"verdict": verdict(facts)}
 
 
@@ -73,23 +67,9 @@ def _reward(values: Tensor, failed: float | None) -> dict[str, Any]:
     known = values[values.isfinite()].double()
     facts: dict[str, Any] = {"none": float((~values.isfinite()).double().mean()), "failed": failed}
     if not len(known):
-        return facts | {"mean": None, "std": None, "histogram": []}
-    return facts | {"mean": float(known.mean()), "std": float(known.std(correction=0)), "histogram": _histogram(known)}
-
-
-def _histogram(values: Tensor) -> list[dict[str, float]]:
-    """Bars from lowest to highest: "low" and "high", the same where a bar is one value, and the "share" of them all."""
-    different, counts = values.unique(return_counts=True)
-    if len(different) <= _BARS:
-        edges = [(float(value), float(value)) for value in different]
-    else:
-        counts = torch.histc(values, _BARS)
-        points = torch.linspace(float(values.min()), float(values.max()), _BARS + 1, dtype=values.dtype).tolist()
-        edges = list(pairwise(points))
-    return [
-        {"low": low, "high": high, "share": float(count) / len(values)}
-        for (low, high), count in zip(edges, counts, strict=True)
-    ]
+        return facts | dict.fromkeys(("mean", "std", "min", "max"))
+    spread = {"std": float(known.std(correction=0)), "min": float(known.min()), "max": float(known.max())}
+    return facts | {"mean": float(known.mean()), **spread}
 
 
 def _group(measured: Measured, size: int, own: int) -> dict[str, float]:
@@ -114,16 +94,14 @@ def step_seconds(measured: Measured, size: int) -> float:
     if measured.small_group:
         small, seconds = measured.small_group
         fixed = min(max(seconds - (collecting - seconds) * small / (own - small), 0.0), collecting)
-    update = 0.0 if math.isnan(measured.phases["update"]) else measured.phases["update"]
-    return fixed + (collecting - fixed + update) * size / own
+    return fixed + (collecting - fixed + measured.phases["update"]) * size / own
 
 
 def best_size(groups: Mapping[str, Mapping[str, float]]) -> int | None:
     """The smallest group size that gets almost as many teaching completions per second as any; None without one."""
     best = max(group["teaching_per_second"] for group in groups.values())
-    return min(
-        (int(size) for size, one in groups.items() if one["teaching_per_second"] >= ENOUGH * best > 0), default=None
-    )
+    paying = [int(size) for size, one in groups.items() if one["teaching_per_second"] >= ENOUGH * best > 0]
+    return min(paying, default=None)
 
 
 def _step(module: GRPOLightningModule, measured: Measured, own: int) -> dict[str, float]:
@@ -144,9 +122,7 @@ def _run(
 ) -> dict[str, Any]:
     """Steps that are left, and the seconds that they and their validations take."""
     left = module.steps - module.completed_steps
-    every = module.validation.every
-    done = range(module.completed_steps, module.steps)
-    times = sum(number % every == 0 for number in done) + 1
+    times = sum(number % module.validation.every == 0 for number in range(module.completed_steps, module.steps)) + 1
     completions = len(data.validation) * module.validation.samples_per_prompt / processes
     sampling = measured.phases["rollout"] + measured.phases["reward"]
     validation = sampling * completions / (measured.prompts * measured.scored.group_size)
@@ -156,14 +132,3 @@ def _run(
         "validation_seconds": validation,
         "seconds": left * step + times * validation,
     }
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: rounded to six digits, None for what is not finite."""
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

@@ -45,18 +45,13 @@ class Measured:
     """A smaller group size and the seconds to collect a rollout of it; None where there is none."""
     memory: int
     """Most bytes in use: allocated on a GPU, resident on a CPU; without the optimizer's own."""
-    fits: bool
-    """Whether the update had enough GPU memory; if not, its seconds are NaN."""
 
 
 def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, processes: int) -> Measured:
     """Sample, score and compare the next training prompts, and make the backward passes of an update of some.
 
-    Args:
-        module: The run's, on the device that it is measured on.
-        data: Its prompts.
-        prompts: How many to ask, at least; as many as fill rollouts, and at most those that there are.
-        processes: Of the run, which divide a step's prompts; this one measures the portion of one.
+    Of the processes, which divide a step's prompts, it measures one; at least ``prompts`` are asked, as many as fill
+    rollouts, and at most those that there are. Arguments as in `look.look`.
 
     Raises:
         RuntimeError: The first rollout contradicts itself, see ``module.selfcheck``.
@@ -76,12 +71,8 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         if module.self_check and number == 0:
             checked = (module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
             check_rollout(*checked, coarse=module.sampler.is_coarse, filtered=module.sampler.is_engine)
-    fits, update = True, float("nan")
-    try:
-        # the first one also tries which ways of computing the model allows
-        update = [_update(module, _trained(own, one), own.temperature, processes) for one in collected[-2:]][-1]
-    except torch.OutOfMemoryError:
-        fits = False
+    # the first one also tries which ways of computing the model allows
+    update = [_update(module, _trained(own, one), own.temperature, processes) for one in collected[-2:]][-1]
     small, small_group = max(2, own.group_size // 4), None
     if small < own.group_size:
         _, phases = _collect(module, replace(collector, group_size=small), batches[-1], step + len(batches) - 1)
@@ -98,7 +89,6 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         phases={phase: median(one[phase] for one in seconds) for phase in _PHASES} | {"update": update},
         small_group=small_group,
         memory=torch.cuda.max_memory_allocated(module.device) if on_gpu else peak_memory(),
-        fits=fits,
     )
 
 

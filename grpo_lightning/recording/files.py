@@ -2,12 +2,14 @@
 
 import gzip
 import json
-import os
 import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from grpo_lightning.output.files import replace
 
 FORMAT = "grpo-lightning rollout 1"
 """What the first line of a file calls itself; the number changes with the meaning of a field."""
@@ -47,13 +49,10 @@ def steps(directory: Path) -> dict[int, Path]:
 
 def listed(numbers: Collection[int]) -> str:
     """Some steps in words: ``1 to 40, 60`` with the gaps left out, and no more than a line of them."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    words = []
+    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        first, *_, last = [number for _, number in run] * 2
+        words.append(str(first) if first == last else f"{first} to {last}")
     shown = words if len(words) <= 8 else [*words[:7], f"… {words[-1]}"]
     return ", ".join(shown) or "none"
 
@@ -75,18 +74,8 @@ def write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         OSError: They cannot be written; nothing is left of them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staged.open("wb") as file:
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                for line in lines:
-                    text = json.dumps(line, allow_nan=False, separators=(",", ":"))
-                    packed.write(text.encode("ascii") + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+    replace(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
 
 
 def header(path: Path) -> dict[str, Any]:
@@ -95,7 +84,11 @@ def header(path: Path) -> dict[str, Any]:
     Raises:
         Unusable: The file is damaged, or no recorded rollout.
     """
-    return _header(path, next(_lines(path), None))
+    first: Any = next(_lines(path), None)
+    told = first.get("format") if isinstance(first, dict) else None
+    if told != FORMAT:
+        raise Unusable(f"{path} is no recorded rollout: its first line has format={told!r:.60}, and not {FORMAT!r}")
+    return dict(first)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -104,39 +97,12 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         Unusable: The file is damaged, or no recorded rollout.
     """
-    first, *rows = [*_lines(path)] or [None]
-    count = _header(path, first)["prompts"] * first["group_size"]
-    if len(rows) != count:
-        raise Unusable(f"{path} has {len(rows)} of the {count} completions that its first line tells of")
-    return first, rows
-
-
-def check_bytes(path: Path) -> None:
-    """Read a file to its end, and compare its checksum.
-
-    Raises:
-        Unusable: It is damaged.
-    """
-    for _ in _lines(path):
-        pass
+    return header(path), [*_lines(path)][1:]
 
 
 def _lines(path: Path) -> Iterator[Any]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             yield from map(json.loads, file)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Unusable(f"{path} is damaged ({error})") from error
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise Unusable(f"{path} holds something else than lines of JSON ({error})") from error
-
-
-def _header(path: Path, first: Any) -> dict[str, Any]:
-    told = first.get("format") if isinstance(first, dict) else None
-    if told != FORMAT:
-        raise Unusable(f"{path} is no recorded rollout: its first line has format={told!r:.60}, and not {FORMAT!r}")
-    if path.name != file_name(first["step"]):
-        raise Unusable(f"{path} is the rollout of step {first['step']}; allowed is the name {file_name(first['step'])}")
-    return dict(first)
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise Unusable(f"{path} is damaged or not readable ({error})") from error

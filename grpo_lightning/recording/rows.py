@@ -17,8 +17,7 @@ from grpo_lightning.batch.rows import Kept
 from grpo_lightning.batch.turns import spans
 from grpo_lightning.output.redaction import hide
 
-Microbatches = Sequence[Sequence[tuple[Tensor, Tensor]]]
-"""By process: the rows of each micro-batch [b], and their log-probabilities under the policy that is trained [b, T]."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,7 @@ class Restored:
     ref_logprobs: Tensor
     """[B, T] under the reference; zeros where none was used."""
     logprobs: Tensor
-    """[B, T] as the only optimizer step computed them; zeros where it did not, or where there were several steps."""
-
-    @property
-    def microbatches(self) -> list[list[Tensor]]:
-        """By process: the rows of each micro-batch of the only optimizer step; nothing where there were several."""
-        return [[torch.tensor(rows) for rows in own] for own in self.header["microbatches"] or ()]
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART = 1 << 22  # values at a time
+    """[B, T] as the only optimizer step computed them; the sampler's where it did not, or where there were several."""
 
 
 def fingerprint(policy: nn.Module) -> str:
@@ -49,24 +39,13 @@ def fingerprint(policy: nn.Module) -> str:
     for name, weight in policy.named_parameters():
         if weight.requires_grad:
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            sums = _checksums(whole.detach().contiguous().flatten())
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)} {sums}".encode())
+            bits = whole.detach().contiguous().view(_BITS[whole.element_size()]).sum(dtype=torch.int64)
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)} {bits.item()}".encode())
     return digest.hexdigest()
 
 
-def _checksums(values: Tensor) -> list[int]:
-    """Of the bits of values [n], on their device: their sum, and their sum by place, modulo 2^64."""
-    bits = values.view(_BITS[values.element_size()])
-    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for first in range(0, len(bits), _PART):
-        part = bits[first : first + _PART].long()
-        place = torch.arange(first, first + len(part), device=part.device) * 2 + 1  # odd: no bit of a value is lost
-        sums += torch.stack([part.sum(), (part * place).sum()])
-    return sums.tolist()
-
-
 def lines(
-    header: Mapping[str, Any], scored: Scored, rollout: Rollout, microbatches: Microbatches | None
+    header: Mapping[str, Any], scored: Scored, rollout: Rollout, logprobs: Mapping[int, Sequence[float]]
 ) -> list[dict[str, Any]]:
     """The lines of a file: what is known of the whole, then a completion each.
 
@@ -74,7 +53,7 @@ def lines(
         header: What these tensors do not tell.
         scored: The completions.
         rollout: The same rows, as they are trained on.
-        microbatches: Of the only optimizer step; None where there were several.
+        logprobs: Row -> [T] as the only optimizer step computed them; nothing where there were several.
     """
     sampled, length = scored.sampled, scored.sampled.mask.shape[1]
     width = sampled.ids.shape[1] - length
@@ -86,19 +65,15 @@ def lines(
         "prompt_tokens": width,
         "completion_tokens": length,
         "rewards": [name for name in scored.rewards if name != "total"],
-        "microbatches": None if microbatches is None else [[rows.tolist() for rows, _ in own] for own in microbatches],
         "columns_left_out": left_out,
     }
-    told: dict[int, list[float]] = {}
-    for rows, values in (pair for own in microbatches or () for pair in own):
-        told.update(zip(rows.tolist(), values.tolist(), strict=True))
     counts, widths = (part.sum(-1).tolist() for part in sampled.attention_mask.split([width, length], -1)[::-1])
     ids, old, entropy, ref = (
         values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
     )
     turns = spans(sampled.mask) if sampled.turns else None
-    kept = None if sampled.kept is None else sampled.kept.to(torch.device("cpu"))
-    sets = [] if kept is None else [part.lists() for part in kept.each(counts)]
+    kept = sampled.kept
+    sets = [] if kept is None else [part.lists() for part in kept.to(torch.device("cpu")).each(counts)]
     rewards = {name: values.tolist() for name, values in scored.rewards.items()}
     scores, steps, advantages = scored.scores.tolist(), scored.steps.tolist(), rollout.mean_advantages.tolist()
     made: list[dict[str, Any]] = [first]
@@ -127,8 +102,8 @@ def lines(
             line["kept"] = sets[row]
         if header["reference"]:
             line["ref_logprobs"] = [number(value) for value in ref[row][:count]]
-        if row in told:
-            line["logprobs"] = [number(value) for value in told[row][:count]]
+        if row in logprobs:
+            line["logprobs"] = [number(value) for value in logprobs[row][:count]]
         made.append(line)
     return made
 
@@ -155,11 +130,12 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
     ids[:, :width][prompt_mask] = torch.tensor([i for row in rows for i in row["prompt_ids"]], dtype=torch.long)
     ids[:, width:][seen] = torch.tensor([i for row in rows for i in row["ids"]], dtype=torch.long)
 
-    def values(name: str) -> Tensor:
+    def values(*names: str) -> Tensor:
+        """[B, T] of the first of some fields that a line has."""
         found = torch.zeros(total, length)
         for row, line in enumerate(rows):
-            if line.get(name) is not None:
-                found[row, : counts[row]] = _tensor(line[name])
+            written: Sequence[Any] = next((line[name] for name in names if name in line), [])
+            found[row, : len(written)] = _tensor(written)
         return found.to(device)
 
     steps = torch.full((total, length), torch.nan)
@@ -167,10 +143,9 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         for token, score in line["steps"]:
             steps[row, token] = value_of(score)
     firsts = rows[::size]
-    names = set.intersection(*(set(row["columns"]) for row in firsts))
     prompts = Prompts(
         tuple(row["prompt"] for row in firsts),
-        {name: tuple(row["columns"][name] for row in firsts) for name in sorted(names)},
+        {name: tuple(row["columns"][name] for row in firsts) for name in sorted(firsts[0]["columns"])},
     )
     sampled = Sampled(
         ids=ids.to(device),
@@ -192,7 +167,7 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         scores=torch.stack([_tensor(row["scores"]) for row in rows]),
         steps=steps,
     )
-    return Restored(header, scored, values("ref_logprobs"), values("logprobs"))
+    return Restored(header, scored, values("ref_logprobs"), values("logprobs", "old_logprobs"))
 
 
 def number(value: float) -> float | str | None:

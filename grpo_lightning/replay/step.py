@@ -11,7 +11,6 @@ from torch import Tensor
 from grpo_lightning import varying
 from grpo_lightning.batch import Rollout, Scored
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.module.update import add_up
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
 from grpo_lightning.reward import Weighted
@@ -29,11 +28,11 @@ _SHOWN = ("reward/", "loss/")
 
 @dataclass(frozen=True)
 class Metrics:
-    """What was logged of a rollout and what comes out now, by name."""
+    """What was logged of a rollout and what comes out now."""
 
     step: int
-    recorded: dict[str, float]
-    replayed: dict[str, float]
+    pairs: dict[str, tuple[float | None, float | None]]
+    """Name -> what was logged and what comes out."""
     approximate: dict[str, str]
     """Name -> why the two need not be equal though nothing is changed."""
     called: list[str]
@@ -81,15 +80,14 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
             _NoTokens(), scored.prompts, scored.sampled, context=StepContext(seed=0)
         )
     rollout = collector.compared(scored, found.ref_logprobs)
-    advantages = rollout.mean_advantages
     metrics = sampled_metrics(scored) | token_metrics(scored, found.ref_logprobs, has_reference=header["reference"])
-    metrics |= advantage_metrics(advantages)
-    metrics |= losses(loss, rollout, found)
-    recorded = {name: value for name, value in (header["collected"] | logged).items() if value is not None}
+    metrics |= advantage_metrics(rollout.mean_advantages) | losses(loss, rollout, found)
+    now = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+    then = {name: value for name, value in (header["collected"] | logged).items() if value is not None}
+    names = {*now, *(name for name in then if name in metrics or name.startswith(_SHOWN))}
     return Metrics(
         step=header["step"],
-        recorded={name: value for name, value in recorded.items() if name in metrics or name.startswith(_SHOWN)},
-        replayed={name: float(value) for name, value in metrics.items() if math.isfinite(float(value))},
+        pairs={name: (then.get(name), now.get(name)) for name in sorted(names)},
         approximate=_approximate(found, metrics, loss),
         called=called or [],
     )
@@ -97,37 +95,14 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
 
 @torch.no_grad()
 def losses(loss: PolicyLoss, rollout: Rollout, found: Restored) -> dict[str, Tensor]:
-    """The parts of the loss at the ratio 1, by name, added up in the order in which the run did it.
+    """The parts of the loss at the ratio 1, by name; those that were logged are sums in another order.
 
     Log-probabilities are those of the only optimizer step where it computed them, else the sampler's.
     """
-    weights, single = loss.weights(rollout.mask), found.microbatches
-    scored = torch.zeros(len(rollout), dtype=torch.bool)
-    for rows in (rows for own in single for rows in own):
-        scored[rows] = True
-    logprobs = torch.where(scored.unsqueeze(-1), found.logprobs, rollout.old_logprobs)
-    teaching = loss.teaches(rollout)
-    if not bool((scored == teaching).all()):  # other rows have a gradient than then
-        single = [[teaching.nonzero().flatten()]]
-    sums: list[dict[str, Tensor]] = []
-    for own in single:
-        parts: dict[str, Tensor] = {}
-        for rows in own:
-            drawn = rollout[rows]
-            factor = loss.correct(logprobs[rows] - drawn.old_logprobs, drawn.mask, on_policy=True)
-            taken = on_policy(drawn, logprobs[rows])
-            _, part = loss(logprobs[rows], found.scored.sampled.entropy[rows], taken, weights[rows] * factor)
-            add_up(parts, part)
-        sums.append(parts)
-    names = {name: value.dtype for parts in sums for name, value in parts.items()}
-    # as `Ranks.add_up` does it: a single process's sums as they are, several processes' in float64
-    total = {
-        name: next(iter(sums))[name]
-        if len(sums) == 1
-        else torch.stack([parts[name].double() for parts in sums if name in parts]).sum().to(dtype)
-        for name, dtype in names.items()
-    }
-    return {f"loss/{name}": value for name, value in total.items()}
+    factor = loss.correct(found.logprobs - rollout.old_logprobs, rollout.mask, on_policy=True)
+    rows, weights = on_policy(rollout, found.logprobs), loss.weights(rollout.mask) * factor
+    _, parts = loss(found.logprobs, found.scored.sampled.entropy, rows, weights)
+    return {f"loss/{name}": value for name, value in parts.items()}
 
 
 def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[dict[str, Weighted], list[str] | None]:
@@ -135,12 +110,7 @@ def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[
     then: Mapping[str, Any] = found.header["settings"].get("reward") or {}
     before: Mapping[str, Any] = found.header["settings"].get("rollout") or {}
     now = redacted({"reward": config["reward"]})["reward"]
-    judged = ("outcome", "threshold")
-    as_recorded = (
-        now == then
-        and list(now) == list(found.header["rewards"])
-        and all(before.get(key) == config["rollout"].get(key) for key in judged)
-    )
+    is_judged_alike = all(before.get(key) == config["rollout"].get(key) for key in ("outcome", "threshold"))
     made, called = {}, []
     for name, node in config["reward"].items():
         is_known = name in then and all(now[name].get(key) == then[name].get(key) for key in ("function", "messages"))
@@ -154,7 +124,7 @@ def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[
         else:
             called.append(name)
             made[name] = Weighted(build(f"reward.{name}.function", node["function"]), **own)
-    return made, None if as_recorded else called
+    return made, None if is_judged_alike and list(now.items()) == list(then.items()) else called
 
 
 def _recalled(scored: Scored, name: str) -> Callable[..., list[float | None]]:
@@ -166,8 +136,7 @@ def _recalled(scored: Scored, name: str) -> Callable[..., list[float | None]]:
 def _has_steps(scored: Scored) -> bool:
     """Whether a score stands anywhere but at the end of a completion."""
     last = torch.tensor([ends[-1:] for ends in turn_ends(scored.sampled)])
-    inside = torch.arange(scored.steps.shape[1]) < last
-    return bool((~scored.steps.isnan() & inside).any())
+    return bool((~scored.steps.isnan() & (torch.arange(scored.steps.shape[1]) < last)).any())
 
 
 def _approximate(found: Restored, names: Mapping[str, Any], loss: PolicyLoss) -> dict[str, str]:
@@ -175,10 +144,10 @@ def _approximate(found: Restored, names: Mapping[str, Any], loss: PolicyLoss) ->
     for name in names:
         if name.startswith(_OF_ALL_SAMPLED) and not header["complete"]:
             why[name] = "of the completions trained on; logged is that of all that were sampled"
-        if name.startswith("loss/") and header["microbatches"] is None:
-            steps = header["optimizer_steps"]
-            told = f"logged is the mean of {steps} optimizer steps" if steps > 1 else "some groups are of a step before"
-            why[name] = f"at ratio 1; {told}"
+        if name.startswith("loss/") and (steps := header["optimizer_steps"]) > 1:
+            why[name] = f"at ratio 1; logged is the mean of {steps} optimizer steps"
+        elif name.startswith("loss/") and not header["fresh"]:
+            why[name] = "at ratio 1; some groups are of a step before"
         elif name in ("loss/entropy", "loss/total") and loss.entropy_coef:
             why[name] = "from the entropy that the sampler saw"
     return why

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import shell_word
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
-from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Line, compare
+from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
-from grpo_lightning.report.statistics import Estimate, estimate
 from grpo_lightning.report.table import FORMS, write
 
 
@@ -21,28 +19,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: There is nothing to compare; its text is one sentence.
     """
     last_through_closed_pipes()
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_lightning.report",
+        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
+    )
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
+    parser.add_argument(
+        "--by", nargs="+", default=[], metavar="KEY", help="what lines differ in; else what was swept, but the seed"
+    )
+    parser.add_argument(
+        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"else {' and '.join(DEFAULT_METRICS)}"
+    )
+    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
+    parser.add_argument(
+        "--baseline", metavar="KEY=VALUE", help="also the differences from these runs, over the seeds of both"
+    )
+    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
+    parser.add_argument("--format", choices=list(FORMS), default="table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture: needs matplotlib")
+    options = parser.parse_args(arguments)
     try:
-        runs = find_runs(*options.directories)
-        needs_points = bool(options.plot) or options.deviation
         comparison = compare(
-            runs,
+            find_runs(*options.directories),
             by=options.by,
             metrics=options.metric,
             at=options.at,
+            deviation=options.deviation,
             baseline=options.baseline,
-            with_points=needs_points,
+            with_points=bool(options.plot),
         )
         if options.plot:
             plot(comparison, options.plot)
     except ReportError as error:
         sys.exit(hide(one_line(str(error))))
-    print(write(comparison, options.format, deviation=options.deviation), end="")
-
-
-def told_command(directory: Path) -> str:
-    """The command that compares the runs below a directory."""
-    return f"python -m grpo_lightning.report {shell_word(str(directory))}"
+    print(write(comparison, options.format), end="")
 
 
 def of_sweep(runs: Sequence[RunRecord], metric: str) -> str:
@@ -70,10 +80,9 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
     for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
         for line in lines:
-            points = mean_curve(line)
-            steps = [step for step, _ in points]
-            [drawn] = axes.plot(steps, [one.mean for _, one in points], label=one_line(comparison.label(line.settings)))
-            banded = [(step, one.low, one.high) for step, one in points if one.low is not None]
+            curve, label = line.curve, one_line(comparison.label(line.settings))
+            [drawn] = axes.plot(list(curve), [one.mean for one in curve.values()], label=label)
+            banded = [(step, one.low, one.high) for step, one in curve.items() if one.low is not None]
             if banded:
                 axes.fill_between(*zip(*banded, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
         axes.set(ylabel=metric)
@@ -90,34 +99,3 @@ def plot(comparison: Comparison, file: Path) -> None:
         raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         pyplot.close(figure)
-
-
-def mean_curve(line: Line) -> list[tuple[int, Estimate]]:
-    """Step -> the estimate over the seeds that have a value there."""
-    values: dict[int, list[float]] = {}
-    for one in line.by_seed.values():
-        for step, value in one.points or ():
-            values.setdefault(step, []).append(value)
-    return [(step, estimate(found)) for step, found in sorted(values.items())]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_lightning.report",
-        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
-    )
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
-    parser.add_argument(
-        "--by", nargs="+", default=[], metavar="KEY", help="what lines differ in; else what was swept, but the seed"
-    )
-    parser.add_argument(
-        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"else {' and '.join(DEFAULT_METRICS)}"
-    )
-    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
-    parser.add_argument(
-        "--baseline", metavar="KEY=VALUE", help="also the differences from these runs, over the seeds of both"
-    )
-    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
-    parser.add_argument("--format", choices=list(FORMS), default="table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture: needs matplotlib")
-    return parser

@@ -1,15 +1,16 @@
 """Runs of the same settings together: a line for each, over its seeds."""
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 
 from grpo_lightning.output.shell import shell_word
-from grpo_lightning.report.curves import Course, course, names
+from grpo_lightning.report.curves import Course, by_step, course, names
 from grpo_lightning.report.keys import UNSET, checked, given, order, seed_of, suggestion, swept, value_of
 from grpo_lightning.report.records import ReportError, RunRecord
-from grpo_lightning.report.statistics import Estimate, estimate, paired
+from grpo_lightning.report.statistics import Estimate, estimate
 
 DEFAULT_METRICS = ("val/pass@1", "reward/total")
 ENDED_WELL = ("finished", "stopped")
@@ -24,21 +25,29 @@ class Line:
     settings: tuple[str, ...]
     """The values of the swept keys."""
     by_seed: Mapping[str, Course]
-    last: Estimate
-    first: Estimate | None
-    mean: Estimate | None
-    """Of each run's mean over its steps."""
-    low: float | None
-    high: float | None
-    """The lowest and the highest value in any of the runs, at any step."""
-    deviation: Estimate | None
-    """Of each run's standard deviation over its steps."""
-    at: Mapping[int, Estimate | None]
-    """Step -> the values there."""
+    is_best: bool = False
+    is_baseline: bool = False
     difference: Estimate | None = None
     """Of the last value from the baseline's, over the seeds that both have."""
-    is_baseline: bool = False
-    is_best: bool = False
+
+    @property
+    def last(self) -> Estimate:
+        """Of each run's last value."""
+        return estimate([one.last for one in self.by_seed.values()])
+
+    @property
+    def curve(self) -> dict[int, Estimate]:
+        """Step -> the values of the runs that have one there."""
+        return {step: estimate(values) for step, values in by_step(self.by_seed.values()).items()}
+
+    def estimate(self, name: str) -> Estimate | None:
+        """Of each run's "first" value, or its "mean" or "deviation" over its steps; None if no run tells."""
+        known = _known(self.by_seed.values(), name)
+        return estimate(known) if known else None
+
+    def extreme(self, name: str) -> float | None:
+        """The lowest ("low") or the highest value ("high") in any of the runs, at any step; None if no run tells."""
+        return (min if name == "low" else max)(_known(self.by_seed.values(), name), default=None)
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,12 @@ class Comparison:
     runs: Sequence[RunRecord]
     others: Sequence[RunRecord]
     """Those that no number is of: failed, running, killed, missing."""
-    baseline: tuple[str, str] | None = None
-    notes: Sequence[str] = field(default_factory=list)
-
-    def best(self, metric: str) -> Line | None:
-        """The line with the highest last value, of several lines and where more is better."""
-        return next((line for line in self.lines[metric] if line.is_best), None)
+    at: Sequence[int]
+    """Steps to show the values of."""
+    deviation: bool
+    """Whether to show the standard deviation over a run's steps."""
+    baseline: tuple[str, str] | None
+    notes: Sequence[str]
 
     def label(self, settings: Sequence[str]) -> str:
         """What a line's settings are, in words as on the command line."""
@@ -70,6 +79,7 @@ def compare(
     by: Sequence[str] = (),
     metrics: Sequence[str] = (),
     at: Sequence[int] = (),
+    deviation: bool = False,
     baseline: str | None = None,
     with_points: bool = False,
 ) -> Comparison:
@@ -80,49 +90,43 @@ def compare(
         by: The keys that lines differ in; none: those that the runs' overrides differ in, but for the seed.
         metrics: Their names; none: `DEFAULT_METRICS`, those that there are.
         at: Steps to give the values of.
+        deviation: Whether to give the standard deviation over a run's steps.
         baseline: "KEY=VALUE" of the lines that others are compared with, all other keys being equal.
         with_points: Whether curves are needed in any case.
 
     Raises:
         ReportError: No run has a metric, a key or the baseline.
     """
+    with_points |= bool(at) or deviation
+    others = [run for run in runs if run.status not in ENDED_WELL]
     counted = [run for run in runs if run.status in ENDED_WELL]
     notes = []
-    if not counted:
-        counted = [run for run in runs if names(run)]
-        if counted:
-            notes.append("no run has finished: these are numbers of unfinished ones")
-    others = [run for run in runs if run.status not in ENDED_WELL]
-    metrics = _known(metrics, counted)
+    if not counted and (counted := [run for run in runs if names(run)]):
+        notes.append("no run has finished: these are numbers of unfinished ones")
     columns = checked(by, counted) if by else swept(counted)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in counted:
-        settings = tuple(value_of(run, key) or UNSET for key in columns)
-        groups.setdefault(settings, []).append(run)
-    if not columns:
+        groups.setdefault(tuple(value_of(run, key) or UNSET for key in columns), []).append(run)
+    if counted and not columns:  # named by their directory, or by the one that all are in
         columns = ["run"]
-        groups = {(_name(found),): found for found in groups.values()}
+        groups = {(Path(os.path.commonpath([run.directory.absolute() for run in counted])).name,): counted}
     lines = {}
-    for metric in metrics:
-        listed = [
-            line
-            for settings, found in sorted(groups.items(), key=lambda pair: order(pair[0]))
-            if (line := _line(settings, found, metric, at, with_points or bool(at)))
-        ]
-        lines[metric] = _with_best(metric, listed)
-        notes += _without_steps(metric, listed, at)
-    if twice := {seed for found in groups.values() for seed in _repeated(found)}:
-        notes.append(
-            f"several runs of seed {', '.join(sorted(twice))} with the same settings count once, by their mean"
-        )
+    for metric in _metrics(metrics, counted):
+        ordered = sorted(groups, key=lambda settings: [*map(order, settings)])
+        listed = [Line(one, _by_seed(groups[one], metric, with_points)) for one in ordered]
+        lines[metric] = _with_best(metric, [line for line in listed if line.by_seed])
+        notes += _without_steps(metric, lines[metric], at)
+    pairs = [(settings, seed_of(run)) for settings, group in groups.items() for run in group]
+    if twice := sorted({pair[1] for pair in pairs if pairs.count(pair) > 1}):
+        notes.append(f"several runs of seed {', '.join(twice)} with the same settings count once, by their mean")
     pair = None
     if baseline is not None:
         pair = _baseline(baseline, columns, list(groups))
-        lines = {metric: _with_differences(listed, columns, pair) for metric, listed in lines.items()}
-    return Comparison(columns, lines, runs, others, pair, notes)
+        lines = {metric: _with_differences(listed, columns.index(pair[0]), pair[1]) for metric, listed in lines.items()}
+    return Comparison(columns, lines, runs, others, at, deviation, pair, notes)
 
 
-def _known(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+def _metrics(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     found = set().union(*(names(run) for run in runs))
     for metric in metrics:
         if metric not in found and not any(course(run, metric, with_points=False) for run in runs):
@@ -130,117 +134,77 @@ def _known(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     return list(metrics) or [name for name in DEFAULT_METRICS if name in found] or sorted(found)[:1]
 
 
-def _name(runs: Sequence[RunRecord]) -> str:
-    """What to call runs that nothing but the seed tells apart: their directory, or the one that they are in."""
-    places = {run.directory.absolute() for run in runs}
-    return (places.pop() if len(places) == 1 else runs[0].directory.absolute().parent).name
-
-
-def _repeated(runs: Sequence[RunRecord]) -> set[str]:
-    seeds = [seed_of(run) for run in runs]
-    return {seed for seed in seeds if seeds.count(seed) > 1}
-
-
-def _line(
-    settings: tuple[str, ...], runs: Sequence[RunRecord], metric: str, at: Sequence[int], with_points: bool
-) -> Line | None:
+def _by_seed(runs: Sequence[RunRecord], metric: str, with_points: bool) -> dict[str, Course]:
+    """Seed -> how a metric went; several runs of one seed count once."""
     by_seed: dict[str, list[Course]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: order(seed_of(run))):
         if found := course(run, metric, with_points=with_points):
             by_seed.setdefault(seed_of(run), []).append(found)
-    if not by_seed:
-        return None
-    seeds = {seed: _together(found) for seed, found in sorted(by_seed.items(), key=lambda pair: order((pair[0],)))}
-    courses = list(seeds.values())
-    lows, highs = ([getattr(one, name) for one in courses] for name in ("low", "high"))
-    values = {step: [_at(one, step) for one in courses] for step in at}
-    return Line(
-        settings,
-        seeds,
-        estimate([one.last for one in courses]),
-        _estimate([one.first for one in courses]),
-        _estimate([one.mean for one in courses]),
-        min((low for low in lows if low is not None), default=None),
-        max((high for high in highs if high is not None), default=None),
-        _estimate([one.deviation for one in courses]),
-        {step: _estimate(found) for step, found in values.items()},
-    )
+    return {seed: _together(found) for seed, found in by_seed.items()}
 
 
 def _together(courses: Sequence[Course]) -> Course:
-    """Several runs of the same seed, as one."""
-    if len(courses) == 1:
-        return courses[0]
+    """Several runs of the same seed, as one: their mean, and the lowest and highest of their values."""
 
-    points: dict[int, list[float]] = {}
-    for one in courses:
-        for step, value in one.points or ():
-            points.setdefault(step, []).append(value)
-    how = {"low": min, "high": max}
-    known: dict[str, list[Any]] = {
-        name: [value for one in courses if (value := getattr(one, name)) is not None]
-        for name in ("last", "first", "mean", "low", "high", "deviation")
-    }
-    means: dict[str, Any] = {n: how.get(n, statistics.fmean)(v) if v else None for n, v in known.items()}
+    def merged(name: str, by: Callable[[Sequence[float]], float] = fmean) -> float | None:
+        return by(known) if (known := _known(courses, name)) else None
+
     return Course(
-        **means,
-        points=[(step, statistics.fmean(values)) for step, values in sorted(points.items())] or None,
+        last=fmean(one.last for one in courses),
+        first=merged("first"),
+        mean=merged("mean"),
+        low=merged("low", min),
+        high=merged("high", max),
+        deviation=merged("deviation"),
+        points=[(step, fmean(values)) for step, values in by_step(courses).items()],
     )
 
 
-def _at(one: Course, step: int) -> float | None:
-    return dict(one.points or ()).get(step)
-
-
-def _estimate(values: Sequence[float | None]) -> Estimate | None:
-    known = [value for value in values if value is not None]
-    return estimate(known) if known else None
+def _known(courses: Iterable[Course], name: str) -> list[float]:
+    return [value for one in courses if (value := getattr(one, name)) is not None]
 
 
 def _with_best(metric: str, lines: Sequence[Line]) -> list[Line]:
     if len(lines) < 2 or not metric.startswith(_MORE_IS_BETTER) or metric in _NEITHER:
         return list(lines)
     highest = max(line.last.mean for line in lines)
-    is_shared = sum(line.last.mean == highest for line in lines) > 1
-    return [replace(line, is_best=line.last.mean == highest and not is_shared) for line in lines]
+    return [replace(line, is_best=line.last.mean == highest) for line in lines]
 
 
 def _without_steps(metric: str, lines: Sequence[Line], at: Sequence[int]) -> list[str]:
     """Where a metric has no value at a step that is asked for, which steps are the nearest."""
-    steps = sorted({step for line in lines for one in line.by_seed.values() for step, _ in one.points or ()})
+    steps = {step for line in lines for step in line.curve}
     said = []
     for step in at:
-        if any(line.at[step] is None for line in lines):
-            near = [one for one in steps if one < step][-1:] + [one for one in steps if one > step][:1]
+        if any(step not in line.curve for line in lines):
+            near = sorted(sorted(steps - {step}, key=lambda one: abs(one - step))[:2])
             where = f": it has at {' and '.join(map(str, near))}" if near else ""
             said.append(f"{metric} has not in every run a value at step {step}{where}")
     return said
 
 
 def _baseline(text: str, columns: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
+    key, sign, _ = text.partition("=")
     if not sign or key not in columns:
         listed = ", ".join(map(shell_word, columns))
         raise ReportError(f"--baseline={text}: allowed is KEY=VALUE with a key that the lines differ in: {listed}")
-    values = sorted({group[columns.index(key)] for group in groups})
-    value = next(iter(given([text]).values()))
+    value, values = given([text])[key], sorted({group[columns.index(key)] for group in groups})
     if value not in values:
         raise ReportError(f"--baseline={text}: no run has this value; allowed are {', '.join(map(shell_word, values))}")
     return key, value
 
 
-def _with_differences(lines: Sequence[Line], columns: Sequence[str], baseline: tuple[str, str]) -> list[Line]:
-    place = columns.index(baseline[0])
+def _with_differences(lines: Sequence[Line], place: int, value: str) -> list[Line]:
+    """Lines with their differences from those that have a value at a place of their settings, and are else the same."""
     by_settings = {line.settings: line for line in lines}
     compared = []
     for line in lines:
-        if line.settings[place] == baseline[1]:
-            compared.append(replace(line, is_baseline=True))
-            continue
-        base = by_settings.get((*line.settings[:place], baseline[1], *line.settings[place + 1 :]))
-        seeds = [seed for seed in line.by_seed if base and seed in base.by_seed]
-        if base and seeds:
-            pairs = [(line.by_seed[seed].last, base.by_seed[seed].last) for seed in seeds]
-            line = replace(line, difference=paired([one for one, _ in pairs], [other for _, other in pairs]))
+        base = by_settings.get((*line.settings[:place], value, *line.settings[place + 1 :]))
+        if base is line:
+            line = replace(line, is_baseline=True)
+        elif base and (seeds := [seed for seed in line.by_seed if seed in base.by_seed]):
+            # what a seed does to both of them alike cancels in each difference
+            differences = [line.by_seed[seed].last - base.by_seed[seed].last for seed in seeds]
+            line = replace(line, difference=estimate(differences))
         compared.append(line)
     return compared

@@ -3,7 +3,7 @@
 import csv
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +27,8 @@ class Course:
     high: float | None = None
     deviation: float | None = None
     """Standard deviation over the steps."""
-    points: Points | None = None
-    """None where only the summary tells of it."""
+    points: Sequence[tuple[int, float]] = ()
+    """Empty where only the summary tells of it."""
 
 
 def curve(run: Path, metric: str) -> Points:
@@ -45,22 +45,26 @@ def names(run: RunRecord) -> set[str]:
 def course(run: RunRecord, metric: str, *, with_points: bool) -> Course | None:
     """How a metric went in a run; None if it has none.
 
-    Args:
-        run: The run.
-        metric: Its name.
-        with_points: Whether all values are needed; else those of ``summary.json`` do, which are read faster.
+    With points all values are read; without them those of ``summary.json`` do, which is faster.
     """
     values: Mapping[str, float] = run.summary.get("values", {}).get(metric, {})
-    if not with_points and "last" in values:
-        return Course(values["last"], values.get("first"), values.get("mean"), values.get("min"), values.get("max"))
-    if points := curve(run.directory, metric):
+    if (with_points or not values) and (points := curve(run.directory, metric)):
         every = [value for _, value in points]
         mean = math.fsum(every) / len(every)
         return Course(every[-1], every[0], mean, min(every), max(every), pstdev(every), points)
-    if with_points and "last" in values:
-        return course(run, metric, with_points=False)
+    if values:
+        return Course(values["last"], values.get("first"), values.get("mean"), values.get("min"), values.get("max"))
     last: float | None = run.summary.get("metrics", {}).get(metric)
     return None if last is None else Course(last)
+
+
+def by_step(courses: Iterable[Course]) -> dict[int, list[float]]:
+    """Step -> the values of the runs that have one there, in the order of the steps."""
+    values: dict[int, list[float]] = {}
+    for one in courses:
+        for step, value in one.points:
+            values.setdefault(step, []).append(value)
+    return dict(sorted(values.items()))
 
 
 @lru_cache(256)
@@ -71,33 +75,24 @@ def _curves(run: Path) -> Mapping[str, Points]:
 
 def _of_csv(file: Path) -> dict[str, Points]:
     found: dict[str, dict[int, float]] = {}
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            for row in csv.DictReader(lines):
-                step = _number(row.pop("step", None))
-                for name, text in row.items():
-                    value = _number(text)
-                    if step is not None and value is not None and isinstance(name, str):
-                        found.setdefault(name, {})[int(step)] = value
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return {}
+    with file.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            step = _number(row.pop("step", None))
+            for name, text in row.items():
+                if step is not None and (value := _number(text)) is not None:
+                    found.setdefault(name, {})[int(step)] = value
     return {name: sorted(points.items()) for name, points in found.items()}
 
 
 def _of_events(directory: Path) -> dict[str, Points]:
     if not directory.is_dir():
         return {}
-    from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.WARNING)
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    try:
-        events.Reload()
-    except DecodeError:
-        return {}
-    scalars: Collection[str] = events.Tags()["scalars"]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in scalars}
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def _number(text: Any) -> float | None:

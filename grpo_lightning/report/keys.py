@@ -72,12 +72,8 @@ def suggestion(word: str, known: Sequence[str]) -> str:
     return f"; the nearest is {shell_word(found[0])}" if found else ""
 
 
-def order(values: tuple[str, ...]) -> tuple[tuple[int, float, str], ...]:
-    """By which the lines of a table are sorted: numbers by size, before texts."""
-    return tuple(_order(value) for value in values)
-
-
-def _order(value: str) -> tuple[int, float, str]:
+def order(value: str) -> tuple[int, float, str]:
+    """By which values are sorted: numbers by size, before texts."""
     try:
         return (0, float(value), "")
     except ValueError:

@@ -36,13 +36,12 @@ class RunRecord:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """The settings as composed, from ``.hydra/config.yaml``; empty where that cannot be read."""
-        found = _yaml(self.directory / ".hydra" / "config.yaml") if self.status != "missing" else None
-        return found if isinstance(found, dict) else {}
+        return _yaml(self.directory / ".hydra" / "config.yaml") or {}
 
     @cached_property
     def findings(self) -> list[str]:
         """What the doctor has found in it, from ``health.json``: each rule with its step, metric and value."""
-        known = _summary(self.directory / "health.json")[0].get("findings", ()) if self.status != "missing" else ()
+        known = _json(self.directory / "health.json").get("findings", ())
         return [f"{one['rule']} at step {one['step']} ({one['metric']} {one['value']:.3g})" for one in known]
 
 
@@ -69,16 +68,13 @@ def find_runs(*directories: Path | str) -> list[RunRecord]:
 
 def read_run(directory: Path) -> RunRecord:
     """The run in a directory."""
-    summary, problem = _summary(directory / "summary.json")
+    summary = _json(directory / "summary.json")
     words = tuple(summary.get("overrides") or _yaml(directory / ".hydra" / "overrides.yaml") or ())
     if lock.is_held(directory):
         return RunRecord(directory, words, "running", "a process trains in it", summary)
-    if problem:
-        return RunRecord(directory, words, "failed", problem)
     if not summary:
-        return RunRecord(
-            directory, words, "killed", "it has begun, no process trains in it, and it has no summary.json"
-        )
+        reason = "it has begun, no process trains in it, and it has no summary.json that can be read"
+        return RunRecord(directory, words, "killed", reason)
     reason = " ".join(str(summary.get("error") or "").split())
     return RunRecord(directory, words, str(summary.get("status")), f"“{reason}”" if reason else "", summary)
 
@@ -87,7 +83,7 @@ def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
     """The jobs of a sweep of which there is no trace."""
     there = Counter(tuple(sorted(record.overrides)) for record in records)
     absent = []
-    for job in _summary(sweep / SWEEP_FILE)[0].get("jobs") or ():
+    for job in _json(sweep / SWEEP_FILE).get("jobs") or ():
         words = tuple(sorted(job))
         if there[words] > 0:
             there[words] -= 1
@@ -96,15 +92,12 @@ def _missing(sweep: Path, records: Sequence[RunRecord]) -> list[RunRecord]:
     return absent
 
 
-def _summary(path: Path) -> tuple[dict[str, Any], str]:
-    """What a JSON file holds, and what is wrong with it; neither where there is none."""
+def _json(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is not there or cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError) as error:
-        return {}, f"{path.name} cannot be read: {error}"
-    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} holds no object")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _yaml(path: Path) -> Any:

@@ -21,28 +21,12 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean with its two-sided interval of 95 % by Student's t: mean ± t · s / √n, with s the sample deviation.
-
-    Args:
-        values: At least one.
-    """
+    """The mean of n >= 1 values with its two-sided 95 % interval by Student's t: mean ± t · s / √n."""
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
         return Estimate(n, mean)
     half = t_quantile(CONFIDENCE, n - 1) * statistics.stdev(values) / math.sqrt(n)
     return Estimate(n, mean, mean - half, mean + half)
-
-
-def paired(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """The mean difference of two settings over the same seeds, with its interval.
-
-    What a seed does to both of them alike cancels in each difference.
-
-    Args:
-        values: One per seed.
-        baseline: The same seeds' values, in the same order.
-    """
-    return estimate([value - base for value, base in zip(values, baseline, strict=True)])
 
 
 @functools.lru_cache(64)
@@ -51,10 +35,6 @@ def t_quantile(confidence: float, degrees: int) -> float:
 
     For whole degrees of freedom the distribution is a finite sum of powers of the cosine of θ = atan(t / √degrees)
     (Abramowitz and Stegun, 26.7.3 and 26.7.4), which grows with θ and is inverted by bisection.
-
-    Args:
-        confidence: Between 0 and 1.
-        degrees: Degrees of freedom, 1 or more.
     """
     low, high = 0.0, math.pi / 2
     for _ in range(200):

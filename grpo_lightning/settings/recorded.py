@@ -48,9 +48,7 @@ def _problems(get: Reader, directory: Path) -> list[str]:
     whole = sum(path.stat().st_size for path in chosen) <= _READ_WHOLE
     sizes: dict[str, Any] = {}
     for path in chosen:
-        first = files.header(path)
-        if whole:
-            files.check_bytes(path)
+        first = files.read(path)[0] if whole else files.header(path)
         sizes = sizes or first
     wanted = {"prompts": "data.prompts_per_step", "group_size": "rollout.group_size"}
     return [

@@ -26,7 +26,7 @@ HEADER = {
     **{"format": "grpo-lightning rollout 1", "step": 1, "seed": 0, "prompts": 1, "group_size": 2, "prompt_tokens": 2},
     **{"completion_tokens": 3, "temperature": 1.0, "rewards": ["right"], "weights": [1.0], "fresh": True},
     **{"complete": True, "reference": False, "policy": "", "num_tokens": 5, "optimizer_steps": 1},
-    **{"microbatches": None, "collected": {}, "updated": {}, "settings": {}},
+    **{"collected": {}, "updated": {}, "settings": {}},
 }
 """The first line of a recorded rollout."""
 
