@@ -3,12 +3,13 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+
+import yaml
 
 from grpo_lightning.output.shell import program, shell_word, typed
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.names import translated
 
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
@@ -104,6 +105,32 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     cause = str(error.__cause__ or "").splitlines()
     lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and not _LEFT_OUT.search(line)]
     return one_line("; ".join(lines))
+
+
+def translated(key: str, value: str | None = None) -> str | None:
+    """What a setting of TRL, verl or many others is called here, as the end of a sentence; None if it is none.
+
+    Args:
+        key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
+        value: What it was set to; None: not known.
+    """
+    same, similar = names_of_others().values()
+    last = key.rpartition(".")[2]
+    foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
+    for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
+        if ours := same.get(name):
+            word = ours if value is None else shell_word(f"{ours}={value}")
+            return f"allowed here is {word}, as this project calls it"
+        if ours := similar.get(name):
+            return f"allowed here is {ours}"
+    return None
+
+
+@cache
+def names_of_others() -> dict[str, dict[str, str]]:
+    """``same`` and ``similar`` of names.yaml: what others call a setting -> what it is called here."""
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text("utf-8"))
+    return found
 
 
 def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:
@@ -227,7 +254,7 @@ def _not_parsed(override: str) -> str:
     )
 
 
-@lru_cache(4)
+@cache
 def known_keys(conf: Path) -> frozenset[str]:
     """The dotted keys that the settings' files have, whichever of them are chosen."""
     found: set[str] = set()
