@@ -29,7 +29,7 @@ from grpo_lightning.output.terminal import one_line, show
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
 
-_MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=", "requeue=")
+_MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
 """Overrides of a job that another start of it may have otherwise."""
 
 _SUMMARY = "summary.json"

@@ -166,23 +166,8 @@ def cautions(config: Mapping[str, Any]) -> list[str]:
 
 
 TOP = (
-    *(
-        "mode",
-        "steps",
-        "seed",
-        "checkpoint",
-        "sweep_metric",
-        "run_dir",
-        "trusted",
-        "requeue",
-        "preflight",
-        "algorithm",
-        "experiment",
-        "sweep",
-        "debug",
-        "task_name",
-        "tags",
-    ),
+    *("mode", "steps", "seed", "checkpoint", "sweep_metric", "run_dir", "trusted", "preflight", "task_name", "tags"),
+    *_PRESETS,
     *PARTS,
 )
 """The parts and the settings that belong to none."""
