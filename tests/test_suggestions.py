@@ -36,7 +36,7 @@ EXPLAINED = {
     "policy=hf": "policy.path: a value is missing; allowed is policy.path=VALUE",
     "+loss.kl_coef=1": "+loss.kl_coef: it is there already; allowed is loss.kl_coef=VALUE, wit",
     "+policy=hf": "+policy: one is chosen already; allowed is policy=NAME, without the plus",
-    "reward=accuracy,format": "allowed is reward=[accuracy,format] for several together, or -m",
+    "reward=accuracy,format": "allowed is 'reward=[accuracy,format]' for several together, or -m",
     "steps": "steps: allowed is KEY=VALUE",
     "rollout.stop=a > 0": "allowed with spaces, commas, brackets, quotes or =",
     "steps=${nope}": "data.steps: Interpolation key 'nope' not found",

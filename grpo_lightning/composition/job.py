@@ -18,14 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF, supervised, sweep
-from grpo_lightning.composition.choices import Choices, chosen
-from grpo_lightning.composition.overrides import made, plain, write_settings
+from grpo_lightning.composition.overrides import chosen, made, plain, write_settings
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
+from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence, show
 from grpo_lightning.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def _hydra_job(cfg: DictConfig) -> float:
         return sweep.skip(before, config["sweep_metric"])
     if before and before.status != "running":
         where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
-        sweep.tell(f"{directory}: {before.status}, goes on {where}")
+        show(f"{directory}: {before.status}, goes on {where}")
 
     choices = chosen([*words["hydra"], *overrides], config, name=given.job.config_name)  # hydra.searchpath among them
     if is_first_process():
@@ -98,7 +97,7 @@ def _hydra_job(cfg: DictConfig) -> float:
     return float(facts.get("value", -sys.float_info.max))
 
 
-def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
+def _open(choices: dict[str, str | list[str]], words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
     """Say what was chosen, before anything takes time; of a sweep's further jobs Hydra says what they differ in."""
     if _opened:
         lines = [f"directory: {config['run_dir']}"]

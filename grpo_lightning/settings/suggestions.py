@@ -18,7 +18,6 @@ _THERE_ALREADY = re.compile(r"An item is already at '([^']*)'")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
-_PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or|Did you mean) ")
 """Of what Hydra says: an address, and offers that are worse than those made here."""
@@ -203,12 +202,8 @@ def _not_there(key: str, keys: Collection[str]) -> str:
 
 def _ambiguous(override: str) -> str:
     key, _, value = override.partition("=")
-    return f"{override}: allowed is {_listed(key, value)} for several together, or -m for one run of each"
-
-
-def _listed(key: str, value: str) -> str:
-    word = f"{key}=[{value}]"
-    return word if _PLAIN_LIST.fullmatch(word) else shell_word(word)
+    together = shell_word(f"{key}=[{value}]")
+    return f"{override}: allowed is {together} for several together, or -m for one run of each"
 
 
 def _no_choice(path: str, conf: Path, words: Sequence[str] = ()) -> str:
