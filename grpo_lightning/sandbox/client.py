@@ -1,6 +1,7 @@
 """Asking the server for a run of a program, and reading what it has printed."""
 
 import atexit
+import fcntl
 import json
 import os
 import select
@@ -150,7 +151,7 @@ class _Server:
             ConnectionError: The server died; so do EOFError and TimeoutError say.
         """
         with ExitStack() as stack:
-            files = [stack.enter_context(_file(content)) for content in (text, stdin, b"", b"")]
+            files = [stack.enter_context(_file(content)) for content in (text, stdin, None, None)]
             message = json.dumps(vars(limits)).encode()
             socket.send_fds(self._channel, [message], [file.fileno() for file in files])
             reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
@@ -204,11 +205,13 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _file(content: bytes) -> BinaryIO:
-    """A file in memory, at its beginning."""
-    file = os.fdopen(os.memfd_create("program"), "w+b")
-    file.write(content)
-    file.seek(0)
+def _file(content: bytes | None = None) -> BinaryIO:
+    """A file in memory, at its beginning; one that is given a content cannot be changed any more."""
+    file = os.fdopen(os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    if content is not None:
+        file.write(content)
+        file.seek(0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return file
 
 
