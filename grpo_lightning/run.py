@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import signal
 import sys
 import time
 import warnings
@@ -199,8 +198,6 @@ class Run:
         except Preempted as error:
             if is_first():
                 log.warning("%s", error)
-                if self.config["requeue"] and error.number == getattr(signal, "SIGUSR1", None):
-                    signals.requeue()
             gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first() or started_from_outside() else 0)

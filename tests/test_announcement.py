@@ -2,8 +2,7 @@
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint.command import longer_command
-from grpo_lightning.output import activity, announcement
-from grpo_lightning.output.announcement import Opening, greeting, say_once
+from grpo_lightning.output.announcement import fitted, greeting, opening
 from grpo_lightning.output.ending import closing, label, outcome
 from grpo_lightning.output.shell import program
 
@@ -22,7 +21,7 @@ def test_the_first_line_says_what_is_done():
 
 
 def test_the_default_run_has_nothing_to_name():
-    assert Opening(DEFAULTS).lines(DEFAULTS, [], CONFIG, WORK) == [
+    assert opening(DEFAULTS, DEFAULTS, [], CONFIG, WORK) == [
         "8 prompts x 16 completions = 128 completions per rollout; 1 optimizer step per",
         "  rollout; 120 rollouts = 15360 completions, 120 optimizer steps in total",
         "directory: runs/a (settings: .hydra/config.yaml)",
@@ -32,7 +31,7 @@ def test_the_default_run_has_nothing_to_name():
 def test_what_differs_has_a_line_what_was_asked_for_first():
     choices = {"loss": "dapo", "policy": "tiny", "reward": ["accuracy", "length"], "algorithm": "dapo", "sweep": "mine"}
     words = ["+trainer.benchmark=true", "~reward.format", "steps=9", "seed=7", "algorithm=dapo", "logger.token=hf_abc"]
-    lines = Opening(DEFAULTS).lines(choices, words, CONFIG | {"mode": "validate"}, WORK)
+    lines = opening(choices, DEFAULTS, words, CONFIG | {"mode": "validate"}, WORK)
     assert lines == [
         "trainer.benchmark: true",
         "reward.format: left out",
@@ -45,39 +44,9 @@ def test_what_differs_has_a_line_what_was_asked_for_first():
     ]
 
 
-def test_further_jobs_of_a_sweep_say_what_tells_them_apart():
-    opening = Opening(DEFAULTS)
-
-    def job(algorithm, seed):
-        choices = DEFAULTS | {"algorithm": algorithm, "loss": algorithm, "policy": "gpt2"}
-        words = ["policy=gpt2", f"algorithm={algorithm}", "optimizer.lr=1e-4", f"seed={seed}"]
-        return opening.lines(choices, words, CONFIG | {"run_dir": f"runs/{algorithm}{seed}"}, "work")
-
-    assert job("grpo", 0)[:3] == ["policy: gpt2", "algorithm: grpo", "optimizer.lr: 1e-4"]
-    assert job("grpo", 1) == ["job 1: seed: 1", "directory: runs/grpo1"]
-    assert job("dapo", 0) == ["job 2: algorithm: dapo · loss: dapo · seed: 0", "directory: runs/dapo0"]
-    assert job("grpo", 1) == ["job 3: algorithm: grpo · loss: grpo · seed: 1", "directory: runs/grpo1"]
-    long = "a" * 70
-    assert job(long, 2)[:4] == ["job 4:", f"  algorithm: {long}", f"  loss: {long}", "  seed: 2"]
-
-
-def test_a_sweep_says_the_same_only_once(capsys, monkeypatch):
-    monkeypatch.setattr(announcement, "_said", set())
-    activity.share()
-    try:
-        say_once("memory: " + "much " * 20)
-        first = capsys.readouterr().err
-        facts = activity.noted()
-        monkeypatch.setattr(announcement, "_said", set())  # the next job, of another process
-        announcement.heard(facts)
-        announcement.heard({})
-        say_once("memory: " + "much " * 20)
-        assert capsys.readouterr().err == ""
-        say_once("memory: little")
-        assert capsys.readouterr().err == "memory: little\n"
-    finally:
-        activity._page = None
-    assert [len(line) <= 80 for line in first.splitlines()] == [True, True]
+def test_a_long_text_is_folded():
+    assert [len(line) for line in fitted("memory: " + "much " * 20)] == [77, 31]
+    assert fitted("a" * 90) == ["a" * 90]
 
 
 VALUES = {

@@ -50,7 +50,7 @@ USED_BY = {
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
-    "yaml": {"data", "report"},
+    "yaml": {"data", "report", "settings"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {

@@ -133,6 +133,8 @@ def test_output_ends_at_its_limit():
     assert (longer.stdout, longer.ended) == ("x" * 1000, "output")
     errors = run("import sys\nwhile True: print('x' * 99, file=sys.stderr)", "", limits)
     assert (len(errors.stderr), errors.ended) == (1000, "output")
+    ended = run("print('x' * 1000)", "", limits)
+    assert (ended.stdout, ended.ended, ended.is_well) == ("x" * 1000, "output", False)
     assert run("print(1)", "", limits).stdout == "1\n"
 
 

@@ -9,8 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 import grpo_lightning as grpo
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.contradictions import lookup
-from grpo_lightning.settings.names import SAME, SIMILAR, translated
-from grpo_lightning.settings.suggestions import explain, known_keys, nearest, nearest_key
+from grpo_lightning.settings.suggestions import explain, known_keys, names_of_others, nearest, nearest_key, translated
 from grpo_lightning.settings.values import RULES
 from tests.support.composed import CONF, ROOT, composed
 
@@ -37,7 +36,7 @@ EXPLAINED = {
     "policy=hf": "policy.path: a value is missing; allowed is policy.path=VALUE",
     "+loss.kl_coef=1": "+loss.kl_coef: it is there already; allowed is loss.kl_coef=VALUE, wit",
     "+policy=hf": "+policy: one is chosen already; allowed is policy=NAME, without the plus",
-    "reward=accuracy,format": "allowed is reward=[accuracy,format] for several together, or -m",
+    "reward=accuracy,format": "allowed is 'reward=[accuracy,format]' for several together, or -m",
     "steps": "steps: allowed is KEY=VALUE",
     "rollout.stop=a > 0": "allowed with spaces, commas, brackets, quotes or =",
     "steps=${nope}": "data.steps: Interpolation key 'nope' not found",
@@ -133,9 +132,10 @@ def test_names_of_others_are_those_of_the_page():
 
 
 def test_what_others_are_told_to_use_exists():
-    for theirs, key in SAME.items():
+    same, similar = names_of_others().values()
+    for theirs, key in same.items():
         assert key in known_keys(CONF), theirs
         assert f"`{key}`" in SETTINGS or key == "loss.surrogate.dual_clip", theirs
-    assert not SAME.keys() & SIMILAR.keys()
+    assert not same.keys() & similar.keys()
     assert translated("num_generations") == "allowed here is rollout.group_size, as this project calls it"
     assert translated("no_such_setting") is None

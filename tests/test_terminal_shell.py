@@ -76,16 +76,11 @@ def test_a_sweep_says_what_its_jobs_share_only_once(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[WARNING]")]
     assert len([line for line in lines if line.startswith("policy.hidden_size: 16")]) == 1
-    second = lines[next(number for number, line in enumerate(lines) if line.startswith("job 1:")) :]
-    end = next(number for number, line in enumerate(second) if line.startswith("step "))
-    assert [line.strip() for line in second[1:end]] == [
-        *("reference: none", "reward: custom, format, soft_overlong", "loss: dapo", "rollout: dynamic_sampling"),
-        *("algorithm: dapo", f"directory: {tmp_path}/algorithm=dapo"),
-    ]
+    second = lines[lines.index(f"directory: {tmp_path}/algorithm=dapo") :]
     assert any(line.startswith("pass@1 ") for line in second)
     assert len([line for line in lines if line.startswith("pass@1 ")]) == 2
     assert not [line for line in lines if line.startswith(("exported", "continue"))]
-    assert "#1 :" not in done.stdout
+    assert re.search(r"#1 : .*algorithm=dapo", done.stdout)
     jobs = ("algorithm=grpo", "algorithm=dapo")
     choices = [json.loads((tmp_path / job / "summary.json").read_text())["choices"] for job in jobs]
     assert [one["algorithm"] for one in choices] == ["grpo", "dapo"]

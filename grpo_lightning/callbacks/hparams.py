@@ -12,7 +12,7 @@ from grpo_lightning.logger.guarded import attempt
 
 Value = float | str
 
-_NO_RESULT = (*("callbacks", "logger", "run_dir", "checkpoint", "mode", "trusted", "requeue", "sweep", "hydra"),)
+_NO_RESULT = (*("callbacks", "logger", "run_dir", "checkpoint", "mode", "trusted", "sweep", "hydra"),)
 """Beginnings of keys that change no result."""
 
 

@@ -18,19 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning import settings
 from grpo_lightning.composition import CONF, supervised, sweep
-from grpo_lightning.composition.choices import Choices, chosen
-from grpo_lightning.composition.overrides import made, plain, write_settings
+from grpo_lightning.composition.overrides import chosen, made, plain, write_settings
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.chosen import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.summary import now
-from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
+from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence, show
 from grpo_lightning.settings import ConfigError
 
 log = logging.getLogger(__name__)
-_openings: dict[str, announcement.Opening] = {}
-"""Name of the primary settings -> what its jobs say at their start."""
+_opened: list[str] = []
+"""The directories of the jobs of this process that have said what they are to do."""
 
 
 class JobFailed(CompactHydraException):
@@ -59,10 +58,8 @@ def _hydra_job(cfg: DictConfig) -> float:
         return sweep.skip(before, config["sweep_metric"])
     if before and before.status != "running":
         where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
-        sweep.tell(f"{directory}: {before.status}, goes on {where}")
+        show(f"{directory}: {before.status}, goes on {where}")
 
-    if is_first_process() and not _openings:
-        say(announcement.greeting(config))
     choices = chosen([*words["hydra"], *overrides], config, name=given.job.config_name)  # hydra.searchpath among them
     if is_first_process():
         _open(choices, words, config, given.job.config_name)
@@ -93,8 +90,6 @@ def _hydra_job(cfg: DictConfig) -> float:
         if config["mode"] == "fit":
             supervised.write_summary(directory, activity.noted(), crash, overrides=redacted_words(overrides))
         return _failed(crash, directory, is_sweep)
-    finally:
-        announcement.heard(activity.noted())
     if status == 1 and is_sweep:
         raise JobFailed(facts.get("error", "the job failed"))
     if status:
@@ -102,10 +97,16 @@ def _hydra_job(cfg: DictConfig) -> float:
     return float(facts.get("value", -sys.float_info.max))
 
 
-def _open(choices: Choices, words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
-    """Say what was chosen, before anything takes time."""
-    opening = _openings.setdefault(name, announcement.Opening(chosen(words["hydra"], name=name)))
-    for line in opening.lines(choices, words["task"], config, settings.arithmetic(config)):
+def _open(choices: dict[str, str | list[str]], words: dict[str, list[str]], config: dict[str, Any], name: str) -> None:
+    """Say what was chosen, before anything takes time; of a sweep's further jobs Hydra says what they differ in."""
+    if _opened:
+        lines = [f"directory: {config['run_dir']}"]
+    else:
+        defaults, arithmetic = chosen(words["hydra"], name=name), settings.arithmetic(config)
+        lines = [announcement.greeting(config)]
+        lines += announcement.opening(choices, defaults, words["task"], config, arithmetic)
+    _opened.append(config["run_dir"])
+    for line in lines:
         say(line)
 
 

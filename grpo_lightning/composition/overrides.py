@@ -19,12 +19,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.composition import CONF, episodes
-from grpo_lightning.composition.choices import chosen
+from grpo_lightning.composition import CONF
 from grpo_lightning.distributed.chosen import natural_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
@@ -33,6 +33,8 @@ from grpo_lightning.settings.suggestions import explain, known_keys
 from grpo_lightning.settings.targets import with_targets
 
 if TYPE_CHECKING:
+    from grpo_lightning.environment import Environment
+    from grpo_lightning.policy import Policy
     from grpo_lightning.run import Run
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ _ONE_AT_A_TIME = threading.RLock()
 _RESOLVERS = ("hydra", "now", "python_version")
 """What Hydra registers where it begins."""
 _OF_RUN = ("hydra.run.dir=", "run_dir=")
+_TOOLS = "environment.tools"
+"""What the tools of an environment are called among live objects."""
 _CHOSEN = "GRPO_LIGHTNING_RUN_DIRECTORIES"
 _chosen_here: list[str] = []
 _live: ContextVar[Mapping[str, Any]] = ContextVar("live")
@@ -65,19 +69,14 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         ConfigError: The settings cannot work; all problems with their keys.
         ValueError: A part cannot be what it was given as.
     """
-    with _ONE_AT_A_TIME:
-        return _composed(overrides, run_dir, parts)
-
-
-def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mapping[str, Any]) -> "Run":
     from grpo_lightning.composition.live import choices, placeholder, raw
 
     given = choices(parts, overrides)
     words = [*given.overrides, *overrides]
     named = [word for word in words if word.lstrip("+").startswith(_OF_RUN)]
     words = [word for word in words if word not in named]
-    directory = Path(run_dir or (named[-1].partition("=")[2] if named else _new_directory()))
-    with composing(words):
+    with _ONE_AT_A_TIME, composing(words):
+        directory = Path(run_dir or (named[-1].partition("=")[2] if named else _new_directory()))
         cfg = hydra_compose("train", words)
         files = chosen(words)
         for name, file in given.files.items():
@@ -108,6 +107,32 @@ def _composed(overrides: Sequence[str], run_dir: str | Path | None, parts: Mappi
             | {"reward": [str(name) for name in cfg.reward if name not in ("_target_", "name")]},
             on_start=lambda place: write_settings(cfg, words, place),
         )
+
+
+def chosen(
+    overrides: Sequence[str], config: Mapping[str, Any] | None = None, *, name: str = "train"
+) -> dict[str, str | list[str]]:
+    """The choices that overrides lead to, those of an algorithm, a policy or an experiment among them.
+
+    Args:
+        overrides: As on the command line.
+        config: The settings composed of them, which name the rewards also where objects or deletions made them others.
+        name: The primary settings file.
+
+    Returns:
+        Group of conf/ -> the name of its file, or the names where there are several; of rewards always a list.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    listed = loader.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults
+    found: dict[str, list[str]] = {}
+    for one in listed:
+        group, _, file = (one.config_path or "").rpartition("/")
+        is_inherited = (one.parent or "").rpartition("/")[0] == group  # it stands below another one of its group
+        if group and group.split("/")[0] != "hydra" and not is_inherited:
+            found.setdefault(group, []).append(file)
+    if config is not None:
+        found["reward"] = [str(reward) for reward in config.get("reward") or ()]
+    return {group: files if group == "reward" or len(files) > 1 else files[0] for group, files in found.items()}
 
 
 @contextlib.contextmanager
@@ -182,7 +207,7 @@ def made(
         talks = name == "module" and config.get("environment") is not None
         if talks:
             environment = build("environment")
-            node, objects[episodes.TOOLS] = episodes.with_replies(node, environment), environment.tools
+            node, objects[_TOOLS] = _with_replies(node, environment), environment.tools
         with _using(objects):
             try:
                 node, more = _with_callbacks(node) if name == "trainer" else (node, more)
@@ -191,10 +216,50 @@ def made(
             except InstantiationException as error:
                 raise cause_of(error, name) from error
         if talks:
-            episodes.check_replies(result.policy, environment)
+            _check_replies(result.policy, environment)
         return result
 
     return Run(config, build, written=_as_written(cfg, config), **options)
+
+
+def _with_replies(module: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
+    """Settings of a module whose policy looks, before weights are read, whether its template shows replies and tools.
+
+    Args:
+        module: Its settings, the policy's among them.
+        environment: Who replies. Its tools are referred to as the live object ``_TOOLS``.
+
+    Raises:
+        ValueError: The settings have tools of their own.
+    """
+    policy = dict(module["policy"])
+    if "reply_role" in policy:
+        policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
+    if environment.tools and "template_kwargs" in policy:
+        own = policy["template_kwargs"] or {}
+        if own.get("tools") is not None:
+            raise ValueError(
+                f"policy.template_kwargs.tools: allowed is null with environment {environment.name}, which has tools"
+            )
+        policy["template_kwargs"] = {**own, "tools": {"_target_": f"{__package__}.part", "name": _TOOLS}}
+    return {**module, "policy": policy}
+
+
+def _check_replies(policy: "Policy", environment: "Environment") -> None:
+    """Look whether a policy can be told what an environment replies.
+
+    Raises:
+        ValueError: It has no replies, was not told of the tools, or its chat template cannot show them.
+    """
+    replies: Any = getattr(policy, "replies", None)
+    if replies is None:
+        raise ValueError(f"policy={type(policy).__name__}: allowed with an environment is one that can be replied to")
+    if environment.tools and getattr(policy, "template_kwargs", {}).get("tools") is None:
+        raise ValueError(
+            f"policy: environment {environment.name} has tools, which the policy that was given as an object does not "
+            "show; allowed is one with template_kwargs={'tools': environment.tools}"
+        )
+    replies.check(environment.reply_role or getattr(policy, "reply_role", None) or "user")
 
 
 def _as_written(cfg: DictConfig, config: Any) -> Any:

@@ -15,7 +15,7 @@ from grpo_lightning.output import redaction
 from grpo_lightning.settings import ConfigError
 from grpo_lightning.settings.targets import find_targets, resolve, trusted_packages
 
-_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|requeue|sweep|mode|checkpoint)\b")
+_NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|sweep|mode|checkpoint)\b")
 
 _CHOSEN_WITH = {"algorithm": ("loss", "advantage")}
 

@@ -29,7 +29,7 @@ from grpo_lightning.output.terminal import one_line, show
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
 
-_MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=", "requeue=")
+_MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
 """Overrides of a job that another start of it may have otherwise."""
 
 _SUMMARY = "summary.json"
@@ -128,14 +128,9 @@ def is_done(record: "RunRecord", steps: int) -> bool:
 
 def skip(record: "RunRecord", metric: str) -> float:
     """Leave a finished job alone; returns its ``metric``, which the sweep maximizes, or the smallest float there is."""
-    tell(f"{record.directory}: finished already, nothing to do")
+    show(f"{record.directory}: finished already, nothing to do")
     value = record.summary.get("metrics", {}).get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else -sys.float_info.max
-
-
-def tell(line: str) -> None:
-    """Say on the terminal what no job's log file is to be touched for."""
-    show(line)
 
 
 def fail(directory: Path, overrides: Sequence[str], error: str) -> None:
@@ -167,10 +162,10 @@ def close(status: int) -> int:
         failed = any(run.status == "failed" for run in runs)
         print(of_sweep(runs, metric), end="")
     except ReportError as error:
-        tell(str(error))
-    tell(f"this table again: python -m grpo_lightning.report {shell_word(str(directory))}")
+        show(str(error))
+    show(f"this table again: python -m grpo_lightning.report {shell_word(str(directory))}")
     if status or failed:
-        tell(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
+        show(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
     return status or int(failed)
 
 

@@ -4,9 +4,7 @@ Imports nothing but the standard library, since what calls rewards uses it, too.
 """
 
 import contextlib
-import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,14 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-log = logging.getLogger(__name__)
-
 _ASKING = tuple(
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK")
 )
 _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, and from a launcher that hands it on
 _GRACE = 5.0  # s for started processes to end by themselves, and for the main thread to notice a signal before training
-_SCONTROL_TIMEOUT = 60.0  # s for SLURM's controller to answer
 
 _current: "Signals | None" = None
 _abandoned: list[Callable[[], object]] = []
@@ -265,26 +260,6 @@ def importing() -> Iterator[None]:
 def when_abandoned(end: Callable[[], object]) -> None:
     """Have ``end`` called, from another thread, before a second Ctrl-C ends the process without further ado."""
     _abandoned.append(end)
-
-
-def requeue() -> None:
-    """Have SLURM run this process's job again, by ``scontrol requeue``; where that cannot be, a warning says why."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
-    if not re.fullmatch(r"\d+(_\d+)?", job):
-        log.warning("requeue=true: not requeued, since this is no job of SLURM's (SLURM_JOB_ID=%s)", job or "not set")
-        return
-    command = ["scontrol", "requeue", job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("requeue=true: job %s is not requeued: %s", job, error)
-        return
-    if done.returncode:
-        log.warning("requeue=true: job %s is not requeued, scontrol says: %s", job, done.stderr.strip())
-    else:
-        log.warning("job %s is requeued", job)
 
 
 def _leave_to_parent() -> None:

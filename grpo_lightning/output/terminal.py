@@ -93,13 +93,8 @@ class TerminalHandler(logging.StreamHandler[Any]):
 
 
 def unseen() -> Any:
-    """A logging filter for the terminal: leaves out what was printed there already, and what a job says itself."""
-
-    def is_new(record: logging.LogRecord) -> bool:
-        is_job = record.name.startswith("hydra.") and record.getMessage().startswith("\t#")
-        return not is_job and not getattr(record, "shown", False)
-
-    return is_new
+    """A logging filter for the terminal: leaves out what was printed there already."""
+    return lambda record: not getattr(record, "shown", False)
 
 
 class Lasting:

@@ -13,7 +13,7 @@ from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.output.announcement import say_once
+from grpo_lightning.output.announcement import fitted
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.output.summary import write_json
 from grpo_lightning.output.terminal import say
@@ -76,7 +76,8 @@ def announce_memory(
         prompt_tokens=max(module.policy.count_tokens(first)),
     )
     parts = memory.predicted(shape, use)
-    say_once(memory.table(parts))
+    for line in fitted(memory.table(parts)):
+        say(line)
     if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
         log.warning(
             "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "

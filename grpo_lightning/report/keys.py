@@ -7,7 +7,7 @@ from typing import Any
 from grpo_lightning.output.shell import shell_word
 from grpo_lightning.report.records import ReportError, RunRecord
 
-_NOT_SWEPT = ("seed", "checkpoint", "run_dir", "requeue", "tags", "task_name")
+_NOT_SWEPT = ("seed", "checkpoint", "run_dir", "tags", "task_name")
 UNSET = "(default)"
 """Stands for a value that nobody has given and no file tells."""
 

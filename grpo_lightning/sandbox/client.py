@@ -1,4 +1,4 @@
-"""Asking the server for a run, and reading what the program prints up to its limit."""
+"""Asking the server for a run of a program, and reading what it has printed."""
 
 import atexit
 import fcntl
@@ -11,11 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from io import FileIO
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
 
@@ -23,7 +22,6 @@ _PACKAGE = str(Path(__file__).parents[2])
 _BEGIN = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; "
 _BEGIN += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
 """The programs see Python's own library, and nothing of what is installed beside this package."""
-_STOP = b"stop"
 _START_SECONDS = 60.0
 _SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
 _MESSAGE = 65_536  # bytes
@@ -153,40 +151,15 @@ class _Server:
             ConnectionError: The server died; so do EOFError and TimeoutError say.
         """
         with ExitStack() as stack:
-            files = [stack.enter_context(_file(given)) for given in (text, stdin)]
-            (out, to_out), (err, to_err) = stack.enter_context(_pipe()), stack.enter_context(_pipe())
+            files = [stack.enter_context(_file(content)) for content in (text, stdin, None, None)]
             message = json.dumps(vars(limits)).encode()
-            socket.send_fds(self._channel, [message], [*files, to_out.fileno(), to_err.fileno()])
-            to_out.close()
-            to_err.close()
-            printed, reply = self._followed(out.fileno(), err.fileno(), limits)
+            socket.send_fds(self._channel, [message], [file.fileno() for file in files])
+            reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
+            printed = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
         if reply["failed"] is not None:
             raise Unavailable(f"the sandbox cannot start: {reply['failed']}")
-        stdout, stderr = (one.decode(errors="replace") for one in printed)
+        stdout, stderr = (part.decode(errors="replace") for part in printed)
         return Outcome(stdout, stderr, reply["ended"], reply["code"])
-
-    def _followed(self, out: int, err: int, limits: Limits) -> tuple[list[bytes], Mapping[str, Any]]:
-        """Read what the program prints until it has ended; returns the bytes of both, and the server's reply."""
-        late = time.monotonic() + limits.seconds + _SPARE_SECONDS
-        parts: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
-        waiting = select.poll()
-        for descriptor in parts:
-            waiting.register(descriptor, select.POLLIN)
-        is_open = len(parts)
-        while is_open:
-            ready = waiting.poll(1000 * max(0.0, late - time.monotonic()))
-            if not ready:
-                raise TimeoutError("it does not end a program")
-            for descriptor, _ in ready:
-                room = limits.output_bytes - len(parts[descriptor])
-                part = os.read(descriptor, min(_MESSAGE, room + 1))
-                parts[descriptor] += part[:room]
-                if not part or len(part) > room:
-                    waiting.unregister(descriptor)
-                    is_open -= 1
-                if len(part) > room:
-                    self._channel.send(_STOP)
-        return [bytes(part) for part in parts.values()], self._reply(late)
 
     def end(self) -> None:
         """End the server, which ends its program and removes its directory."""
@@ -232,27 +205,14 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-@contextmanager
-def _file(content: bytes) -> Iterator[int]:
-    """A file in memory that nobody can change, at its beginning."""
-    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """A pipe's end to read from and its end to write to."""
-    reading, writing = os.pipe()
-    with FileIO(reading, "r") as to_read, FileIO(writing, "w") as to_write:
-        yield to_read, to_write
+def _file(content: bytes | None = None) -> BinaryIO:
+    """A file in memory, at its beginning; one that is given a content cannot be changed any more."""
+    file = os.fdopen(os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    if content is not None:
+        file.write(content)
+        file.seek(0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
 
 
 def _forget() -> None:

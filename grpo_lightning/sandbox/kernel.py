@@ -14,7 +14,9 @@ try:
 except (OSError, TypeError):  # Windows
     libc = None  # type: ignore[assignment]
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+NO_NEW_PRIVILEGES = 38
+"""For `prctl`: no program that this process could start has more rights than itself."""
+_PR_SET_PDEATHSIG = 1
 _CAPABILITIES_VERSION = 0x20080522
 
 
@@ -45,15 +47,6 @@ def drop_capabilities() -> None:
     """
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
     _checked(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))))
-
-
-def forbid_new_privileges() -> None:
-    """Let no program that this process could start have more rights than itself; filters need that.
-
-    Raises:
-        OSError: It failed.
-    """
-    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:

@@ -11,14 +11,8 @@ from grpo_lightning.sandbox.kernel import Missing, syscall
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same numbers on every architecture
 _VERSION, _BENEATH = 1, 1  # a flag of _CREATE, a kind of rule
 
-_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = (
-    1 << 1,
-    1 << 2,
-    1 << 3,
-    1 << 5,
-    1 << 8,
-    1 << 14,
-)
+_WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
+_REMOVE_FILE, _MAKE_FILE, _TRUNCATE = 1 << 5, 1 << 8, 1 << 14
 _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: 1 << 13, 3: _TRUNCATE, 5: 1 << 15}
 """Version -> what it knew first: moving between directories, truncating, control of devices."""

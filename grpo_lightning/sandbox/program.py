@@ -10,11 +10,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from grpo_lightning.sandbox import kernel, landlock, seccomp
 
@@ -33,20 +33,17 @@ _LIKELY = "1000"  # the first process to end where the machine runs out of memor
 
 @dataclass(frozen=True)
 class Given:
-    """The open files of a program, and what it may take, as `grpo_lightning.sandbox.Limits` has it."""
+    """What a program gets, and what it may take."""
 
-    text: int
-    stdin: int
-    stdout: int
-    stderr: int
+    files: Sequence[int]
+    """Its text, stdin, stdout and stderr, open."""
     said: int
     """Where `READY` goes."""
     rules: int
     """Of `landlock.rules`."""
     directory: str
-    cpu_seconds: int
-    memory_mb: int
-    file_bytes: int
+    limits: Mapping[str, Any]
+    """As `grpo_lightning.sandbox.Limits` has them."""
 
 
 def become(given: Given, parent: int) -> NoReturn:
@@ -58,7 +55,7 @@ def become(given: Given, parent: int) -> NoReturn:
     """
     leave, code = os._exit, _FAILED  # whatever the program makes of os._exit
     try:
-        text = _read(given.text)
+        text = _read(given.files[0])
         try:
             _give_up(given, parent)
         except BaseException as error:
@@ -82,33 +79,33 @@ def _give_up(given: Given, parent: int) -> None:
     os.chdir(given.directory)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjusted:
         adjusted.write(_LIKELY)
-    _limit(given)
+    _limit(given.limits)
     kernel.drop_capabilities()  # after the limits, which root could raise again
     kernel.end_with_parent(parent, signal.SIGKILL)
-    kernel.forbid_new_privileges()
+    kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)  # which both filters need
     landlock.restrict(given.rules)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seccomp.install()
-    for place, opened in enumerate((given.stdin, given.stdout, given.stderr, given.said)):
+    for place, opened in enumerate((*given.files[1:], given.said)):
         os.dup2(opened, place)  # all of them are 3 or more, and what is 3 comes last or was copied before
     os.write(_SAID, READY)
     os.closerange(_SAID, _MOST_OF_SERVER)
 
 
-def _limit(given: Given) -> None:
-    memory, stack = given.memory_mb * 2**20, resource.getrlimit(resource.RLIMIT_STACK)[1]
+def _limit(limits: Mapping[str, Any]) -> None:
+    memory, stack = limits["memory_mb"] * 2**20, resource.getrlimit(resource.RLIMIT_STACK)[1]
     for kind, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_STACK, _STACK if stack == resource.RLIM_INFINITY else min(_STACK, stack)),
-        (resource.RLIMIT_FSIZE, given.file_bytes),
+        (resource.RLIMIT_FSIZE, max(limits["file_bytes"], limits["output_bytes"] + 1)),
         (resource.RLIMIT_NOFILE, _MOST_OPEN_FILES),
         *((one, 0) for one in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE)),
     ):
         resource.setrlimit(kind, (most, most))
     # The first limit is a signal that a program can catch, the second none.
-    resource.setrlimit(resource.RLIMIT_CPU, (given.cpu_seconds, given.cpu_seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
 
 
 def _run(text: bytes) -> int:

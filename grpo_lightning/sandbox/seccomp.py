@@ -26,14 +26,8 @@ _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _THREAD = 0x00010000  # CLONE_THREAD
 _NO_THREAD = 0x7E026000  # new namespaces, CLONE_PTRACE and CLONE_VFORK
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # copies, flags and locks; no owners, signals, leases, seals
-_IOCTL = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # is it a terminal, how much is there, blocking, close-on-exec
+# Is it a terminal, how large is it, how much is there, blocking, close-on-exec.
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _TRUNCATE, _ACCESS = 0o1000, 3  # of open's flags
 _UNIX, _STREAM, _TYPE = 1, 1, 0xF
 

@@ -30,17 +30,14 @@ import sys
 import tempfile
 import time
 import typing  # noqa: F401
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning.sandbox import kernel, landlock, program, seccomp
 
-STOP = b"stop"
-"""A message that ends the program that runs; without one, nothing."""
-
-_TICK = 0.02  # s between two looks at what a program's limits do not cover: its threads, its files
+_TICK = 0.02  # s between two looks at what a program's limits do not cover: its threads, files and output
 _MESSAGE = 65_536  # bytes
 _FILES = 4  # text, stdin, stdout, stderr
 _OF_OTHERS = ("site-packages", "dist-packages")
@@ -106,11 +103,10 @@ def _serve(channel: socket.socket, directory: str, rules: int) -> None:
         message, files, _, _ = socket.recv_fds(channel, _MESSAGE, _FILES)
         if not message:
             return
-        if message != STOP:  # one that came as the program ended by itself
-            reply = _ran(channel, json.loads(message), files, directory, rules)
-            if reply is None:
-                return
-            channel.send(json.dumps(reply).encode())
+        reply = _ran(channel, json.loads(message), files, directory, rules)
+        if reply is None:
+            return
+        channel.send(json.dumps(reply).encode())
 
 
 def _ran(
@@ -118,33 +114,22 @@ def _ran(
 ) -> dict[str, Any] | None:
     """Run one program; returns how it ended, or None if the caller is gone."""
     said, saying = os.pipe()
-    text, stdin, stdout, stderr = files
-    given = program.Given(
-        text=text,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        said=saying,
-        rules=rules,
-        directory=directory,
-        cpu_seconds=limits["cpu_seconds"],
-        memory_mb=limits["memory_mb"],
-        file_bytes=limits["file_bytes"],
-    )
     parent, own = os.getpid(), os.fork()
     if own == 0:
-        program.become(given, parent)
-    for opened in (*files, saying):
-        os.close(opened)
+        program.become(program.Given(files, saying, rules, directory, limits), parent)
+    os.close(saying)
     try:
-        reason = _watched(channel, own, limits, directory)
+        reason = _watched(channel, own, limits, directory, files[2:])
     finally:
         with suppress(ProcessLookupError):
             os.kill(own, signal.SIGKILL)
         _, status, usage = os.wait4(own, 0)
         _empty(directory)
     words = os.read(said, 1024)
-    os.close(said)
+    if reason is None and _is_too_long(files[2:], limits):
+        reason = "output"
+    for opened in (*files, said):
+        os.close(opened)
     if reason == "gone":
         return None
     if words != program.READY:
@@ -156,7 +141,9 @@ def _ran(
     return {"ended": reason or ("crash" if code < 0 else "exit"), "code": code, "failed": None}
 
 
-def _watched(channel: socket.socket, own: int, limits: Mapping[str, Any], directory: str) -> str | None:
+def _watched(
+    channel: socket.socket, own: int, limits: Mapping[str, Any], directory: str, printed: Sequence[int]
+) -> str | None:
     """Wait until the program ends, or for a reason to end it, which is returned."""
     process = os.pidfd_open(own)
     try:
@@ -170,13 +157,15 @@ def _watched(channel: socket.socket, own: int, limits: Mapping[str, Any], direct
             if process in ready:
                 return None
             if ready:
-                return "output" if channel.recv(_MESSAGE) else "gone"
+                return "gone"
             if left <= 0:
                 return "time"
             if _threads(own) > limits["threads"]:
                 return "threads"
             if _is_too_much(directory, limits):
                 return "files"
+            if _is_too_long(printed, limits):
+                return "output"
     finally:
         os.close(process)
 
@@ -202,6 +191,11 @@ def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
                 return True
     # A file system may give a file more than its bytes.
     return bool(taken > limits["file_bytes"] + found * 2**16)
+
+
+def _is_too_long(printed: Sequence[int], limits: Mapping[str, Any]) -> bool:
+    """Whether a program has printed more than it may."""
+    return any(os.fstat(file).st_size > limits["output_bytes"] for file in printed)
 
 
 def _empty(directory: str) -> None:

@@ -16,8 +16,6 @@ from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.shell import hydra_text, typed
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
-from grpo_lightning.settings.engines import engine_problems
-from grpo_lightning.settings.episodes import episode_problems
 from grpo_lightning.settings.metrics import sweep_metric_problems
 from grpo_lightning.settings.recorded import recorded_problems
 from grpo_lightning.settings.rewards import reward_problems
@@ -61,9 +59,8 @@ def check(config: Mapping[str, Any]) -> None:
         told = "allowed are the settings of a reward, such as its weight: reward.NAME.weight=1.0"
         raise ConfigError([f"reward.{name}={one_line(str(one))}: {told}" for name, one in plain.items()])
     values = dict(_values(config))
-    contradictions = []
-    apart = (trainer_problems, sweep_metric_problems, recorded_problems, engine_problems, episode_problems)
-    for rule in (*CONTRADICTIONS, *apart):
+    contradictions: list[str] = []
+    for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems):
         try:
             contradictions += rule(reader(config, values.keys()))
         except Unsound:
@@ -169,23 +166,8 @@ def cautions(config: Mapping[str, Any]) -> list[str]:
 
 
 TOP = (
-    *(
-        "mode",
-        "steps",
-        "seed",
-        "checkpoint",
-        "sweep_metric",
-        "run_dir",
-        "trusted",
-        "requeue",
-        "preflight",
-        "algorithm",
-        "experiment",
-        "sweep",
-        "debug",
-        "task_name",
-        "tags",
-    ),
+    *("mode", "steps", "seed", "checkpoint", "sweep_metric", "run_dir", "trusted", "preflight", "task_name", "tags"),
+    *_PRESETS,
     *PARTS,
 )
 """The parts and the settings that belong to none."""

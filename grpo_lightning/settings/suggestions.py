@@ -3,12 +3,13 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+
+import yaml
 
 from grpo_lightning.output.shell import program, shell_word, typed
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.names import translated
 
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
@@ -17,7 +18,6 @@ _THERE_ALREADY = re.compile(r"An item is already at '([^']*)'")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
 _CHOSEN_ALREADY = re.compile(r"Multiple values for (\w+)\.")
 _NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
-_PLAIN_LIST = re.compile(r"[\w.]+=\[[\w.,-]*\]", re.ASCII)
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _LEFT_OUT = re.compile(r"hydra\.cc|^\s*(To|Either|Or|Did you mean) ")
 """Of what Hydra says: an address, and offers that are worse than those made here."""
@@ -106,6 +106,32 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     return one_line("; ".join(lines))
 
 
+def translated(key: str, value: str | None = None) -> str | None:
+    """What a setting of TRL, verl or many others is called here, as the end of a sentence; None if it is none.
+
+    Args:
+        key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
+        value: What it was set to; None: not known.
+    """
+    same, similar = names_of_others().values()
+    last = key.rpartition(".")[2]
+    foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
+    for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
+        if ours := same.get(name):
+            word = ours if value is None else shell_word(f"{ours}={value}")
+            return f"allowed here is {word}, as this project calls it"
+        if ours := similar.get(name):
+            return f"allowed here is {ours}"
+    return None
+
+
+@cache
+def names_of_others() -> dict[str, dict[str, str]]:
+    """``same`` and ``similar`` of names.yaml: what others call a setting -> what it is called here."""
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text("utf-8"))
+    return found
+
+
 def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:
     """What is to be said of a key that is none of the known ones; None if it is like none of them."""
     said = f"{key}={value}" if value is not None else key
@@ -176,12 +202,8 @@ def _not_there(key: str, keys: Collection[str]) -> str:
 
 def _ambiguous(override: str) -> str:
     key, _, value = override.partition("=")
-    return f"{override}: allowed is {_listed(key, value)} for several together, or -m for one run of each"
-
-
-def _listed(key: str, value: str) -> str:
-    word = f"{key}=[{value}]"
-    return word if _PLAIN_LIST.fullmatch(word) else shell_word(word)
+    together = shell_word(f"{key}=[{value}]")
+    return f"{override}: allowed is {together} for several together, or -m for one run of each"
 
 
 def _no_choice(path: str, conf: Path, words: Sequence[str] = ()) -> str:
@@ -227,7 +249,7 @@ def _not_parsed(override: str) -> str:
     )
 
 
-@lru_cache(4)
+@cache
 def known_keys(conf: Path) -> frozenset[str]:
     """The dotted keys that the settings' files have, whichever of them are chosen."""
     found: set[str] = set()

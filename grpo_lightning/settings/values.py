@@ -60,7 +60,6 @@ RULES: dict[str, Rule] = {
     "seed": integer(0, _LARGEST_SEED),
     "mode": choice("fit", "validate", "export", "preflight"),
     "preflight.prompts": integer(1),
-    "requeue": flag(),
     "task_name": Rule(lambda v: isinstance(v, str) and bool(v), "a text that is not empty"),
     "tags": Rule(lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v), "a list of texts, as in [a,b]"),
     **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
