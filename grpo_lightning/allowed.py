@@ -65,6 +65,19 @@ def problems(rules: Mapping[str, Rule], values: Mapping[str, Any], *, prefix: st
     return [problem for problem in reported if problem]
 
 
+DATA = {
+    "prompts_per_step": integer(1),
+    "tries": integer(1),
+    "steps": integer(0),
+    "validate_every": integer(0, null=True),
+    "validation_size": integer(1),
+    "validation_batch_size": integer(1),
+    "max_prompt_length": integer(1, null=True),
+    "num_workers": integer(0),
+}
+"""Number of the data -> what it may be."""
+
+
 def model_path() -> Rule:
     """A directory that exists, or what can be a name of the hub, see `local_or_hub`."""
 

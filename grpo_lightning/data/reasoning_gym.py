@@ -89,8 +89,6 @@ class ReasoningGym:
         self._fits: tuple[Fits, ...] = ()
         self._held_out_questions: frozenset[str] | None = None
         self._remembered: dict[tuple[int, int], dict[str, Any]] = {}
-        self.redrawn = 0
-        """How often an entry was replaced because it did not fit or is held out."""
 
     def __len__(self) -> int:
         return self._size
@@ -107,7 +105,6 @@ class ReasoningGym:
         for attempt in range(_TRIES):
             entry = self._candidate(index, attempt)
             if self._suits(entry["question"]):
-                self.redrawn += attempt > 0
                 answer = entry["answer"]
                 columns = {
                     "answer": "" if answer is None else str(answer),
@@ -132,7 +129,7 @@ class ReasoningGym:
         kept = copy.copy(self)
         kept._fits = (*self._fits, fits)
         kept._held_out = self._held_out and self._held_out.keep(fits)[0]
-        kept._held_out_questions, kept.redrawn = None, 0
+        kept._held_out_questions = None
         return kept, 0
 
     def _candidate(self, index: int, attempt: int) -> dict[str, Any]:
