@@ -19,9 +19,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
-from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume
-from grpo_lightning.checkpoint.command import longer_command
+from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals
@@ -114,7 +113,6 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
-        describe(trainer, overrides=self._overrides, choices=self._choices)
         signals.current().launched.attach(trainer.strategy.launcher)
         return trainer
 
@@ -207,7 +205,7 @@ class Run:
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
         if is_first() and self._summary:
-            command = longer_command(self._overrides, self.directory, steps=self.config["steps"])
+            command = continue_command(self._overrides, self.directory, steps=2 * self.config["steps"])
             for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
                 say(line)
         return sweep_value(self.metrics, self.config)
@@ -229,7 +227,8 @@ class Run:
             checkpoint = resume.chosen(given, self.directory, directory_given=named, overrides=self._overrides)
         steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
         began = first or now()
-        activity.note(seconds_before=seconds, started=began, choices=self._choices)
+        overrides = redacted_words(self._overrides)
+        activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
         if mode == "fit" and is_first():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
@@ -247,7 +246,7 @@ class Run:
                     "seconds": round(seconds + time.perf_counter() - started, 3),
                     "started": began,
                     "choices": self._choices,
-                    "overrides": redacted_words(self._overrides),
+                    "overrides": overrides,
                     "status": status,
                     "error": problem,
                 }

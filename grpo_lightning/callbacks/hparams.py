@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
 from grpo_lightning.logger.guarded import attempt
+from grpo_lightning.output import activity
 
 Value = float | str
 
@@ -28,24 +29,14 @@ class HParams(Callback):
     def __init__(self, *, outcome: str, metrics: Sequence[str], parts: Sequence[str]) -> None:
         self.metrics = list(dict.fromkeys((outcome, *metrics)))
         self.parts = parts
-        self._overrides: Sequence[str] = ()
-        self._choices: Mapping[str, Any] = {}
-
-    def describe(self, *, overrides: Sequence[str], choices: Mapping[str, Any]) -> None:
-        """Say what the user asked for.
-
-        Args:
-            overrides: Such as ``rollout.group_size=8``.
-            choices: Group of conf/ -> the name of what was chosen.
-        """
-        self._overrides, self._choices = overrides, choices
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         settings: Mapping[str, Any] = module.settings  # type: ignore[assignment]
+        asked = activity.noted()
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with attempt(logger):
                 if isinstance(logger, TensorBoardLogger):
-                    shown = columns(settings, self._overrides, self._choices, self.parts)
+                    shown = columns(settings, asked.get("overrides", ()), asked.get("choices", {}), self.parts)
                     # Lightning's log_hyperparams would also write a value of each metric, which has none yet.
                     for summary in hparams(shown, dict.fromkeys(self.metrics))[:2]:  # the last says that it succeeded
                         logger.experiment.file_writer.add_summary(summary)
@@ -77,10 +68,3 @@ def columns(
             continue
         shown[key] = value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
     return shown
-
-
-def describe(trainer: Trainer, **facts: Any) -> None:
-    """Tell a trainer's `HParams`, if it has one, what its ``describe`` takes."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, HParams):
-            callback.describe(**facts)

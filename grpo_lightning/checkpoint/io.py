@@ -85,18 +85,3 @@ def weights(path: Path) -> dict[str, Any]:
             content = torch.load(whole, weights_only=True)
     state: dict[str, Any] = content["state_dict"]
     return state
-
-
-def module_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GRPO module saved of itself: the values of "varying" numbers and the groups "carried" over.
-
-    Files of version 0.1 had other names for these; supervised training leaves none.
-    """
-    state = checkpoint.get("grpo", {})
-    values = {
-        path.replace("rollout.judge.rewards.", "reward.")
-        .replace("rollout.judge.", "rollout.")
-        .replace("rollout.sampling.", "rollout."): value
-        for path, value in state.get("adapted", {}).items()
-    }
-    return {"varying": state.get("varying", values), "carried": state.get("carried", state.get("surplus"))}

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.allowed import local_or_hub
-from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
+from grpo_lightning.allowed import choice, integer, local_or_hub, problems
+from grpo_lightning.reward.reading import batches, context_of, cutting_left, prepare, token_ids, unsound
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_QUANTIZATIONS = (None, "8bit", "4bit")
+_RULES = {
+    **dict.fromkeys(("batch_tokens", "max_length"), integer(1)),
+    "label": integer(0),
+    "dtype": choice("float32", "bfloat16", "float16"),
+    "quantization": choice("8bit", "4bit", null=True),
+}
 _HEADS = ["score", "classifier", "classification_head"]
 """What transformers calls the layers that give the logits; by itself it spares them only if they have no bias."""
 
@@ -67,10 +71,7 @@ class RewardModel:
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
-        if quantization not in _QUANTIZATIONS:
-            raise unsound("quantization", quantization, "8bit, 4bit or null")
+        _check(dtype=dtype, quantization=quantization)
         if quantization and not is_accelerate_available():
             raise unsound("quantization", quantization, "null without the package accelerate")
         self._limit(batch_tokens, max_length, label)
@@ -84,7 +85,7 @@ class RewardModel:
         self._holder = _holders.setdefault(key, _Holder())
 
     def _limit(self, batch_tokens: int, max_length: int, label: int) -> None:
-        check_numbers(batch_tokens=batch_tokens, max_length=max_length, label=label)
+        _check(batch_tokens=batch_tokens, max_length=max_length, label=label)
         self.batch_tokens = batch_tokens
         self.max_length = max_length
         self.label = label
@@ -292,6 +293,11 @@ class _Holder:
 
 
 _holders: WeakValueDictionary[tuple[Any, ...], _Holder] = WeakValueDictionary()
+
+
+def _check(**settings: Any) -> None:
+    if wrong := problems(_RULES, settings, prefix="reward.model.function."):
+        raise ValueError("; ".join(wrong))
 
 
 def _own_device() -> str:

@@ -115,17 +115,6 @@ def context_of(network: Any) -> int | None:
     return getattr(network.config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_numbers(*, batch_tokens: int, max_length: int, label: int) -> None:
-    """Raise ``ValueError`` for the first of a reward model's settings that is out of range."""
-    for name, value, least in (
-        ("batch_tokens", batch_tokens, 1),
-        ("max_length", max_length, 1),
-        ("label", label, 0),
-    ):
-        if value < least:
-            raise unsound(name, value, f"an integer >= {least}")
-
-
 def unsound(setting: str, value: Any, allowed: str) -> ValueError:
     """The error of a setting in conf/reward/model.yaml."""
     return ValueError(f"reward.model.function.{setting}={value}: allowed is {allowed}")

@@ -167,6 +167,12 @@ def bound_arguments(function: Any) -> Collection[str]:
 
 def is_coroutine(function: Callable[..., Any]) -> bool:
     """Whether ``function``, or what a partial or a `PerCompletion` calls, is an ``async def``."""
+    called = innermost(function)
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
+
+
+def innermost(function: Any) -> Any:
+    """What a partial or a `PerCompletion` calls in the end."""
     while isinstance(function, partial | PerCompletion):
         function = function.func if isinstance(function, partial) else function.function
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return function
