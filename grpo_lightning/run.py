@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +132,8 @@ class Run:
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        with lock.all_held(self.config, self.directory, first=is_first()), self._recorded("fit") as checkpoint:
+        alone = lock.all_held(self.config, self.directory) if is_first() else nullcontext()
+        with alone, self._recorded("fit") as checkpoint:
             if is_first():
                 for caution in settings.cautions(self.config):
                     log.warning("%s", caution)

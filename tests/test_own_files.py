@@ -113,7 +113,7 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path):
     given = f"callbacks.checkpoint.directory={shared}"
     small_run(tmp_path / "one", given, "steps=1")
     before = contents(shared)
-    with pytest.raises(ValueError, match=rf"{given}: holds the checkpoints of a run; allowed is a directory without"):
+    with pytest.raises(ValueError, match=rf"{given} holds the checkpoints of a run: name an empty directory"):
         small_run(tmp_path / "two", given, "steps=1")
     assert contents(shared) == before
     small_run(tmp_path / "one", given, "steps=2", f"checkpoint={shared}/last.ckpt")
