@@ -49,6 +49,12 @@ def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -
     )
 
 
+def is_pair(value: Any) -> bool:
+    """Whether a value is a list of two finite numbers."""
+    is_finite = number(lambda _: True, "").test
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_finite, value))
+
+
 def choice(*values: Any, null: bool = False) -> Rule:
     """One of ``values``."""
     return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)), null)

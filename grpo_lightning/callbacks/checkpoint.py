@@ -19,6 +19,7 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
+from grpo_lightning.output.files import staged
 
 
 class RunCheckpoint(Checkpoint):
@@ -148,17 +149,12 @@ def _steps(module: LightningModule) -> StepModule:
 
 def _link(source: Path, destination: Path) -> None:
     """Make ``destination`` the same file as ``source``, which is only ever replaced; a copy where that cannot be."""
-    staged = destination.with_name(f".{destination.name}.{os.getpid()}")
-    staged.unlink(missing_ok=True)
-    if source.is_symlink():  # to the directory of a sharded checkpoint
-        staged.symlink_to(source.readlink())
-        staged.replace(destination)
-        return
-    try:
+    with staged(destination) as place:
+        place.unlink(missing_ok=True)
+        if source.is_symlink():  # to the directory of a sharded checkpoint
+            place.symlink_to(source.readlink())
+            return
         try:
-            os.link(source, staged)
+            os.link(source, place)
         except OSError:
-            shutil.copyfile(source, staged)
-        staged.replace(destination)
-    finally:
-        staged.unlink(missing_ok=True)
+            shutil.copyfile(source, place)

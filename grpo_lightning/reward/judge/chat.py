@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import regex
 
+from grpo_lightning.allowed import is_pair
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
@@ -129,12 +129,7 @@ def _columns(template: Any) -> list[str]:
 
 
 def _scale(scale: Any) -> tuple[float, float]:
-    is_pair = isinstance(scale, list | tuple) and len(scale) == 2
-    if not (
-        is_pair
-        and all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in scale)
-        and scale[0] < scale[1]
-    ):
+    if not (is_pair(scale) and scale[0] < scale[1]):
         raise ValueError(f"scale: expected [lowest, highest], two numbers, got {scale!r:.80}")
     return float(scale[0]), float(scale[1])
 
