@@ -264,7 +264,8 @@ class Run:
                 lost = lost_contact(error)
                 if asked := listener.asked(error, is_consequence=lost is not None):
                     status = asked.status
-                    raise self._told(asked, mode) from error
+                    saved = resume.what_is_saved(mode, self.directory, self._overrides)
+                    raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
                 problem = sentence(lost or error)
                 if lost:
                     raise lost from error
@@ -280,8 +281,3 @@ class Run:
         if made < steps and is_first():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps
-
-    def _told(self, asked: Preempted, mode: str) -> Preempted:
-        """``asked``, which also says what is saved, and how to go on."""
-        saved = resume.what_is_saved(mode, self.directory, self._overrides)
-        return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)

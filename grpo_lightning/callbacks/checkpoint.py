@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from grpo_lightning import __version__
 from grpo_lightning.callbacks.export import Export
 from grpo_lightning.checkpoint import disk, tensorboard
-from grpo_lightning.checkpoint.io import read
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
@@ -129,16 +127,8 @@ class RunCheckpoint(Checkpoint):
         self._saved_step = _steps(trainer.lightning_module).completed_steps
 
     def _kept(self) -> str:
-        known = []
-        for name in ("last.ckpt", "best.ckpt"):
-            with suppress(ValueError, OSError):
-                path = self.directory / name
-                if path.exists():
-                    step = read(path, mmap=True)["step"]["completed"]
-                    known.append(f"{name}, of step {step}")
-        if not known:
-            return "there is no earlier one"
-        return f"{' and '.join(known)}, {'stays' if len(known) == 1 else 'stay'} as before"
+        known = [path.name for path in (self.last, self.directory / "best.ckpt") if path.exists()]
+        return f"{' and '.join(known)} of earlier steps stay as before" if known else "there is no earlier one"
 
 
 def _steps(module: LightningModule) -> StepModule:

@@ -141,16 +141,8 @@ def prompts(
 ) -> PromptData:
     """The data of a run from a data set of the hub or a local copy.
 
-    Args:
-        path: Name on the hub, or a local folder or file.
-        split: The training split.
-        validation_split: The split with held-out prompts; None holds out rows of the training split.
-        name: Configuration of the data set.
-        revision: Branch, tag or commit on the hub.
-        columns: New name -> name in the data set.
-        filter: Which rows to use.
-        map_row: Changes a row.
-        settings: Everything else that ``PromptData`` needs.
+    Without a ``validation_split`` rows of the training split are held out. What `Hub` does not take is for
+    ``PromptData``.
     """
     source = functools.partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
     return PromptData(

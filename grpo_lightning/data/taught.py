@@ -29,17 +29,7 @@ _SHIFTS = (*range(-11, 0), *range(1, 12))
 
 
 def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Operations from left to right, one equation each; after a wrong result the later ones follow from it.
-
-    Args:
-        first: Number that the first operation starts from.
-        operations: Operator and right-hand number of each step.
-        rng: Decides where the slips are, and how large.
-        slips: Probability that a step's result is wrong.
-
-    Returns:
-        The equations, separated by spaces, and the last result.
-    """
+    """Operations from left to right, one equation each, and the last result; later ones follow from a wrong one."""
     result, equations = first, []
     for symbol, number in operations:
         value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if rng.random() < slips else 0)
