@@ -84,7 +84,7 @@ class RewardModel:
     @staticmethod
     def of(
         network: nn.Module,
-        tokenizer: Any = None,
+        tokenizer: Any,
         *,
         batch_tokens: int = 16384,
         max_length: int | None = None,
@@ -98,8 +98,7 @@ class RewardModel:
             network: A sequence-classification model of transformers; or any module whose ``network(ids [B, N])`` is one
                 value per row, [B] or [B, 1], or several labels, [B, L]. Such a module gets rows of equal length
                 together and needs to know nothing of padding.
-            tokenizer: Of transformers, or any object with ``encode(text) -> ids``. None: prompts and completions are
-                token ids, in texts as numbers with spaces between.
+            tokenizer: Of transformers, or any object with ``encode(text) -> ids``.
             batch_tokens: As in the class, like the errors.
             max_length: As in the class; None: the context that the network's configuration names, without one all.
             label: As in the class.
@@ -140,20 +139,39 @@ class RewardModel:
         return self._loaded[0]
 
     def encode(self, prompts: "Sequence[Prompt]", completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of every text that the model reads, cut to their last ``max_length``."""
-        rows, long = token_ids(self._loaded[1], prompts, completions, most=self.max_length)
+        """Token ids of every text that the model reads, cut to their last ``max_length``.
+
+        Raises:
+            ValueError: A text has no tokens.
+        """
+        tokenizer, most = self._loaded[1], self.max_length
+        texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        rows = _encoded(tokenizer, texts) if texts else []
+        if long := sum(len(row) > most for row in rows):
+            whole = callable(tokenizer)  # then the special tokens at its ends stay
+            cut = {"truncation": True, "max_length": most}
+            rows = _encoded(tokenizer, texts, **cut) if whole else [row[-most:] for row in rows]
         if long and not self._warned:
             log.warning(
                 "%d of %d texts are longer than reward.model.function.max_length=%d tokens: the reward model reads "
                 "their end; further ones are not reported",
-                *(long, len(rows), self.max_length),
+                *(long, len(rows), most),
             )
             self._warned = True
+        if not all(rows):
+            raise ValueError(f"a prompt and its completion have no tokens: {texts[rows.index([])]!r}")
         return rows
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of ``rows`` that go through the model together, longest first; a row above the budget goes alone."""
-        return batches(rows, self.batch_tokens, padded=self._is_padded)
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+        while order:
+            longest = len(rows[order[0]])
+            chosen = order[: max(1, self.batch_tokens // longest)]
+            if not self._is_padded:
+                chosen = [row for row in chosen if len(rows[row]) == longest]
+            yield chosen
+            order = order[len(chosen) :]
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B] in float32, with a gradient where one is recorded, from the token ids of some texts."""
@@ -286,60 +304,6 @@ def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-def token_ids(
-    tokenizer: Any, prompts: "Sequence[Prompt]", completions: Sequence[str], *, most: int
-) -> tuple[list[list[int]], int]:
-    """Token ids of every prompt with its completion, cut to their last ``most``.
-
-    Args:
-        tokenizer: Of transformers, which cuts on its left; an object with ``encode(text) -> ids``; or None, where texts
-            are token ids, as numbers with spaces between.
-        prompts: [B] texts, chat messages or token ids.
-        completions: [B]
-        most: Tokens of a row.
-
-    Returns:
-        [B] rows, and how many were cut.
-
-    Raises:
-        ValueError: A row has no tokens, or without a tokenizer a text is none.
-    """
-    if not completions:
-        return [], 0
-    if tokenizer is None:
-        pairs = zip(prompts, completions, strict=True)
-        rows = [[*(_numbers(p) if isinstance(p, str) else p), *_numbers(text)] for p, text in pairs]
-        texts = [" ".join(map(str, row)) for row in rows]
-    else:
-        texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        rows = _encoded(tokenizer, texts)
-    if long := sum(len(row) > most for row in rows):
-        whole = callable(tokenizer)  # then the special tokens at its ends stay
-        rows = _encoded(tokenizer, texts, truncation=True, max_length=most) if whole else [row[-most:] for row in rows]
-    for row, text in zip(rows, texts, strict=True):
-        if not row:
-            raise ValueError(f"a prompt and its completion have no tokens: {text!r}")
-    return rows, long
-
-
-def batches(rows: Sequence[Sequence[int]], tokens: int, *, padded: bool) -> Iterator[list[int]]:
-    """Indices of ``rows`` that go through a model together, longest first; a row above the budget goes alone.
-
-    Args:
-        rows: Token ids.
-        tokens: Most of them in one batch, padding included.
-        padded: Whether rows may be padded; else all of a batch are of equal length.
-    """
-    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-    while order:
-        longest = len(rows[order[0]])
-        chosen = order[: max(1, tokens // longest)]
-        if not padded:
-            chosen = [row for row in chosen if len(rows[row]) == longest]
-        yield chosen
-        order = order[len(chosen) :]
-
-
 def _encoded(tokenizer: Any, texts: Sequence[str], **cut: Any) -> list[list[int]]:
     if not callable(tokenizer):
         return [[int(one) for one in tokenizer.encode(text)] for text in texts]
@@ -357,16 +321,6 @@ def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
     said = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change them
     text: str = tokenizer.apply_chat_template(said, tokenize=False)
     return text
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ValueError(
-            f"{text[:80]!r}: a reward model without a tokenizer reads token ids; allowed is RewardModel.of(network, "
-            "tokenizer)"
-        ) from error
 
 
 def prepare(network: Any, tokenizer: Any) -> None:

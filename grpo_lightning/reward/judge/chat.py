@@ -13,9 +13,9 @@ import regex
 
 from grpo_lightning.allowed import is_pair
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.endpoint import Endpoint
+from grpo_lightning.reward.judge.request import columns, message
 
 _SEARCH_SECONDS = 1.0
 _OF_THE_JUDGE = ("model", "messages", "stream", "n", "tools")
@@ -63,7 +63,7 @@ class ChatJudge:
         self._scale, self._pattern, self._request = _scale(scale), _pattern(pattern), _request(request)
         self._answers = None if cache is None else Answers(Path(cache).expanduser())
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        named = ("completions", "prompts", *_columns(template))
+        named = ("completions", "prompts", *columns(_text("template", template)))
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
         )
@@ -83,7 +83,7 @@ class ChatJudge:
         await self._endpoint.aclose()
 
     async def _judged(self, texts: Mapping[str, Any]) -> float:
-        text = request.message(self._template, texts, rubric=self._rubric, scale=self._scale)
+        text = message(self._template, texts, rubric=self._rubric, scale=self._scale)
         asked = {**self._request, "model": self._model, "messages": [{"role": "user", "content": text}]}
         body = json.dumps(asked, sort_keys=True).encode()
         read = json.dumps([self._pattern.pattern, self._scale]).encode()
@@ -122,10 +122,6 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name}: expected a text that is not empty, got {value!r:.80}")
     return value
-
-
-def _columns(template: Any) -> list[str]:
-    return request.columns(_text("template", template))
 
 
 def _scale(scale: Any) -> tuple[float, float]:
