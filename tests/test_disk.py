@@ -44,7 +44,7 @@ def test_a_disk_that_fills_up_costs_the_step_that_is_saved(tmp_path):
     sentence = ended.stderr[
         ended.stderr.index(f"{place}/checkpoints/last.ckpt was not written (No space left on device): it takes ") :
     ].splitlines()[0]
-    assert "kB are free on its disk; last.ckpt, of step 3 and best.ckpt, of step 0, stay" in sentence
+    assert "kB are free on its disk; last.ckpt and best.ckpt of earlier steps stay" in sentence
     summary = json.loads((place / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 4)
     assert leftovers(place) == []
