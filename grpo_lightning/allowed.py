@@ -49,6 +49,12 @@ def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -
     )
 
 
+def is_pair(value: Any) -> bool:
+    """Whether a value is a list of two finite numbers."""
+    is_finite = number(lambda _: True, "").test
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_finite, value))
+
+
 def choice(*values: Any, null: bool = False) -> Rule:
     """One of ``values``."""
     return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)), null)
@@ -63,6 +69,19 @@ def problems(rules: Mapping[str, Rule], values: Mapping[str, Any], *, prefix: st
     """What is wrong with ``values``, each named by its key behind ``prefix``."""
     reported = (rules[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in rules)
     return [problem for problem in reported if problem]
+
+
+DATA = {
+    "prompts_per_step": integer(1),
+    "tries": integer(1),
+    "steps": integer(0),
+    "validate_every": integer(0, null=True),
+    "validation_size": integer(1),
+    "validation_batch_size": integer(1),
+    "max_prompt_length": integer(1, null=True),
+    "num_workers": integer(0),
+}
+"""Number of the data -> what it may be."""
 
 
 def model_path() -> Rule:

@@ -142,13 +142,9 @@ def predicted(shape: Shape, use: Use) -> dict[str, float]:
 
 
 def _update(shape: Shape, use: Use, *, tokens: float, share: float) -> float:
-    """The bytes of activations, logits and gradients.
+    """The bytes of activations, logits and gradients, for ``tokens`` of one optimizer step, each shared prompt once.
 
-    Args:
-        shape: The model's sizes.
-        use: What the run does with it.
-        tokens: Of one optimizer step, each shared prompt once.
-        share: How much of them are tokens of completions.
+    Of these, ``share`` are tokens of completions.
     """
     part = min(tokens, max(use.microbatch_tokens, use.prompt_tokens + use.completion_tokens))
     rest = min(part, tokens - part)  # what goes through the model when there are gradients before it

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from grpo_lightning import __version__, preflight, settings
 from grpo_lightning.callbacks.export import check_replaceable, export
-from grpo_lightning.callbacks.hparams import describe
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume
-from grpo_lightning.checkpoint.command import longer_command
+from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals
@@ -113,7 +112,6 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
-        describe(trainer, overrides=self._overrides, choices=self._choices)
         signals.current().launched.attach(trainer.strategy.launcher)
         return trainer
 
@@ -133,7 +131,8 @@ class Run:
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        with lock.all_held(self.config, self.directory, first=is_first()), self._recorded("fit") as checkpoint:
+        alone = lock.all_held(self.config, self.directory) if is_first() else nullcontext()
+        with alone, self._recorded("fit") as checkpoint:
             if is_first():
                 for caution in settings.cautions(self.config):
                     log.warning("%s", caution)
@@ -202,7 +201,7 @@ class Run:
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
         if is_first() and self._summary:
-            command = longer_command(self._overrides, self.directory, steps=self.config["steps"])
+            command = continue_command(self._overrides, self.directory, steps=2 * self.config["steps"])
             for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
                 say(line)
         return sweep_value(self.metrics, self.config)
@@ -224,7 +223,8 @@ class Run:
             checkpoint = resume.chosen(given, self.directory, directory_given=named, overrides=self._overrides)
         steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
         began = first or now()
-        activity.note(seconds_before=seconds, started=began, choices=self._choices)
+        overrides = redacted_words(self._overrides)
+        activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
         if mode == "fit" and is_first():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
@@ -242,7 +242,7 @@ class Run:
                     "seconds": round(seconds + time.perf_counter() - started, 3),
                     "started": began,
                     "choices": self._choices,
-                    "overrides": redacted_words(self._overrides),
+                    "overrides": overrides,
                     "status": status,
                     "error": problem,
                 }
@@ -259,7 +259,8 @@ class Run:
                 lost = lost_contact(error)
                 if asked := listener.asked(error, is_consequence=lost is not None):
                     status = asked.status
-                    raise self._told(asked, mode) from error
+                    saved = resume.what_is_saved(mode, self.directory, self._overrides)
+                    raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
                 problem = sentence(lost or error)
                 if lost:
                     raise lost from error
@@ -275,8 +276,3 @@ class Run:
         if made < steps and is_first():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps
-
-    def _told(self, asked: Preempted, mode: str) -> Preempted:
-        """``asked``, which also says what is saved, and how to go on."""
-        saved = resume.what_is_saved(mode, self.directory, self._overrides)
-        return Preempted(asked.number, between_steps=asked.between_steps, saved=saved)

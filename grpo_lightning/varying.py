@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Part = TypeVar("Part")
 
@@ -92,27 +92,14 @@ class Piecewise(Varying):
         return self.values[sum(step >= border for border in self.borders)]
 
 
-class Adaptive(Varying):
-    """A number that follows a metric; its ``value`` is the only state, kept in checkpoints."""
-
-    metric: str
-    value: float
-
-    def at(self, step: int) -> float:
-        return self.value
-
-    @abstractmethod
-    def observe(self, measured: float) -> None:
-        """Set the value for the next step, by what ``metric`` was in the step that just ended."""
-
-
 @dataclass
-class Proportional(Adaptive):
+class Proportional(Varying):
     """A number that grows while a metric is above its target and shrinks while it is below.
 
     value *= 1 + rate * clip(measured / target - 1, -0.2, 0.2)
 
-    The adaptive KL coefficient of arXiv:1909.08593, section 2.2, where ``rate`` is 0.1.
+    The adaptive KL coefficient of arXiv:1909.08593, section 2.2, where ``rate`` is 0.1. With a negative ``rate`` it
+    grows while the metric is below its target, as a coefficient of the entropy has to.
 
     Raises:
         ValueError: On construction, if ``target`` is not positive.
@@ -124,39 +111,19 @@ class Proportional(Adaptive):
     target: float
     rate: float
     value: float = field(init=False)
+    """The only state, kept in checkpoints."""
 
     def __post_init__(self) -> None:
         if self.target <= 0:
             raise ValueError(f"target={self.target}: allowed is a number > 0")
         self.value = self.start
 
+    def at(self, step: int) -> float:
+        return self.value
+
     def observe(self, measured: float) -> None:
+        """Set the value for the next step, by what ``metric`` was in the step that just ended."""
         self.value *= 1 + self.rate * min(max(measured / self.target - 1, -0.2), 0.2)
-
-
-@dataclass
-class Stepwise(Adaptive):
-    """A number that grows by ``step`` while a metric is below its target, else shrinks, within [lowest, highest].
-
-    The adaptive entropy coefficient of Skywork-OR1, arXiv:2505.22312, section 3.2.5; there the bonus is also switched
-    off while the entropy is above the target, as a coefficient does here that has shrunk to ``lowest``.
-    """
-
-    start: float
-    metric: str
-    """The metric's name, such as policy/entropy."""
-    target: float
-    step: float
-    lowest: float
-    highest: float
-    value: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.value = self.start
-
-    def observe(self, measured: float) -> None:
-        moved = self.value + (self.step if measured < self.target else -self.step)
-        self.value = min(max(moved, self.lowest), self.highest)
 
 
 def at(part: Part, step: int) -> Part:
@@ -166,30 +133,20 @@ def at(part: Part, step: int) -> Part:
         part: A dataclass, `functools.partial`, mapping or sequence, however nested.
         step: Steps completed before the one that the values are for.
     """
-    resolved: Part = _resolved(part, step)
-    return resolved
-
-
-def _resolved(part: Any, step: int) -> Any:
-    if isinstance(part, Varying):
-        return part.at(step)
-    if isinstance(part, partial):
-        keywords = _resolved(part.keywords, step)
-        return part if keywords is part.keywords else partial(part.func, *part.args, **keywords)
-    if isinstance(part, dict):
-        values = {key: _resolved(value, step) for key, value in part.items()}
-        return part if all(values[key] is part[key] for key in part) else values
-    if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
-        items = [_resolved(value, step) for value in part]
-        return part if all(new is old for new, old in zip(items, part, strict=True)) else type(part)(items)
-    if is_dataclass(part) and not isinstance(part, type):
-        changed = {
-            name: new
-            for name, value in ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
-            if (new := _resolved(value, step)) is not value
-        }
-        return replace(part, **changed) if changed else part
-    return part
+    whole: Any = part
+    if isinstance(whole, Varying):
+        whole = whole.at(step)
+    elif next(varying(whole), None) is None:
+        return part
+    elif isinstance(whole, partial):
+        whole = partial(whole.func, *whole.args, **at(whole.keywords, step))
+    elif isinstance(whole, dict):
+        whole = {key: at(value, step) for key, value in whole.items()}
+    elif isinstance(whole, list | tuple):
+        whole = type(whole)(at(value, step) for value in whole)
+    else:
+        whole = replace(whole, **{f.name: at(getattr(whole, f.name), step) for f in fields(whole) if f.init})
+    return cast(Part, whole)
 
 
 def values(part: Any, step: int) -> dict[str, float]:
@@ -199,29 +156,26 @@ def values(part: Any, step: int) -> dict[str, float]:
 
 def observe(part: Any, metrics: Mapping[str, float]) -> None:
     """Hand every adaptive number in ``part`` the metric it follows, if it was measured in the step that ended."""
-    for _, number in adaptive(part):
+    for _, number in _adaptive(part):
         if number.metric in metrics:
             number.observe(float(metrics[number.metric]))
 
 
 def state(part: Any) -> dict[str, float]:
     """The present value of every adaptive number in ``part``, by the dotted path to it, for a checkpoint."""
-    return {path: number.value for path, number in adaptive(part)}
+    return {path: number.value for path, number in _adaptive(part)}
 
 
 def restore(part: Any, values: Mapping[str, float]) -> None:
     """Set the adaptive numbers in ``part`` to the values that `state` returned, if they are finite numbers."""
-    for path, number in adaptive(part):
+    for path, number in _adaptive(part):
         value = values.get(path)  # a checkpoint's, which may be a stranger's
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             number.value = value
 
 
-def adaptive(part: Any) -> Iterator[tuple[str, Adaptive]]:
-    """Every adaptive number in ``part`` with the dotted path to it."""
-    for path, number in varying(part):
-        if isinstance(number, Adaptive):
-            yield path, number
+def _adaptive(part: Any) -> list[tuple[str, Proportional]]:
+    return [(path, number) for path, number in varying(part) if isinstance(number, Proportional)]
 
 
 def varying(part: Any, path: str = "") -> Iterator[tuple[str, Varying]]:

@@ -14,8 +14,8 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.batch import Prompts, Scored
-from grpo_lightning.callbacks.completions import _clean, completions_table, fence, inert
 from grpo_lightning.callbacks.hparams import columns
+from grpo_lightning.callbacks.samples import _clean, completions_table, fence, inert
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.composition.sweep import is_done

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from grpo_lightning.checkpoint.command import continue_command, longer_command
+from grpo_lightning.checkpoint.command import continue_command
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_what_named_the_old_run_is_left_out_and_steps_are_replaced():
     given = ["+checkpoint=x", "steps=3", "checkpoint=last", "hydra.run.dir=q", "run_dir=r", "a.checkpoint=2"]
     end = "a.checkpoint=2 hydra.run.dir=/d checkpoint=last"
     assert continue_command(given, Path("/d")) == f"python train.py steps=3 {end}"
-    assert longer_command(given, Path("/d"), steps=3) == f"python train.py {end.replace('hydra', 'steps=6 hydra')}"
+    assert continue_command(given, Path("/d"), steps=6) == f"python train.py {end.replace('hydra', 'steps=6 hydra')}"
 
 
 def test_secrets_are_masked():

@@ -275,16 +275,6 @@ def test_files_and_folders_are_read(ending, tmp_path, monkeypatch):
         assert (len(source), source[0]) == (1, ("two", {}))
 
 
-def test_columns_of_media_are_left_out(tmp_path, caplog):
-    features = {"prompt": datasets.Value("string"), "image": datasets.Image(), "sounds": [datasets.Audio()]}
-    features |= {"kind": datasets.ClassLabel(names=["a", "b"]), "numbers": datasets.List(datasets.Value("int32"))}
-    row = {"prompt": "own", "image": {"path": "x", "bytes": None}, "sounds": [], "kind": 1, "numbers": [3]}
-    table = pyarrow.Table.from_pylist([row], schema=datasets.Features(features).arrow_schema)
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    assert Hub(str(tmp_path / "x.parquet"), "train")[0] == ("own", {"kind": 1, "numbers": [3]})
-    assert "the columns image, sounds are left out" in caplog.text
-
-
 class Payload:
     """Makes a file when it is unpickled."""
 
@@ -365,8 +355,7 @@ def test_a_split_of_the_hub_is_trained_on_and_another_validates(tmp_path):
     unused = {"name": None, "revision": None, "filter": None, "map_row": None}
     build = functools.partial(hub_prompts, path=str(tmp_path / "d"), split="train", columns=COLUMNS, **unused)
     both, one = (build(validation_split=split, **settings()) for split in ("test", None))
-    facts = {"training prompts": 3, "held-out prompts": 3, "dropped prompts": 0, "columns": ["answer"]}
-    assert both.describe() == facts
+    assert (len(both.train), len(both.validation), both.columns) == (3, 3, ("answer",))
     assert (both.train[0][0], both.validation[0][0]) == ("one?", "three?")
     assert (len(one.train), len(one.validation)) == (2, 1)
 
@@ -447,8 +436,6 @@ def test_unfit_entries_are_replaced_the_same_way_every_time():
     stay = [fits([source[i][0]])[0] for i in range(40)]
     assert lost == 0
     assert 0 < stay.count(False) < 40
-    assert kept.redrawn == stay.count(False)
-    assert source.redrawn == keep(kept, fits)[0].redrawn == 0
     assert all(fits([prompt])[0] for prompt, _ in rows)
     assert [rows[i] == source[i] for i in range(40)] == stay
     assert [keep(source, fits)[0][i] for i in reversed(range(40))] == rows[::-1]
@@ -536,7 +523,6 @@ def test_long_prompts_are_dropped_with_a_count(caplog):
     assert asked == [1024, 476, 4]
     assert [data.train[i][0] for i in range(len(data.train))] == [f"p{i}" for i in range(100)]
     assert [data.validation[i][0] for i in range(len(data.validation))] == ["v0", "v2", "v3"]
-    assert data.describe()["dropped prompts"] == 1401
     assert "dropped 1400 training and 1 held-out prompts longer than data.max_prompt_length=3 tokens" in caplog.text
 
 

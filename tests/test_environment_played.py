@@ -6,18 +6,17 @@ from functools import partial
 import pytest
 
 from grpo_lightning.environment import Environment, Played, check_columns
-from grpo_lightning.reward.engine import pool
 from tests.support import environments
 from tests.support.environments import begun, told
+from tests.support.workers import limited
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_worker():
-    pool.configure(1)
-    yield
-    pool.configure(None)
+    with limited(1):
+        yield
 
 
 @WHERE

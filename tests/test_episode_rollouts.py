@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from grpo_lightning import advantage
 from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.batch.turns import spans
-from grpo_lightning.callbacks.completions import completions_table
+from grpo_lightning.callbacks.samples import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.accuracy import of_environment

@@ -120,13 +120,6 @@ def test_other_shapes_are_an_error(shape, gave):
         RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"])
 
 
-def test_without_a_tokenizer_texts_are_token_ids():
-    model = RewardModel.of(Mean())
-    assert model([[1, 2], "3 4", [5]], ["3", "11", ""]) == [2.0, 6.0, 5.0]
-    with pytest.raises(ValueError, match=r"'What is 1 2': a reward model without a tokenizer reads token ids"):
-        model(["What is 1 2"], ["3"])
-
-
 class Scored(nn.Module):
     """The guide's ``reward_model(input_ids)``: one value per row."""
 
@@ -152,15 +145,3 @@ def test_a_run_trains_by_it(tmp_path):
     assert metrics["reward/model"] == metrics["reward/total"] != 0
     assert metrics["reward/std"] > 0
     assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
-
-
-@pytest.mark.slow
-def test_token_id_prompts_need_no_tokenizer(tmp_path):
-    torch.manual_seed(0)
-    policy = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
-    run = grpo.compose(
-        *SMALL, run_dir=tmp_path, policy=policy, reward={"model": RewardModel.of(Scored(12))}, data=[[1, 2, 3], [4, 5]]
-    )
-    metrics = run.module.train_step([[1, 2, 3], [4, 5]])
-    assert metrics["reward/model"] == metrics["reward/total"]
-    assert metrics["optim/grad_norm"] > 0

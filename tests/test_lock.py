@@ -92,8 +92,6 @@ def test_a_process_keeps_out_of_its_own_directory(tmp_path):
         for name in ("run", "link"):
             with pytest.raises(Locked, match=f"process {os.getpid()} on "), held(tmp_path / name):
                 pass
-        with held(tmp_path / "run", first=False):
-            pass
         with pytest.raises(subprocess.TimeoutExpired):  # still held, by the first one
             subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path / "run"), "0"], cwd=ROOT, timeout=1.5)
     with held(tmp_path / "run"):
@@ -143,13 +141,13 @@ def test_validation_looks_at_a_run_that_trains(tmp_path):
 
 def test_the_weights_for_a_server_are_one_runs(tmp_path):
     config = {"sampler": {"directory": str(tmp_path / "weights")}}
-    with all_held(config, tmp_path / "one", first=True):
-        again = all_held(config, tmp_path / "two", first=True)
+    with all_held(config, tmp_path / "one"):
+        again = all_held(config, tmp_path / "two")
         with pytest.raises(Locked, match=r"^sampler\.directory=.*/weights: "), again:
             pass
-        with all_held({"sampler": {"directory": None}}, tmp_path / "two", first=True):
+        with all_held({"sampler": {"directory": None}}, tmp_path / "two"):
             pass
-    with all_held(config, tmp_path / "two", first=True):
+    with all_held(config, tmp_path / "two"):
         pass
     assert list((tmp_path / "weights").iterdir()) == []
 

@@ -12,6 +12,7 @@ from grpo_lightning.sandbox import client
 from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import composed
 from tests.support.sandboxed import SETTINGS, without_landlock
+from tests.support.workers import limited
 
 DOUBLES = [{"input": "2\n", "output": "4\n"}, {"input": "5", "output": "10"}, {"input": "0", "output": "0"}]
 RIGHT = "print(2 * int(input()))"
@@ -132,9 +133,8 @@ def test_tests_are_checked(tests, message):
 def test_a_program_that_fails_is_no_failure_of_the_reward(timeout):
     rewards = {"code": Weighted(partial(code, **SETTINGS), 1.0, timeout=timeout, max_failed=0.0)}
     texts = [fenced(RIGHT), fenced("import os; os._exit(3)"), "nothing", fenced("import os; os.kill(os.getppid(), 9)")]
-    pool.configure(2)
-    found = Scoring(rewards, ["p"] * 4, {"tests": [DOUBLES] * 4}).finish(texts, None)
-    pool.configure(None)
+    with limited(2):
+        found = Scoring(rewards, ["p"] * 4, {"tests": [DOUBLES] * 4}).finish(texts, None)
     assert found.values["code"] == [1.0, 0.0, 0.0, 0.0]
     assert found.failed == ({} if timeout is None else {"code": 0.0})
 

@@ -8,8 +8,8 @@ import pytest
 from hydra.utils import instantiate
 
 from grpo_lightning.reward import Scoring
-from grpo_lightning.reward.engine import pool
 from tests.support.composed import CONF, settings
+from tests.support.workers import limited
 
 NEEDS = [
     "reward.keyword.function.words=[because,therefore]",
@@ -119,9 +119,8 @@ def scores(names):
 
 @pytest.fixture(scope="module", autouse=True)
 def two_workers():
-    pool.configure(workers=2)
-    yield
-    pool.configure(workers=None)
+    with limited(2):
+        yield
 
 
 @pytest.mark.slow

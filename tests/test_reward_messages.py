@@ -3,10 +3,10 @@
 import pytest
 
 from grpo_lightning.reward import RewardError, Weighted, check_columns, score
-from grpo_lightning.reward.engine import pool
 from grpo_lightning.settings import check
 from tests.support import rewards
 from tests.support.composed import build, composed
+from tests.support.workers import limited
 
 PLAIN = "How many?"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -15,9 +15,8 @@ WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_worker
 
 @pytest.fixture(autouse=True, scope="module")
 def one_worker():
-    pool.configure(1)
-    yield
-    pool.configure(None)
+    with limited(1):
+        yield
 
 
 def scored(function, prompts, completions, *, columns=None, ids=None, **settings):

@@ -1,14 +1,13 @@
 """The reward model learns from what the outcome reward said, replays the exact share, and survives a restart."""
 
 import gc
-import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_lightning.callbacks.reward_model import RewardModelTraining, cross_entropy, replayed
+from grpo_lightning.callbacks.reward_model import RewardModelTraining, replayed
 from tests.support.checkpoints import write_reward_model
 from tests.support.running import small_module, small_run
 from tests.test_callbacks import scalars
@@ -61,16 +60,6 @@ def test_the_replayed_share_is_exact(new, share, stored, expected):
     found = replayed(buffer, new, share, random.Random(0))
     assert len(found) == len(set(found)) == expected
     assert set(found) <= set(buffer)
-
-
-def test_the_loss_is_the_binary_cross_entropy():
-    logits = torch.tensor([0.0, math.log(3.0), math.log(3.0)], requires_grad=True)
-    labels = torch.tensor([1.0, 1.0, 0.0])
-    # sigmoid: 1/2, 3/4, 3/4.  -log(1/2) - log(3/4) - log(1/4) = log(2 * 4/3 * 4) = log(32/3)
-    loss = cross_entropy(logits, labels)
-    assert float(loss.detach()) == pytest.approx(math.log(32 / 3))
-    loss.backward()
-    assert logits.grad.tolist() == pytest.approx([0.5 - 1, 0.75 - 1, 0.75])  # sigmoid - label
 
 
 # One update
@@ -252,13 +241,13 @@ def test_a_run_that_cannot_train_it_does_not_start(changed, message, checkpoint,
         small_run(tmp_path, *settings_of(checkpoint, **changed))
 
 
-def test_quantized_weights_and_several_processes_are_refused(checkpoint):
+def test_weights_of_few_bits_and_several_processes_are_refused(checkpoint):
     module = small_module(*settings_of(checkpoint))
     model = module.rollout.reward["model"].function
     with pytest.raises(ValueError, match="2 processes would train a reward model each"):
         callback().on_fit_start(SimpleNamespace(world_size=2), module)
-    model.quantization = "8bit"
-    with pytest.raises(ValueError, match="quantization=8bit"):
+    model.dtype = "bfloat16"
+    with pytest.raises(ValueError, match="dtype=bfloat16"):
         callback().on_fit_start(SimpleNamespace(world_size=1), module)
     with pytest.raises(ValueError, match="there are none: add one"):
         callback().on_fit_start(SimpleNamespace(world_size=1), small_module())

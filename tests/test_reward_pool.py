@@ -15,15 +15,15 @@ import pytest
 from grpo_lightning.reward import RewardError, Scoring, Weighted, score
 from grpo_lightning.reward.engine import pool
 from tests.support import hostile
+from tests.support.workers import limited
 
 HERE = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def two_workers():
-    pool.configure(2)
-    yield
-    pool.configure(None)
+    with limited(2):
+        yield
 
 
 def never_lets_python_run(value=0):
@@ -150,7 +150,7 @@ def hangs(path):
     never_lets_python_run()
 
 if __name__ == "__main__":
-    pool.configure(2)
+    pool.MOST_WORKERS = 2
     pool.submit(hostile.double, [{"value": 1}] * 4, seconds=9).result()
     workers = pool._pool._pool_manager.worker_manager.workers
     Path(sys.argv[1] + ".idle").write_text(" ".join(map(str, workers)))
@@ -208,7 +208,7 @@ import os
 from grpo_lightning.reward.engine import pool
 from tests.support import hostile
 if __name__ == "__main__":
-    pool.configure(1)
+    pool.MOST_WORKERS = 1
     pool.submit(hostile.misbehaves, [{"how": "print"}], seconds=5).result()  # is not shown
     print(pool.submit(hostile.double, [{"value": 1}], seconds=5).result(), flush=True)
     child = os.fork()

@@ -6,18 +6,17 @@ import sys
 import pytest
 
 from grpo_lightning.reward import RewardError, Scoring, Weighted, score
-from grpo_lightning.reward.engine import pool
 from tests.support import rewards
 from tests.support.composed import ROOT
+from tests.support.workers import limited
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_worker():
-    pool.configure(1)
-    yield
-    pool.configure(None)
+    with limited(1):
+        yield
 
 
 def scored(function, timeout, texts=("ab", "abcd")):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo_lightning.checkpoint.changes import differences
-from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.checkpoint.resume import chosen
 from grpo_lightning.output.summary import sweep_value
 from grpo_lightning.run import Run
@@ -200,26 +199,6 @@ def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
     assert one.metrics["reward/total"] == same.metrics["reward/total"] != other.metrics["reward/total"]
-
-
-def test_a_checkpoint_of_version_0_1_says_the_same_in_other_words():
-    old = {
-        "grpo": {
-            "adapted": {
-                "rollout.judge.rewards.format.weight": 2.0,
-                "rollout.sampling.temperature": 0.5,
-                "loss.kl_coef": 1,
-            },
-            "surplus": {"right": [True]},
-        }
-    }
-    assert module_state(old) == {
-        "varying": {"reward.format.weight": 2.0, "rollout.temperature": 0.5, "loss.kl_coef": 1},
-        "carried": {"right": [True]},
-    }
-    new = {"grpo": {"varying": {"loss.kl_coef": 1}, "carried": None}}
-    assert module_state(new) == new["grpo"]
-    assert module_state({}) == {"varying": {}, "carried": None}  # supervised training leaves nothing
 
 
 def test_between_versions_only_values_that_both_have_are_compared():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from grpo_lightning.data.rules import RULES as DATA
+from grpo_lightning.allowed import DATA
 from grpo_lightning.settings import TOP, ConfigError, arithmetic, cautions, check, check_built, obstacle
 from grpo_lightning.settings.metrics import OF_GRPO, OF_SFT
 from grpo_lightning.settings.rewards import TRIED

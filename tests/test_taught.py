@@ -117,7 +117,7 @@ def test_tasks_take_turns_and_the_range_ends():
     assert len(demonstrations) == 12
     assert [columns["task"] for _, columns in demonstrations] == [*TASKS, *TASKS, *list(TASKS)[:2]]
     for index in (12, -1):
-        with pytest.raises(IndexError, match="expected 0 to 11"):
+        with pytest.raises(IndexError, match="allowed: 0 to 11"):
             demonstrations[index]
 
 
@@ -136,8 +136,8 @@ def test_mistakes_are_named():
     for tasks, size, rate, message in [
         ({"sudoku": {}}, 1, 0.0, r"tasks: expected one or more of .*got \['sudoku'\]"),
         ({}, 1, 0.0, r"tasks: .*got \[\]"),
-        (TASKS, 0, 0.0, "size: expected 1 or more, got 0"),
-        (TASKS, 1, float("nan"), "slip_rate: expected 0 to 1"),
+        (TASKS, 0, 0.0, "size: 0; allowed: 1 or more"),
+        (TASKS, 1, float("nan"), "slip_rate: nan; allowed: 0 to 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             Demonstrations(tasks, size=size, seed=0, slip_rate=rate)

@@ -13,7 +13,6 @@ from grpo_lightning.varying import (
     Linear,
     Piecewise,
     Proportional,
-    Stepwise,
     at,
     observe,
     restore,
@@ -55,13 +54,12 @@ def test_a_proportional_coefficient_follows_its_metric():
     assert number.at(0) == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_a_stepwise_coefficient_follows_its_metric_within_bounds():
-    number = Stepwise(start=0.02, metric="policy/entropy", target=0.2, step=0.01, lowest=0.0, highest=0.03)
-    seen = []
-    for entropy in (0.1, 0.1, 0.3, 0.3, 0.3, 0.3):
-        number.observe(entropy)
-        seen.append(number.at(0))
-    assert seen == pytest.approx([0.03, 0.03, 0.02, 0.01, 0.0, 0.0])
+def test_a_negative_rate_turns_the_direction():
+    number = Proportional(start=0.02, metric="policy/entropy", target=0.2, rate=-0.5)
+    number.observe(0.18)  # 10 % below: 1 + .5 * .1
+    assert number.at(0) == pytest.approx(0.02 * 1.05)
+    number.observe(0.9)  # far above counts as 20 %
+    assert number.at(0) == pytest.approx(0.02 * 1.05 * 0.9)
 
 
 def parts():
@@ -122,7 +120,7 @@ BY_KEY = {
     "reward.format.weight": "Linear, start: 1.0, end: 0.0, steps: 2",
     # a completion is never shorter than a token, and no entropy that high: both grow in every step
     "reward.custom.weight": "Proportional, start: 2.0, metric: completion/length_mean, target: 0.5, rate: 1.0",
-    "rollout.kl_penalty": "Stepwise, start: 0.1, metric: policy/entropy, target: 99, step: 0.2, lowest: 0, highest: 1",
+    "rollout.kl_penalty": "Proportional, start: 0.1, metric: policy/entropy, target: 99, rate: -1.0",
     "loss.kl_coef": "Proportional, start: 0.5, metric: policy/entropy, target: 99, rate: 0.5",
 }
 """Key as the user writes it -> what stands there."""
@@ -149,7 +147,7 @@ def test_numbers_are_logged_and_kept_under_the_users_keys():
         "rollout.max_new_tokens": (10, 6, 6),
         "reward.format.weight": (1.0, 0.5, 0.0),
         "reward.custom.weight": (2.0, 2.4, 2.88),  # 20 % more at most
-        "rollout.kl_penalty": (0.1, 0.3, 0.5),
+        "rollout.kl_penalty": (0.1, 0.12, 0.144),  # 20 % more
         "loss.kl_coef": (0.5, 0.45, 0.405),  # 20 % less at most, times .5
     }
     expected = [{key: numbers[step] for key, numbers in seen.items()} for step in range(3)]
@@ -186,14 +184,12 @@ def test_impossible_ones_are_refused():
 
 
 def test_adaptive_weights_of_rewards_hold_in_validations_too(tmp_path):
-    weight = "{_target_: grpo_lightning.varying.Stepwise, start: 2.0, metric: reward/format, target: 9.0, step: 0.5, "
-    module = small_run(
-        tmp_path, "steps=2", "validation.every=1", f"reward.format.weight={weight}lowest: 0.0, highest: 8.0}}"
-    )
+    weight = "{_target_: grpo_lightning.varying.Proportional, start: 2.0, metric: reward/format, target: 9.0, rate: -1}"
+    module = small_run(tmp_path, "steps=2", "validation.every=1", f"reward.format.weight={weight}")
     trained, measured = (
         rewards["format"].weight for rewards in (module.rollout.reward, module.validation.judge.rewards)
     )
     assert trained is not measured
-    assert trained.value == measured.value == 3.0  # 2 and two steps
-    total = 3.0 * module.metrics["val/reward/format"] + module.metrics["val/reward/custom"]
+    assert trained.value == measured.value == pytest.approx(2.88)  # 2, two times 20 % more
+    total = trained.value * module.metrics["val/reward/format"] + module.metrics["val/reward/custom"]
     assert module.metrics["val/reward/total"] == pytest.approx(total)

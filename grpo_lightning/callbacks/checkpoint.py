@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from grpo_lightning import __version__
 from grpo_lightning.callbacks.export import Export
 from grpo_lightning.checkpoint import disk, tensorboard
-from grpo_lightning.checkpoint.io import read
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
+from grpo_lightning.output.files import staged
 
 
 class RunCheckpoint(Checkpoint):
@@ -128,16 +127,8 @@ class RunCheckpoint(Checkpoint):
         self._saved_step = _steps(trainer.lightning_module).completed_steps
 
     def _kept(self) -> str:
-        known = []
-        for name in ("last.ckpt", "best.ckpt"):
-            with suppress(ValueError, OSError):
-                path = self.directory / name
-                if path.exists():
-                    step = read(path, mmap=True)["step"]["completed"]
-                    known.append(f"{name}, of step {step}")
-        if not known:
-            return "there is no earlier one"
-        return f"{' and '.join(known)}, {'stays' if len(known) == 1 else 'stay'} as before"
+        known = [path.name for path in (self.last, self.directory / "best.ckpt") if path.exists()]
+        return f"{' and '.join(known)} of earlier steps stay as before" if known else "there is no earlier one"
 
 
 def _steps(module: LightningModule) -> StepModule:
@@ -148,17 +139,12 @@ def _steps(module: LightningModule) -> StepModule:
 
 def _link(source: Path, destination: Path) -> None:
     """Make ``destination`` the same file as ``source``, which is only ever replaced; a copy where that cannot be."""
-    staged = destination.with_name(f".{destination.name}.{os.getpid()}")
-    staged.unlink(missing_ok=True)
-    if source.is_symlink():  # to the directory of a sharded checkpoint
-        staged.symlink_to(source.readlink())
-        staged.replace(destination)
-        return
-    try:
+    with staged(destination) as place:
+        place.unlink(missing_ok=True)
+        if source.is_symlink():  # to the directory of a sharded checkpoint
+            place.symlink_to(source.readlink())
+            return
         try:
-            os.link(source, staged)
+            os.link(source, place)
         except OSError:
-            shutil.copyfile(source, staged)
-        staged.replace(destination)
-    finally:
-        staged.unlink(missing_ok=True)
+            shutil.copyfile(source, place)

@@ -9,6 +9,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
 from grpo_lightning.logger.guarded import attempt
+from grpo_lightning.output import activity
+from grpo_lightning.settings.contradictions import lookup
 
 Value = float | str
 
@@ -28,24 +30,14 @@ class HParams(Callback):
     def __init__(self, *, outcome: str, metrics: Sequence[str], parts: Sequence[str]) -> None:
         self.metrics = list(dict.fromkeys((outcome, *metrics)))
         self.parts = parts
-        self._overrides: Sequence[str] = ()
-        self._choices: Mapping[str, Any] = {}
-
-    def describe(self, *, overrides: Sequence[str], choices: Mapping[str, Any]) -> None:
-        """Say what the user asked for.
-
-        Args:
-            overrides: Such as ``rollout.group_size=8``.
-            choices: Group of conf/ -> the name of what was chosen.
-        """
-        self._overrides, self._choices = overrides, choices
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         settings: Mapping[str, Any] = module.settings  # type: ignore[assignment]
+        asked = activity.noted()
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with attempt(logger):
                 if isinstance(logger, TensorBoardLogger):
-                    shown = columns(settings, self._overrides, self._choices, self.parts)
+                    shown = columns(settings, asked.get("overrides", ()), asked.get("choices", {}), self.parts)
                     # Lightning's log_hyperparams would also write a value of each metric, which has none yet.
                     for summary in hparams(shown, dict.fromkeys(self.metrics))[:2]:  # the last says that it succeeded
                         logger.experiment.file_writer.add_summary(summary)
@@ -67,20 +59,10 @@ def columns(
     keys = [word.partition("=")[0].lstrip("+").partition("@")[0] for word in overrides if not word.startswith("~")]
     shown: dict[str, Value] = {}
     for key in (*keys, *parts):
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        value = choices.get(key, value)
+        value = choices.get(key, lookup(settings, key))
         if key == "reward":  # an algorithm may have added some
             value = "+".join(settings.get("reward") or {})
-        if key.startswith(_NO_RESULT) or value is None or isinstance(value, Mapping):
+        if key.startswith(_NO_RESULT) or value in (None, KeyError) or isinstance(value, Mapping):
             continue
         shown[key] = value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
     return shown
-
-
-def describe(trainer: Trainer, **facts: Any) -> None:
-    """Tell a trainer's `HParams`, if it has one, what its ``describe`` takes."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, HParams):
-            callback.describe(**facts)

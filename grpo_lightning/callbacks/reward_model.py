@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from grpo_lightning.allowed import integer, number, problems
 from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
@@ -16,6 +19,16 @@ Example = tuple[Prompt, str, bool]
 """A prompt, a completion, and whether it is right by the outcome reward."""
 
 
+_RULES = {
+    **dict.fromkeys(("every", "epochs", "batch_size"), integer(1)),
+    "buffer_size": integer(0),
+    "replay": number(lambda v: 0 <= v < 1, "a fraction in [0, 1)"),
+    "lr": number(lambda v: v >= 0, "a number >= 0"),
+    "max_grad_norm": number(lambda v: v > 0, "a number > 0"),
+}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class RewardModelTraining(Callback):
     """Trains the reward model every so many rollouts, on what the outcome reward said of them and of older ones.
 
@@ -40,44 +53,27 @@ class RewardModelTraining(Callback):
 
     Raises:
         ValueError: On construction, if a number is out of range; when training starts, if there is no such reward, it
-            is no `RewardModel` with float32 weights that are not quantized, it is the outcome reward itself, or there
+            is no `RewardModel` with float32 weights, it is the outcome reward itself, or there
             is more than one process.
     """
 
-    def __init__(
-        self,
-        *,
-        reward: str,
-        every: int,
-        epochs: int,
-        batch_size: int,
-        lr: float,
-        replay: float,
-        buffer_size: int,
-        max_grad_norm: float,
-        seed: int,
-    ) -> None:
-        counts = {"every": every, "epochs": epochs, "batch_size": batch_size}
-        wrong = [f"{name}={value}: allowed is an integer >= 1" for name, value in counts.items() if value < 1]
-        wrong += [f"buffer_size={buffer_size}: allowed is an integer >= 0"] * (buffer_size < 0)
-        wrong += [f"replay={replay}: allowed is a fraction in [0, 1)"] * (not 0 <= replay < 1)
-        wrong += [f"lr={lr}: allowed is a number >= 0"] * (not lr >= 0)
-        wrong += [f"max_grad_norm={max_grad_norm}: allowed is a number > 0"] * (not max_grad_norm > 0)
-        if wrong:
-            raise ValueError("; ".join(f"callbacks.reward_model.{problem}" for problem in wrong))
-        self.reward = reward
-        self.every = every
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.lr = lr
-        self.replay = replay
-        self.buffer_size = buffer_size
-        self.max_grad_norm = max_grad_norm
-        self.seed = seed
-        self.pending: list[Example] = []
-        """The examples of the rollouts since the last update."""
-        self.buffer: list[Example] = []
-        """The examples of the rollouts before, oldest first."""
+    reward: str
+    every: int
+    epochs: int
+    batch_size: int
+    lr: float
+    replay: float
+    buffer_size: int
+    max_grad_norm: float
+    seed: int
+    pending: list[Example] = field(default_factory=list, init=False)
+    """The examples of the rollouts since the last update."""
+    buffer: list[Example] = field(default_factory=list, init=False)
+    """The examples of the rollouts before, oldest first."""
+
+    def __post_init__(self) -> None:
+        if wrong := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
+            raise ValueError("; ".join(wrong))
         self._model: RewardModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] | None = None
@@ -88,10 +84,10 @@ class RewardModelTraining(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         model = self._find(module)
-        if model.quantization or model.dtype != "float32":
+        if model.dtype != "float32":
             raise ValueError(
-                f"callbacks.reward_model.reward={self.reward}: its weights have quantization={model.quantization} and "
-                f"dtype={model.dtype}; allowed for training are null and float32: small updates vanish in fewer bits"
+                f"callbacks.reward_model.reward={self.reward}: its weights have dtype={model.dtype}; allowed for "
+                "training is float32: small updates vanish in fewer bits"
             )
         if trainer.world_size > 1:
             raise ValueError(
@@ -152,7 +148,8 @@ class RewardModelTraining(Callback):
         total = 0.0
         with model.isolated(), torch.enable_grad():
             for index in model.batches(rows):
-                loss = cross_entropy(model.logits([rows[row] for row in index]), targets[index]) / len(rows)
+                logits = model.logits([rows[row] for row in index])
+                loss = binary_cross_entropy_with_logits(logits, targets[index], reduction="sum") / len(rows)
                 loss.backward()
                 total += float(loss.detach())
             nn.utils.clip_grad_norm_(model.network.parameters(), self.max_grad_norm, error_if_nonfinite=True)
@@ -226,28 +223,6 @@ def replayed(buffer: Sequence[Example], new: int, fraction: float, chance: rando
     return chance.sample(buffer, min(len(buffer), round(new * fraction / (1 - fraction))))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The binary cross-entropy, summed over rows, in nats.
-
-    -sum of  label * log sigmoid(logit) + (1 - label) * log sigmoid(-logit).
-
-    Args:
-        logits: [B]
-        labels: [B] 1 for right, 0 for wrong.
-
-    Returns:
-        A scalar.
-    """
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-
-
 def _plain(examples: Sequence[Example]) -> list[list[Any]]:
     """Examples as lists of texts and numbers, which a checkpoint may hold."""
-    return [
-        [
-            prompt if isinstance(prompt, str) else [dict(one) if isinstance(one, dict) else one for one in prompt],
-            text,
-            label,
-        ]
-        for prompt, text, label in examples
-    ]
+    return [[prompt if isinstance(prompt, str) else [*prompt], *others] for prompt, *others in examples]

@@ -1,17 +1,18 @@
 """Rules that tell an ill run from a healthy one by the course of its metrics.
 
-Each is a function of the course so far that returns the number which gives the illness away, or None. Nothing here
-knows of a trainer, so that the rules can be tried on series of any origin.
+Each is a function of the course so far that returns the number which gives the illness away, or None. What is not known
+of a course is NaN, with which no comparison holds. Nothing here knows of a trainer, so that the rules can be tried on
+series of any origin.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 WATCHED = (
     *("reward/total", "reward/std", "advantage/mean", "advantage/std", "group/mixed", "group/all_right"),
-    *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "optim/grad_norm", "optim/skipped"),
+    *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "optim/grad_norm"),
     *("completion/length_mean", "completion/truncated_fraction"),
 )
 """The metrics that rules read, beside the outcome reward."""
@@ -49,35 +50,35 @@ class Course:
         self.first = ([*self.first, row])[:FIRST]
         self.recent = ([*self.recent, row])[-self.keep :]
         reached = self.mean(OUTCOME, BURST)
-        if reached is not None and reached >= self.peak.get("outcome", -float("inf")):
-            self.peak = {"outcome": reached, "total": self.mean("reward/total", BURST) or 0.0}
+        if reached >= self.peak.get("outcome", -math.inf):
+            self.peak = {"outcome": reached, "total": self.mean("reward/total", BURST)}
 
     def validated(self, pass_at_1: float) -> None:
         """Take note of a validation."""
         total = self._mean(self.recent[-WINDOW:], "reward/total")
         if pass_at_1 >= self.validation.get("best", -1.0):
-            self.validation = {"best": pass_at_1} | ({} if total is None else {"total": total})
+            self.validation = {"best": pass_at_1} | ({} if math.isnan(total) else {"total": total})
         self.validation["newest"] = pass_at_1
 
-    def mean(self, name: str, rollouts: int = WINDOW, *, before: int = 0) -> float | None:
-        """Of a metric over the last ``rollouts``, or as many ``before`` those; None without so many values."""
+    def mean(self, name: str, rollouts: int = WINDOW, *, before: int = 0) -> float:
+        """Of a metric over the last ``rollouts``, or as many ``before`` those; NaN without so many values."""
         rows = self.recent[-before - rollouts : len(self.recent) - before]
-        return self._mean(rows, name) if len(rows) == rollouts else None
+        return self._mean(rows, name) if len(rows) == rollouts else math.nan
 
-    def start(self, name: str, rollouts: int = 3) -> float | None:
-        """The mean of a metric over the first ``rollouts``; None without any value."""
+    def start(self, name: str, rollouts: int = 3) -> float:
+        """The mean of a metric over the first ``rollouts``; NaN if any value is missing."""
         return self._mean(self.first[:rollouts], name)
 
     @property
     def has_improved(self) -> bool:
         """Whether the outcome is better now than in the beginning: then its end is an end of learning, not a fault."""
-        now, then = self.mean(OUTCOME), self.start(OUTCOME)
-        return now is not None and then is not None and now > then + 0.05 * max(abs(then), 0.5)
+        then = self.start(OUTCOME)
+        return self.mean(OUTCOME) > then + 0.05 * max(abs(then), 0.5)
 
     @staticmethod
-    def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
-        values = [row[name] for row in rows if name in row]
-        return sum(values) / len(values) if values and len(values) == len(rows) else None
+    def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
+        values = [row.get(name, math.nan) for row in rows]
+        return sum(values) / len(values) if values else math.nan
 
 
 def _standstill(course: Course) -> float | None:
@@ -101,12 +102,12 @@ def _has_no_difference(row: Mapping[str, float]) -> bool:
 def _learning_rate(course: Course) -> float | None:
     """The policy has left its beginning at once, or lost most of what it could, and the total reward fell with it."""
     outcome, total, kl = (course.mean(name, BURST) for name in (OUTCOME, "reward/total", "policy/kl_divergence"))
-    if outcome is None or total is None or not course.peak:
+    if not course.peak:
         return None
     first = course.first[0]
-    if total >= max(course.peak["total"], first.get("reward/total", total)):
+    if not total < max(course.peak["total"], first.get("reward/total", total)):
         return None
-    if kl is not None and kl > 2 and outcome < max(course.peak["outcome"], first.get(OUTCOME, outcome)) / 2:
+    if kl > 2 and outcome < max(course.peak["outcome"], first.get(OUTCOME, outcome)) / 2:
         return kl
     best = course.peak["outcome"]
     return outcome if outcome < best / 4 and outcome < best - 0.1 else None
@@ -115,14 +116,12 @@ def _learning_rate(course: Course) -> float | None:
 def _hacking(course: Course) -> float | None:
     """The total reward is higher than where the outcome, or pass@1, was best, which has fallen by a tenth since."""
     outcome, total = course.mean(OUTCOME), course.mean("reward/total")
-    if outcome is None or total is None:
-        return None
-    best = course.peak["outcome"]
+    best = course.peak.get("outcome", math.nan)
     if outcome < best - 0.1 * max(abs(best), 0.5) and total > course.peak["total"]:
         return outcome
     known = course.validation
     then = known.get("total", course.start("reward/total", 1))
-    if known and then is not None and known["newest"] < known["best"] - 0.1 and total > then:
+    if known and known["newest"] < known["best"] - 0.1 and total > then:
         return known["newest"]
     return None
 
@@ -130,57 +129,40 @@ def _hacking(course: Course) -> float | None:
 def _teaching(course: Course) -> float | None:
     """Few groups differ in their outcome, and that is not because the run has learned to get them right."""
     mixed = course.mean("group/mixed")
-    return mixed if mixed is not None and mixed < 0.2 and not course.has_improved else None
+    return mixed if mixed < 0.2 and not course.has_improved else None
 
 
 def _truncation(course: Course) -> float | None:
     """Many completions are cut, or clearly more than in the beginning."""
     cut, then = course.mean("completion/truncated_fraction"), course.start("completion/truncated_fraction")
-    return cut if cut is not None and then is not None and (cut > 0.3 or cut > then + 0.1) else None
+    return cut if cut > 0.3 or cut > then + 0.1 else None
 
 
 def _length(course: Course) -> float | None:
     """Completions have become half as long again, and no better."""
     now, then = course.mean("completion/length_mean"), course.start("completion/length_mean", FIRST)
-    if now is None or then is None or course.count < 2 * WINDOW or course.has_improved:
-        return None
-    return now if now > 1.5 * then else None
+    is_longer = course.count >= 2 * WINDOW and now > 1.5 * then
+    return now if is_longer and not course.has_improved else None
 
 
 def _entropy(course: Course) -> float | None:
     """Hardly any entropy is left although half of the groups are not all right yet, or nothing was learned by it."""
     now, then, right = course.mean("policy/entropy"), course.start("policy/entropy"), course.mean("group/all_right")
-    if now is None or then is None or right is None:
-        return None
     collapsed = now < 0.05 * then and right < 0.5
-    return now if collapsed or (now < 0.01 and not course.has_improved) else None
+    is_stuck = now < 0.01 and right <= 1 and not course.has_improved  # without groups nothing is known of it
+    return now if collapsed or is_stuck else None
 
 
 def _clipping(course: Course) -> float | None:
     """The bound of the ratio is active on many tokens."""
     fraction = course.mean("policy/clip_fraction")
-    return fraction if fraction is not None and fraction > 0.3 else None
+    return fraction if fraction > 0.3 else None
 
 
 def _kl(course: Course) -> float | None:
     """The distance to the reference is large, and grows."""
     now, then = course.mean("policy/kl_divergence"), course.mean("policy/kl_divergence", before=WINDOW)
-    return now if now is not None and then is not None and now > 0.5 and now > 1.5 * then else None
-
-
-def _spikes(course: Course) -> float | None:
-    """Several gradients are ten times the usual ones, as they are now and were at first, or are not finite."""
-    early, rows = (
-        [row["optim/grad_norm"] for row in part if "optim/grad_norm" in row]
-        for part in (course.first, course.recent[-RECENT:])
-    )
-    if len(rows) < RECENT:
-        return None
-    # single spikes of twenty times the median are part of healthy runs; clipping takes care of them
-    usual = max(median(early), median(rows))
-    spikes = [norm for norm in rows if norm > 10 * usual > 0]
-    skipped = [row.get("optim/skipped", 0.0) for row in course.recent[-RECENT:]]
-    return max(rows) if len(spikes) + skipped[-1] - skipped[0] >= 4 else None
+    return now if now > 0.5 and now > 1.5 * then else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,13 +259,6 @@ RULES = (
         metric="policy/kl_divergence",
         said="policy/kl_divergence has grown to {value:.2g} nats per token",
         advice="raise loss.kl_coef, lower the learning rate",
-    ),
-    Rule(
-        name="spikes",
-        finds=_spikes,
-        metric="optim/grad_norm",
-        said="several gradients were ten times as large as usual or not finite, the largest {value:.3g}",
-        advice="lower the learning rate, use larger groups or more warm-up",
     ),
 )
 """In the order in which they are asked."""

@@ -4,14 +4,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_lightning.settings.walk import leaves
+
 log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
-    *("run_dir", "checkpoint", "steps", "callbacks", "logger", "trainer", "mode", "tags", "task_name"),
-    *("preflight", "trusted"),
+    *("run_dir", "checkpoint", "steps", "callbacks", "logger", "mode", "tags", "task_name", "preflight", "trusted"),
+    *("plugins", "default_root_dir"),
 }
-"""Settings that may be others when a run is continued."""
-_OF_THE_MACHINE = {"callbacks", "logger", "plugins", "default_root_dir", "_target_"}
+"""Names in the keys of settings that may be others when a run is continued."""
 _COPIES = {
     "data.validate_every": "validation.every",
     "data.tries": "rollout.max_tries",
@@ -33,7 +34,7 @@ def tell(
     if changed := told(recorded["config"], now, same_version=recorded.get("version") == version):
         log.warning("%s", changed)
     before, own = recorded.get("data"), [config.get("data") or {} for config in (recorded["config"], now)]
-    others = [key for key, *_ in differences(own[0], own[1], prefix="data.") if key not in _COPIES]
+    others = [key for key, *_ in differences(own[0], own[1], prefix="data") if key not in _COPIES]
     if data and before and dict(before) != dict(data) and not others:
         log.warning(
             "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
@@ -50,22 +51,13 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool 
         now: The settings of the run that continues it.
         same_version: As in `differences`.
     """
-    trainers = [
-        {key: value for key, value in (settings.get("trainer") or {}).items() if key not in _OF_THE_MACHINE}
-        for settings in (then, now)
-    ]
-    parts = {name for name in (*then, *now) if isinstance(then.get(name, now.get(name)), Mapping)}
-    changed = [
-        *differences(then, now, same_version=same_version),
-        *differences(trainers[0], trainers[1], same_version=same_version, prefix="trainer."),
-    ]
+    changed = differences(then, now, same_version=same_version)
     lines: dict[tuple[str, str, str], str] = {}
     for key, before, after in sorted(changed, key=lambda one: one[0].count(".")):  # what others copy comes first
-        first, *inner = key.split(".")
-        if key in _COPIES or (parts & set(inner[:-1])) or (inner and inner[-1] in parts and isinstance(after, Mapping)):
+        if key in _COPIES:
             continue
         shown = ["null" if value is None else value for value in (before, after)]
-        ignored = ", which is ignored: a continued run keeps its optimizer" if first == "optimizer" else ""
+        ignored = ", which is ignored: a continued run keeps its optimizer" if key.startswith("optimizer.") else ""
         line = f"  {key} was {shown[0]} and is {shown[1]} now{ignored}"
         lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
     if not lines:
@@ -83,17 +75,15 @@ def differences(
         now: The settings of the run that continues it.
         same_version: Whether one version of the program wrote both; else keys that only one of them has, and the names
             of what settings build, say nothing of the run.
-        prefix: The dotted key of these settings in the whole, with a dot behind it, or nothing.
+        prefix: The dotted key of these settings in the whole, or nothing.
 
     Returns:
-        (dotted key, value then, value now) of each.
+        (dotted key, value then, value now) of each, without copies of whole parts.
     """
-    changed: list[tuple[str, Any, Any]] = []
-    keys = {*then, *now} if same_version else {key for key in then if key in now and key != "_target_"}
-    for key in sorted(keys - _MAY_CHANGE):
-        before, after = then.get(key), now.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changed += differences(before, after, same_version=same_version, prefix=f"{prefix}{key}.")
-        elif before != after:
-            changed.append((f"{prefix}{key}", before, after))
-    return changed
+    before, after = (dict(leaves(settings, settings, prefix)) for settings in (then, now))
+    keys = {*before, *after} if same_version else {key for key in before if key in after and "_target_" not in key}
+    return [
+        (key, before.get(key), after.get(key))
+        for key in sorted(keys - {"trainer._target_"})
+        if before.get(key) != after.get(key) and not _MAY_CHANGE & {*key.split(".")}
+    ]

@@ -30,8 +30,3 @@ def continue_command(
         kept = [word for word in kept if word.partition("=")[0].lstrip("+") != "steps"]
         own = [f"steps={steps}", *own]
     return " ".join(map(shell_word, [*program_words(), *search_words(), *kept, *own]))
-
-
-def longer_command(overrides: Sequence[str], directory: Path, *, steps: int) -> str:
-    """The command line that goes on with a run of so many ``steps``, which it has made, for as many again."""
-    return continue_command(overrides, directory, steps=2 * steps)

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.distributed.sharding import readable_parts
+from grpo_lightning.output.files import staged
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -23,15 +24,10 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         destination = Path(path)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        staged = destination.with_name(f".{destination.name}.{os.getpid()}")
-        try:
-            with staged.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.replace(destination)
-        finally:
-            staged.unlink(missing_ok=True)
+        with staged(destination) as place, place.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(path), map_location="cpu" if map_location is None else map_location)
@@ -85,18 +81,3 @@ def weights(path: Path) -> dict[str, Any]:
             content = torch.load(whole, weights_only=True)
     state: dict[str, Any] = content["state_dict"]
     return state
-
-
-def module_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GRPO module saved of itself: the values of "varying" numbers and the groups "carried" over.
-
-    Files of version 0.1 had other names for these; supervised training leaves none.
-    """
-    state = checkpoint.get("grpo", {})
-    values = {
-        path.replace("rollout.judge.rewards.", "reward.")
-        .replace("rollout.judge.", "rollout.")
-        .replace("rollout.sampling.", "rollout."): value
-        for path, value in state.get("adapted", {}).items()
-    }
-    return {"varying": state.get("varying", values), "carried": state.get("carried", state.get("surplus"))}

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.settings.contradictions import lookup
+
 NAME = ".lock"
 PATIENCE = 3.0
 """Seconds to wait for a holder to end: a process whose parent was killed may need a moment to die itself."""
@@ -28,29 +30,26 @@ class Locked(ValueError):
 
 
 @contextmanager
-def all_held(config: Mapping[str, Any], directory: Path, *, first: bool) -> Iterator[None]:
+def all_held(config: Mapping[str, Any], directory: Path) -> Iterator[None]:
     """`held`, of a run directory and of what lies elsewhere and can hold the files of one run only.
 
     Args:
         config: The run's settings.
         directory: The run directory.
-        first: As in `held`.
     """
     places = {directory.resolve(): "hydra.run.dir"}
     for key in _OF_ONE_RUN:
-        place: Any = config
-        for name in key.split("."):
-            place = (place or {}).get(name)
+        place = lookup(config, key)
         if isinstance(place, str) and not Path(place).resolve().is_relative_to(directory.resolve()):
             places.setdefault(Path(place).resolve(), key)
     with ExitStack() as stack:
         for path, key in places.items():
-            stack.enter_context(held(path, first=first, key=key))
+            stack.enter_context(held(path, key=key))
         yield
 
 
 @contextmanager
-def held(directory: Path, *, first: bool = True, key: str = "hydra.run.dir") -> Iterator[None]:
+def held(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
     """Inside, no other run trains in ``directory``, which is made if it does not exist.
 
     The lock is a record lock of the kernel: it is gone when the process is, also after ``kill -9``, other processes
@@ -58,15 +57,11 @@ def held(directory: Path, *, first: bool = True, key: str = "hydra.run.dir") -> 
 
     Args:
         directory: The run directory.
-        first: Whether this process is the first of its run; the others do nothing here.
         key: Of the setting that names the directory.
 
     Raises:
         Locked: Another process, or another run of this process, trains there; or the directory cannot be written to.
     """
-    if not first:
-        yield
-        return
     place, path = directory.resolve(), directory / NAME
     own = {"pid": os.getpid(), "host": socket.gethostname()}
     if place in _held:

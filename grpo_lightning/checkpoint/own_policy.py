@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from grpo_lightning.allowed import LIVE
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
 from grpo_lightning.output.redaction import HIDDEN
+from grpo_lightning.settings.contradictions import lookup
+from grpo_lightning.settings.walk import leaves
 
 log = logging.getLogger(__name__)
 
@@ -79,22 +81,23 @@ def own_settings(
         _check_taken(part, own, given)
         updates[part] = own
         for key in numbers:
-            value = _number(recorded, key)
+            value = lookup(recorded, key)
+            is_number = value is None or isinstance(value, int | float)
             # Sampling lengths of validation follow those of training unless they were given apart.
-            follows = key == "validation.max_new_tokens" and value == _number(recorded, "rollout.max_new_tokens")
-            if value is not KeyError and key not in given and not follows and current(key) != value:
+            follows = key == "validation.max_new_tokens" and value == lookup(recorded, "rollout.max_new_tokens")
+            if is_number and key not in given and not follows and current(key) != value:
                 updates[key] = value
     return updates
 
 
 def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> None:
     """Refuse settings that say nothing, or that run code that was downloaded: a checkpoint may be, too."""
-    if any(value == LIVE for key, value in _leaves(own, part) if key.endswith("._target_")):
+    if any(value == LIVE for key, value in leaves(own, {}, part) if key.endswith("._target_")):
         raise ValueError(
             f"its {part} was an object of a Python program: name {part}=NAME with its settings, or give "
             f"compose({part}=…) such an object"
         )
-    nested = [key for key, _ in _leaves(own, part) if key.endswith(("._target_", ".trust_remote_code"))]
+    nested = [key for key, _ in leaves(own, {}, part) if key.endswith(("._target_", ".trust_remote_code"))]
     if odd := [key for key in nested if key.count(".") > 1]:
         raise ValueError(f"its settings have {odd[0]}, which would build something else: give {part}=NAME yourself")
     if own.get("trust_remote_code") and not {f"{part}.trust_remote_code", f"{part}.path"} <= {*given}:
@@ -104,7 +107,7 @@ def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> Non
         )
     asked = {
         key: value
-        for key, value in _leaves(own, part)
+        for key, value in leaves(own, {}, part)
         if key not in given
         and isinstance(value, str)
         and (
@@ -119,27 +122,11 @@ def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> Non
         )
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, with its dotted key."""
-    if isinstance(node, Mapping | list | tuple):
-        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _leaves(value, f"{key}.{name}")
-    else:
-        yield key, node
-
-
 def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         inner = node.get(name)
         node[name] = node = dict(inner) if isinstance(inner, Mapping) else {}
     node[path[-1]] = value
-
-
-def _number(recorded: Mapping[str, Any], key: str) -> Any:
-    """A number or null of the checkpoint's settings; ``KeyError`` (the class) for anything else."""
-    part, _, name = key.partition(".")
-    value = (recorded.get(part) or {}).get(name, KeyError)
-    return value if value is None or isinstance(value, int | float) else KeyError
 
 
 def check_weights(path: Path, module: Any) -> None:
@@ -169,7 +156,7 @@ def check_weights(path: Path, module: Any) -> None:
     shared = set(then) & set(now) if then.get("_target_") != now.get("_target_") else {*then, *now}
     changed = [
         f"{key} was {before} and is {after}"
-        for key, before, after in differences(then, now, prefix="policy.")
+        for key, before, after in differences(then, now, prefix="policy")
         if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if then and changed else "it is of another model"

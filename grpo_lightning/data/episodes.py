@@ -5,41 +5,13 @@ offers, so that there is something to learn for a policy that has been taught by
 """
 
 import random
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from grpo_lightning.batch import Message
-from grpo_lightning.data.source import Row
+from grpo_lightning.data.source import Made, Row, rate
 
 
-class _Problems(Sequence[Row]):
-    """Rows that are made on access."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        if size < 1:
-            raise ValueError(f"size: {size}; allowed: 1 or more")
-        self._size, self._seed = size, seed
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
-        """Prompt and columns of one problem.
-
-        Raises:
-            IndexError: If the index is not in [0, size).
-        """
-        if not 0 <= index < self._size:
-            raise IndexError(f"index: {index}; allowed: 0 to {self._size - 1}")
-        number = self._seed + index
-        return self._row(number, random.Random(f"{type(self).__name__} {number}"))
-
-    @abstractmethod
-    def _row(self, number: int, rng: random.Random) -> Row:
-        """Problem ``number`` and a demonstration, drawn with ``rng``."""
-
-
-class Products(_Problems):
+class Products(Made):
     """Problems such as ``Calculate 473*86.``, whose column ``answer`` is ``40678``; all answers have five digits.
 
     The column ``completion`` demonstrates a calculator's use, ``calc(473*86)=``, or the mere right answer.
@@ -52,9 +24,10 @@ class Products(_Problems):
 
     def __init__(self, size: int, seed: int, call_rate: float) -> None:
         super().__init__(size, seed)
-        self._call_rate = _rate("call_rate", call_rate)
+        self._call_rate = rate("call_rate", call_rate)
 
-    def _row(self, number: int, rng: random.Random) -> Row:
+    def _row(self, number: int) -> Row:
+        rng = random.Random(f"Products {number}")
         first, second = rng.randint(334, 999), rng.randint(32, 99)
         result = str(first * second)
         turns = [f"<answer>{result}</answer>"]
@@ -63,7 +36,7 @@ class Products(_Problems):
         return f"Calculate {first}*{second}.", {"answer": result, "completion": _messages(turns)}
 
 
-class Numbers(_Problems):
+class Numbers(Made):
     """Games in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
 
     It is the column ``number``, and as a text the column ``answer``; ``highest`` games in a row have each number once.
@@ -83,9 +56,10 @@ class Numbers(_Problems):
         for name, count in (("highest", highest), ("guesses", guesses)):
             if count < 1:
                 raise ValueError(f"{name}: {count}; allowed: 1 or more")
-        self._highest, self._guesses, self._careful_rate = highest, guesses, _rate("careful_rate", careful_rate)
+        self._highest, self._guesses, self._careful_rate = highest, guesses, rate("careful_rate", careful_rate)
 
-    def _row(self, number: int, rng: random.Random) -> Row:
+    def _row(self, number: int) -> Row:
+        rng = random.Random(f"Numbers {number}")
         number = number % self._highest + 1
         prompt = f"Guess my number from 1 to {self._highest}. You have {self._guesses} guesses."
         completion = _messages(self._game(number, rng))
@@ -108,12 +82,6 @@ class Numbers(_Problems):
                 most = guessed - 1
             turns.append("higher" if guessed < number else "lower")
         return turns if len(turns) % 2 else turns[:-1]
-
-
-def _rate(name: str, rate: float) -> float:
-    if not 0 <= rate <= 1:
-        raise ValueError(f"{name}: {rate}; allowed: 0 to 1")
-    return rate
 
 
 def _messages(turns: Sequence[str]) -> list[Message]:

@@ -1,8 +1,6 @@
 """Prompts from a data set of the Hugging Face hub, or from a local copy of one."""
 
 import functools
-import logging
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,8 @@ from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Rows
 from grpo_lightning.output.terminal import one_line
 
-log = logging.getLogger(__name__)
-
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
-
-_MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti)\(")
-"""Types of columns, and of what is in them, that are slow to decode."""
 
 RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -79,7 +72,7 @@ class Hub(Rows):
         filter: Callable[[dict[str, Any]], bool] | None = None,
         map_row: RowMap | None = None,
     ) -> None:
-        table = _without_media(_load(path, split, name, revision), path)
+        table = _load(path, split, name, revision)
         if columns and not (filter or map_row):
             _check_columns(columns, table.column_names, path)
             table = table.select_columns(sorted(set(columns.values())))
@@ -134,14 +127,6 @@ def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: 
     return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
 
 
-def _without_media(table: datasets.Dataset, path: str) -> datasets.Dataset:
-    """Without the columns of images, sounds and the like, which no prompt is made of and which are slow to decode."""
-    media = [name for name, feature in table.features.items() if _MEDIA.search(repr(feature))]
-    if media:
-        log.warning("%s: the columns %s are left out: they hold images, sounds or the like", path, ", ".join(media))
-    return table.remove_columns(media) if media else table
-
-
 def prompts(
     *,
     path: str,
@@ -156,16 +141,8 @@ def prompts(
 ) -> PromptData:
     """The data of a run from a data set of the hub or a local copy.
 
-    Args:
-        path: Name on the hub, or a local folder or file.
-        split: The training split.
-        validation_split: The split with held-out prompts; None holds out rows of the training split.
-        name: Configuration of the data set.
-        revision: Branch, tag or commit on the hub.
-        columns: New name -> name in the data set.
-        filter: Which rows to use.
-        map_row: Changes a row.
-        settings: Everything else that ``PromptData`` needs.
+    Without a ``validation_split`` rows of the training split are held out. What `Hub` does not take is for
+    ``PromptData``.
     """
     source = functools.partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
     return PromptData(

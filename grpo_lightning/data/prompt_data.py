@@ -9,10 +9,9 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from grpo_lightning.allowed import problems
+from grpo_lightning.allowed import DATA, problems
 from grpo_lightning.batch import Prompts
 from grpo_lightning.data.order import StepSampler, even_batches
-from grpo_lightning.data.rules import RULES
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
 
 _log = logging.getLogger(__name__)
@@ -24,9 +23,6 @@ class Batches:
 
     It has no length, since an epoch may be shorter than the one before, and is no ``DataLoader``, of which a trainer
     would replace the sampler.
-
-    Args:
-        open_loader: Makes the loader.
     """
 
     def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
@@ -91,8 +87,8 @@ class PromptData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        own = {name: value for name, value in locals().items() if name in RULES}
-        if wrong := problems(RULES, own, prefix="data."):
+        own = {name: value for name, value in locals().items() if name in DATA}
+        if wrong := problems(DATA, own, prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
         self.prompts_per_batch = prompts_per_step * tries
@@ -101,7 +97,6 @@ class PromptData(LightningDataModule):
         self.max_prompt_length, self.seed = max_prompt_length, seed
         self.verifier, self.verifier_timeout = verifier, verifier_timeout
         self.num_workers = num_workers
-        self.dropped = 0
         self._sources: tuple[Source, Source] | None = None
         self._followed: Callable[[], int] | None = None
 
@@ -154,7 +149,6 @@ class PromptData(LightningDataModule):
             self._sources = self._checked(train, validation)
         except ValueError as error:
             raise ValueError(f"data.max_prompt_length={self.max_prompt_length}: {error}") from error
-        self.dropped += lost + lost_held_out
         if lost or lost_held_out:
             _log.warning(
                 "dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d tokens",
@@ -162,15 +156,6 @@ class PromptData(LightningDataModule):
                 lost_held_out,
                 self.max_prompt_length,
             )
-
-    def describe(self) -> dict[str, Any]:
-        """Facts about the data, for people to read."""
-        return {
-            "training prompts": len(self.train),
-            "held-out prompts": len(self.validation),
-            "dropped prompts": self.dropped,
-            "columns": list(self.columns),
-        }
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""

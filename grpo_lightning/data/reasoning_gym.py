@@ -16,6 +16,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
+from grpo_lightning.data.source import Made
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -52,7 +53,7 @@ def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> Proc
         ) from error
 
 
-class ReasoningGym:
+class ReasoningGym(Made):
     """Entries of one reasoning_gym task, made from the seeds [seed, seed + size) when they are asked for.
 
     Its columns are ``answer`` (text, empty where only the verifier can tell), ``task``, ``metadata`` and
@@ -81,7 +82,8 @@ class ReasoningGym:
     ) -> None:
         if not 1 <= size <= _SPARE_OFFSET:
             raise ValueError(f"data.train_size, data.validation_size: got {size}: allowed: 1 to {_SPARE_OFFSET}")
-        self._task, self._task_config, self._size, self._held_out = task, dict(task_config), size, held_out
+        super().__init__(size, seed)
+        self._task, self._task_config, self._held_out = task, dict(task_config), held_out
         self._entries = _dataset(task, task_config, size, seed)
         self._open_spares = functools.cache(
             functools.partial(_dataset, task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET)
@@ -89,25 +91,16 @@ class ReasoningGym:
         self._fits: tuple[Fits, ...] = ()
         self._held_out_questions: frozenset[str] | None = None
         self._remembered: dict[tuple[int, int], dict[str, Any]] = {}
-        self.redrawn = 0
-        """How often an entry was replaced because it did not fit or is held out."""
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Row:
-        """Question and columns of one entry; always the same for the same index.
+    def _row(self, number: int) -> Row:
+        """Question and columns of one entry; always the same for the same number.
 
         Raises:
-            IndexError: If the index is not in [0, size).
             ValueError: If none of 100 candidates fits.
         """
-        if not 0 <= index < self._size:
-            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
         for attempt in range(_TRIES):
-            entry = self._candidate(index, attempt)
+            entry = self._candidate(number - self._seed, attempt)
             if self._suits(entry["question"]):
-                self.redrawn += attempt > 0
                 answer = entry["answer"]
                 columns = {
                     "answer": "" if answer is None else str(answer),
@@ -132,7 +125,7 @@ class ReasoningGym:
         kept = copy.copy(self)
         kept._fits = (*self._fits, fits)
         kept._held_out = self._held_out and self._held_out.keep(fits)[0]
-        kept._held_out_questions, kept.redrawn = None, 0
+        kept._held_out_questions = None
         return kept, 0
 
     def _candidate(self, index: int, attempt: int) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Generated, PromptData, Source
 from grpo_lightning.data.source import place
+from grpo_lightning.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -15,16 +15,7 @@ _LOOKED_AT = 64
 """Prompts of a source that makes its rows on access: there may be millions."""
 
 
-class _Counts(Protocol):
-    """What is needed of a policy."""
-
-    @property
-    def context(self) -> int | None: ...
-
-    def count_tokens(self, prompts: list[Prompt]) -> list[int]: ...
-
-
-def check_prompts(data: PromptData, policy: _Counts, config: Mapping[str, Any]) -> None:
+def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
     """Check the prompts that are left after ``data.max_prompt_length``; warn where they are all the same.
 
     Args:
@@ -58,7 +49,7 @@ def _looked_at(source: Source) -> range:
     return range(min(len(source), _LOOKED_AT) if isinstance(source, Generated) else len(source))
 
 
-def _check_lengths(source: Source, policy: _Counts, new: Any, key: str, limit: int | None) -> None:
+def _check_lengths(source: Source, policy: Policy, new: Any, key: str, limit: int | None) -> None:
     context = policy.context
     if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
         return

@@ -1,6 +1,7 @@
 """Where prompts come from, as rows by index; which of them may be used, and which are held out."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +33,47 @@ class Generated(Source, Protocol):
     def keep(self, fits: Fits) -> "tuple[Source, int]":
         """The source with fit prompts only, and how many rows it has lost."""
         ...
+
+
+class Made(Sequence[Row]):
+    """Rows that are made on access, each from a number.
+
+    Args:
+        size: How many there are.
+        seed: The number of the first one; that of the next one is greater by 1.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"size: {size}; allowed: 1 or more")
+        self._size, self._seed = size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        """Prompt and columns of one row.
+
+        Raises:
+            IndexError: If the index is not in [0, size).
+        """
+        if not 0 <= index < self._size:
+            raise IndexError(f"index: {index}; allowed: 0 to {self._size - 1}")
+        return self._row(self._seed + index)
+
+    @abstractmethod
+    def _row(self, number: int) -> Row: ...
+
+
+def rate(name: str, value: float) -> float:
+    """The same, checked.
+
+    Raises:
+        ValueError: It is no probability.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: {value}; allowed: 0 to 1")
+    return value
 
 
 class Subset:

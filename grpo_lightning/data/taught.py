@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import reasoning_gym
 
+from grpo_lightning.data.source import Made, Row, rate
+
 Reason: TypeAlias = Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]
 """(entry's metadata, random numbers, probability that a step slips) -> the reasoning, and the answer it comes to."""
 
@@ -27,17 +29,7 @@ _SHIFTS = (*range(-11, 0), *range(1, 12))
 
 
 def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Operations from left to right, one equation each; after a wrong result the later ones follow from it.
-
-    Args:
-        first: Number that the first operation starts from.
-        operations: Operator and right-hand number of each step.
-        rng: Decides where the slips are, and how large.
-        slips: Probability that a step's result is wrong.
-
-    Returns:
-        The equations, separated by spaces, and the last result.
-    """
+    """Operations from left to right, one equation each, and the last result; later ones follow from a wrong one."""
     result, equations = first, []
     for symbol, number in operations:
         value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if rng.random() < slips else 0)
@@ -105,7 +97,7 @@ def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip
     return f"<think>{reasoning}</think><answer>{answer}</answer>"
 
 
-class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
+class Demonstrations(Made):
     """Questions with demonstrated completions, cycling over the tasks; item i is a function of (seed, i).
 
     reasoning_gym makes its entry i from the number seed + i, so two ranges [seed, seed + size) that do not overlap have
@@ -124,29 +116,18 @@ class Demonstrations(Sequence[tuple[str, dict[str, Any]]]):
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
         if not tasks or not set(tasks) <= set(_REASONS):
             raise ValueError(f"tasks: expected one or more of {sorted(_REASONS)}, got {list(tasks)}")
-        if size < 1:
-            raise ValueError(f"size: expected 1 or more, got {size}")
-        if not 0 <= slip_rate <= 1:
-            raise ValueError(f"slip_rate: expected 0 to 1, got {slip_rate}")
+        super().__init__(size, seed)
         self._sources = [
             (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
         ]
-        self._size, self._seed, self._slip_rate = size, seed, slip_rate
+        self._slip_rate = rate("slip_rate", slip_rate)
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
-        """Question and columns of one demonstration: completion, answer, task and metadata.
-
-        Raises:
-            IndexError: If the index is not in [0, size).
-        """
-        if not 0 <= index < self._size:
-            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
+    def _row(self, number: int) -> Row:
+        """Question and columns of one demonstration: completion, answer, task and metadata."""
+        index = number - self._seed
         task, source = self._sources[index % len(self._sources)]
         entry = source[index]
-        rng = random.Random(f"demonstration {self._seed + index}")
+        rng = random.Random(f"demonstration {number}")
         completion = demonstrate(task, entry, rng, slip_rate=self._slip_rate)
         columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
         return entry["question"], {"completion": completion, **columns}

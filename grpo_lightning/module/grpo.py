@@ -8,7 +8,6 @@ import torch
 
 from grpo_lightning import varying
 from grpo_lightning.batch import Prompts, Scored
-from grpo_lightning.checkpoint.io import module_state
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
 from grpo_lightning.module.selfcheck import check_rollout
@@ -155,10 +154,10 @@ class GRPOLightningModule(StepModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        state = module_state(checkpoint)
-        varying.restore(self._varying, state["varying"])
+        state = checkpoint.get("grpo", {})  # supervised training leaves none
+        varying.restore(self._varying, state.get("varying", {}))
         data: Any = getattr(self._trainer, "datamodule", None)
-        then, carried = checkpoint.get("run", {}).get("data"), state["carried"]
+        then, carried = checkpoint.get("run", {}).get("data"), state.get("carried")
         if carried and then and hasattr(data, "fingerprint") and dict(then) != data.fingerprint():
             log.warning("the groups that the checkpoint carries over are left out, since it is of other data")
             carried = None  # their columns may not be those that rewards now ask for

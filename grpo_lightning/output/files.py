@@ -2,32 +2,45 @@
 
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
+@contextmanager
+def staged(path: Path, *, by: str | None = None) -> Iterator[Path]:
+    """A name beside ``path`` to write under, which takes its place at the end: there is the old file or the new one.
+
+    Args:
+        path: The file.
+        by: The name; with the process's number unless given.
+    """
+    place = path.with_name(by or f".{path.name}.{os.getpid()}")
+    try:
+        yield place
+        place.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            place.unlink(missing_ok=True)
+        raise
+
+
 def replace(path: Path, text: str | bytes, *, by: str | None = None) -> None:
-    """Write ``text`` beside ``path`` and rename it: there is the old file or the new one.
+    """Write ``text`` to ``path``, all of it or nothing.
 
     Args:
         path: The file.
         text: Its new content; a string as UTF-8.
-        by: The name under which it is written first; with the process's number unless given.
+        by: As in `staged`.
 
     Raises:
         OSError: It cannot be written; the old file is as it was.
     """
-    staged = path.with_name(by or f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_bytes(text.encode() if isinstance(text, str) else text)
-        staged.replace(path)
-    except OSError:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
-        raise
+    with staged(path, by=by) as place:
+        place.write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def no_formula(value: Any) -> Any:

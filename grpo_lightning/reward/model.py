@@ -1,22 +1,21 @@
 """A Hugging Face sequence-classification model, or a module of one's own, as a reward: its logit is the score."""
 
+import copy
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils.import_utils import is_accelerate_available
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.allowed import local_or_hub
-from grpo_lightning.reward.reading import batches, check_numbers, context_of, cutting_left, prepare, token_ids, unsound
+from grpo_lightning.allowed import choice, integer, local_or_hub, problems
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
@@ -25,10 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_QUANTIZATIONS = (None, "8bit", "4bit")
-_HEADS = ["score", "classifier", "classification_head"]
-"""What transformers calls the layers that give the logits; by itself it spares them only if they have no bias."""
+_RULES = {
+    **dict.fromkeys(("batch_tokens", "max_length"), integer(1)),
+    "label": integer(0),
+    "dtype": choice("float32", "bfloat16", "float16"),
+}
 
 
 class RewardModel:
@@ -36,7 +36,7 @@ class RewardModel:
 
     What the model reads is its own chat template of the messages and the completion as the assistant's; without a
     template, the prompt's text and the completion, one after the other. Weights are loaded at the first call. Objects
-    with the same settings of the weights (path, dtype, device, quantization, trust_remote_code) have one copy of them,
+    with the same settings of the weights (path, dtype, device, trust_remote_code) have one copy of them,
     trained or not, which goes with the last of these objects. `of` makes one of weights that a program has.
 
     Args:
@@ -45,14 +45,12 @@ class RewardModel:
         device: Where they lie, such as cuda:1; null: this rank's GPU, the CPU where there is none.
         batch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
         max_length: Tokens that the model reads; of a longer text the last ones.
-        quantization: 8bit or 4bit (bitsandbytes) to load the weights so; null: as they are.
         label: Index of the logit.
         trust_remote_code: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: On construction, if a setting is out of range or quantization lacks the package accelerate; at the
-            first call, if there is no such model, it has no head for classification, or its head or context is smaller
-            than ``label`` or ``max_length``.
+        ValueError: On construction, if a setting is out of range; at the first call, if there is no such model, it has
+            no head for classification, or its head or context is smaller than ``label`` or ``max_length``.
     """
 
     def __init__(
@@ -63,28 +61,21 @@ class RewardModel:
         device: str | None,
         batch_tokens: int,
         max_length: int,
-        quantization: str | None,
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise unsound("dtype", dtype, "one of " + ", ".join(_DTYPES))
-        if quantization not in _QUANTIZATIONS:
-            raise unsound("quantization", quantization, "8bit, 4bit or null")
-        if quantization and not is_accelerate_available():
-            raise unsound("quantization", quantization, "null without the package accelerate")
+        _check(dtype=dtype)
         self._limit(batch_tokens, max_length, label)
         self._is_padded = True
         self.path = local_or_hub(path, "reward.model.function.path")
         self.dtype = dtype
         self._device = torch.device(device or _own_device())
-        self.quantization = quantization
         self.trust_remote_code = trust_remote_code
-        key = (path, dtype, str(self._device), quantization, trust_remote_code)
+        key = (path, dtype, str(self._device), trust_remote_code)
         self._holder = _holders.setdefault(key, _Holder())
 
     def _limit(self, batch_tokens: int, max_length: int, label: int) -> None:
-        check_numbers(batch_tokens=batch_tokens, max_length=max_length, label=label)
+        _check(batch_tokens=batch_tokens, max_length=max_length, label=label)
         self.batch_tokens = batch_tokens
         self.max_length = max_length
         self.label = label
@@ -93,7 +84,7 @@ class RewardModel:
     @staticmethod
     def of(
         network: nn.Module,
-        tokenizer: Any = None,
+        tokenizer: Any,
         *,
         batch_tokens: int = 16384,
         max_length: int | None = None,
@@ -107,8 +98,7 @@ class RewardModel:
             network: A sequence-classification model of transformers; or any module whose ``network(ids [B, N])`` is one
                 value per row, [B] or [B, 1], or several labels, [B, L]. Such a module gets rows of equal length
                 together and needs to know nothing of padding.
-            tokenizer: Of transformers, or any object with ``encode(text) -> ids``. None: prompts and completions are
-                token ids, in texts as numbers with spaces between.
+            tokenizer: Of transformers, or any object with ``encode(text) -> ids``.
             batch_tokens: As in the class, like the errors.
             max_length: As in the class; None: the context that the network's configuration names, without one all.
             label: As in the class.
@@ -149,20 +139,39 @@ class RewardModel:
         return self._loaded[0]
 
     def encode(self, prompts: "Sequence[Prompt]", completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of every text that the model reads, cut to their last ``max_length``."""
-        rows, long = token_ids(self._loaded[1], prompts, completions, most=self.max_length)
+        """Token ids of every text that the model reads, cut to their last ``max_length``.
+
+        Raises:
+            ValueError: A text has no tokens.
+        """
+        tokenizer, most = self._loaded[1], self.max_length
+        texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        rows = _encoded(tokenizer, texts) if texts else []
+        if long := sum(len(row) > most for row in rows):
+            whole = callable(tokenizer)  # then the special tokens at its ends stay
+            cut = {"truncation": True, "max_length": most}
+            rows = _encoded(tokenizer, texts, **cut) if whole else [row[-most:] for row in rows]
         if long and not self._warned:
             log.warning(
                 "%d of %d texts are longer than reward.model.function.max_length=%d tokens: the reward model reads "
                 "their end; further ones are not reported",
-                *(long, len(rows), self.max_length),
+                *(long, len(rows), most),
             )
             self._warned = True
+        if not all(rows):
+            raise ValueError(f"a prompt and its completion have no tokens: {texts[rows.index([])]!r}")
         return rows
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of ``rows`` that go through the model together, longest first; a row above the budget goes alone."""
-        return batches(rows, self.batch_tokens, padded=self._is_padded)
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+        while order:
+            longest = len(rows[order[0]])
+            chosen = order[: max(1, self.batch_tokens // longest)]
+            if not self._is_padded:
+                chosen = [row for row in chosen if len(rows[row]) == longest]
+            yield chosen
+            order = order[len(chosen) :]
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B] in float32, with a gradient where one is recorded, from the token ids of some texts."""
@@ -205,12 +214,6 @@ class RewardModel:
         return self._holder.loaded
 
     def _load(self) -> tuple[Any, Any]:
-        quantized = self.quantization and BitsAndBytesConfig(
-            load_in_8bit=self.quantization == "8bit",
-            load_in_4bit=self.quantization == "4bit",
-            bnb_4bit_compute_dtype=getattr(torch, self.dtype),
-            llm_int8_skip_modules=_HEADS,
-        )
         disable_progress_bar()
         key = "reward.model.function.path"
         with readable_errors(key, self.path, "a sequence-classification model"):
@@ -226,12 +229,11 @@ class RewardModel:
                 config=config,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
-                **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
         check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
         use_grouped(network)
-        return (network if quantized else network.to(self.device)).eval(), tokenizer
+        return network.to(self.device).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a reward model scores in the trainer's process: set reward.model.timeout=null")
@@ -254,7 +256,6 @@ class _Given(RewardModel):
         self.path = type(network).__name__
         others = {weights.dtype for weights in network.parameters()} - {torch.float32}
         self.dtype = str(min(others, key=str, default=torch.float32)).removeprefix("torch.")
-        self.quantization = None
         self._holder = _Holder()
 
     @property
@@ -294,5 +295,58 @@ class _Holder:
 _holders: WeakValueDictionary[tuple[Any, ...], _Holder] = WeakValueDictionary()
 
 
+def _check(**settings: Any) -> None:
+    if wrong := problems(_RULES, settings, prefix="reward.model.function."):
+        raise ValueError("; ".join(wrong))
+
+
 def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str], **cut: Any) -> list[list[int]]:
+    if not callable(tokenizer):
+        return [[int(one) for one in tokenizer.encode(text)] for text in texts]
+    templated = bool(getattr(tokenizer, "chat_template", None))  # a template brings its own special tokens
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not templated, verbose=False, **cut)["input_ids"]
+    return ids
+
+
+def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
+    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+        prompt = tokenizer.decode(prompt)
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n\n".join(message["content"] for message in messages) + completion
+    said = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change them
+    text: str = tokenizer.apply_chat_template(said, tokenize=False)
+    return text
+
+
+def prepare(network: Any, tokenizer: Any) -> None:
+    """Name a padding token where a model of transformers needs one, and keep no cache."""
+    config = network.config.get_text_config()
+    # Models that judge by the last token find it by this id, so the model's own word goes first. A text can end with
+    # its end-of-sequence token, and is taken to end before it where that is the only one left to pad with.
+    ids = (config.pad_token_id, *(getattr(tokenizer, f"{n}_token_id", None) for n in ("pad", "unk", "bos", "eos")))
+    network.config.pad_token_id = config.pad_token_id = next((i for i in ids if i is not None and i >= 0), 0)
+    network.config.use_cache = config.use_cache = False
+
+
+def cutting_left(tokenizer: Any) -> Any:
+    """A tokenizer that keeps the end of long texts: a copy, as whoever has the other may cut as before."""
+    if not hasattr(tokenizer, "truncation_side"):
+        return tokenizer
+    copied = copy.deepcopy(tokenizer)
+    copied.truncation_side = "left"
+    return copied
+
+
+def context_of(network: Any) -> int | None:
+    """Most tokens that a model of transformers reads, if it says."""
+    return getattr(network.config.get_text_config(), "max_position_embeddings", None)
+
+
+def unsound(setting: str, value: Any, allowed: str) -> ValueError:
+    """The error of a setting in conf/reward/model.yaml."""
+    return ValueError(f"reward.model.function.{setting}={value}: allowed is {allowed}")

@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.allowed import REPLY_ROLES, Rule, choice, flag, integer, model_path, number
-from grpo_lightning.data.rules import RULES as DATA
+from grpo_lightning.allowed import DATA, REPLY_ROLES, Rule, choice, flag, integer, model_path, number
 from grpo_lightning.environment.environment import RULES as ENVIRONMENT
 from grpo_lightning.reward.engine.weighted import RULES as REWARD
 from grpo_lightning.sampler.vllm.arguments import RULES as SAMPLER

@@ -6,14 +6,13 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.reward.engine import event_loop
 from grpo_lightning.reward.engine.foreign import described, plain
 from grpo_lightning.reward.engine.pool import Failure
-from grpo_lightning.reward.engine.weighted import PerCompletion, RewardError
+from grpo_lightning.reward.engine.weighted import RewardError, innermost
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class Pending:
 
     def _start(self) -> None:
         self._home = event_loop.running()
-        if closer := getattr(_innermost(self._calls.function), "aclose", None):
+        if closer := getattr(innermost(self._calls.function), "aclose", None):
             self._home.will_close(id(closer.__self__), closer)
         self._future: Future[Any] = asyncio.run_coroutine_threadsafe(self._calls.outcome(self), self._home.loop)
 
@@ -201,12 +200,6 @@ def _look_at(task: asyncio.Task[Any]) -> None:
     """Take note of what a try has raised; asyncio would complain of one that nobody has waited for."""
     if not task.cancelled():
         task.exception()
-
-
-def _innermost(function: Any) -> Any:
-    while isinstance(function, partial | PerCompletion):
-        function = function.func if isinstance(function, partial) else function.function
-    return function
 
 
 def _leave(home: event_loop.EventLoop, name: str, seconds: float) -> None:

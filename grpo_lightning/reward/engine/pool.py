@@ -25,7 +25,7 @@ from grpo_lightning.distributed import signals
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
 from grpo_lightning.reward.engine.foreign import described, plain
 
-_MOST_WORKERS = 8
+MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MOST_STARTS = 3  # of workers for the same row
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a row is ended that switches its alarm off
@@ -36,7 +36,6 @@ _FOR_TRAINER = [
 ]
 
 _pool: ProcessPool | None = None
-_workers: int | None = None
 _is_forked = False
 _unpickled = functools.lru_cache(maxsize=16)(pickle.loads)
 
@@ -146,22 +145,6 @@ def submit(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], *, s
     return Pending(function, tasks)
 
 
-def configure(workers: int | None) -> None:
-    """Set how many workers are started, and end those that run.
-
-    Args:
-        workers: How many; None: one per core of this process, at most 8.
-
-    Raises:
-        ValueError: ``workers`` is less than 1.
-    """
-    global _workers
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers: expected at least 1 or None, got {workers!r}")
-    close()
-    _workers = workers
-
-
 def close() -> None:
     """End the workers; the next use, or waiting for rows that they had not finished, starts others."""
     global _pool
@@ -190,7 +173,7 @@ def _running(function: Callable[..., Any]) -> ProcessPool:
         if has_server:
             _start_server(_modules(function))
         _pool = ProcessPool(
-            max_workers=_workers or _default_workers(),
+            max_workers=_num_workers(),
             context=context,
             initializer=_prepare,
         )
@@ -211,9 +194,9 @@ def _start_server(modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _default_workers() -> int:
+def _num_workers() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+    return min(MOST_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def _modules(function: Any) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import Rule, flag, integer, number, problems
+from grpo_lightning.allowed import Rule, flag, integer, is_pair, number, problems
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.varying import Varying
 
@@ -24,16 +24,7 @@ RULES = {
     "failed_score": number(math.isfinite, "a finite number", null=True),
     "retries": integer(0),
     "concurrency": integer(1),
-    "clip": Rule(
-        lambda v: (
-            isinstance(v, list | tuple)
-            and len(v) == 2
-            and all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in v)
-            and v[0] <= v[1]
-        ),
-        "[lowest, highest]",
-        null=True,
-    ),
+    "clip": Rule(lambda v: is_pair(v) and v[0] <= v[1], "[lowest, highest]", null=True),
     "messages": flag(),
 }
 """What each setting of a reward may be."""
@@ -167,6 +158,12 @@ def bound_arguments(function: Any) -> Collection[str]:
 
 def is_coroutine(function: Callable[..., Any]) -> bool:
     """Whether ``function``, or what a partial or a `PerCompletion` calls, is an ``async def``."""
+    called = innermost(function)
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
+
+
+def innermost(function: Any) -> Any:
+    """What a partial or a `PerCompletion` calls in the end."""
     while isinstance(function, partial | PerCompletion):
         function = function.func if isinstance(function, partial) else function.function
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return function

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from weakref import WeakValueDictionary
 
 import regex
 
+from grpo_lightning.allowed import is_pair
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.judge import request
 from grpo_lightning.reward.judge.answers import Answers
 from grpo_lightning.reward.judge.endpoint import Endpoint
+from grpo_lightning.reward.judge.request import columns, message
 
 _SEARCH_SECONDS = 1.0
 _OF_THE_JUDGE = ("model", "messages", "stream", "n", "tools")
@@ -63,7 +63,7 @@ class ChatJudge:
         self._scale, self._pattern, self._request = _scale(scale), _pattern(pattern), _request(request)
         self._answers = None if cache is None else Answers(Path(cache).expanduser())
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        named = ("completions", "prompts", *_columns(template))
+        named = ("completions", "prompts", *columns(_text("template", template)))
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
         )
@@ -83,7 +83,7 @@ class ChatJudge:
         await self._endpoint.aclose()
 
     async def _judged(self, texts: Mapping[str, Any]) -> float:
-        text = request.message(self._template, texts, rubric=self._rubric, scale=self._scale)
+        text = message(self._template, texts, rubric=self._rubric, scale=self._scale)
         asked = {**self._request, "model": self._model, "messages": [{"role": "user", "content": text}]}
         body = json.dumps(asked, sort_keys=True).encode()
         read = json.dumps([self._pattern.pattern, self._scale]).encode()
@@ -124,17 +124,8 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _columns(template: Any) -> list[str]:
-    return request.columns(_text("template", template))
-
-
 def _scale(scale: Any) -> tuple[float, float]:
-    is_pair = isinstance(scale, list | tuple) and len(scale) == 2
-    if not (
-        is_pair
-        and all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in scale)
-        and scale[0] < scale[1]
-    ):
+    if not (is_pair(scale) and scale[0] < scale[1]):
         raise ValueError(f"scale: expected [lowest, highest], two numbers, got {scale!r:.80}")
     return float(scale[0]), float(scale[1])
 

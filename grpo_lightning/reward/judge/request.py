@@ -17,8 +17,8 @@ _TURN = re.compile(
 """The first character of what servers take for the beginning or the end of a message."""
 
 
-def fields(template: str) -> list[str]:
-    """The fields of a template, each a plain name in braces.
+def columns(template: str) -> list[str]:
+    """The fields of a template that columns fill; each field is a plain name in braces.
 
     Raises:
         ValueError: It has other braces, or no place for the completion.
@@ -36,12 +36,7 @@ def fields(template: str) -> list[str]:
         )
     if "completion" not in named or {"prompts", "completions", "completion_ids"} & {*named}:
         raise ValueError(f"template: expected a text with {{completion}} and names of columns, got {template!r:.80}")
-    return list(dict.fromkeys(named))
-
-
-def columns(template: str) -> list[str]:
-    """The fields of a template that columns fill."""
-    return [name for name in fields(template) if name not in (*FENCED, *_OWN)]
+    return [name for name in dict.fromkeys(named) if name not in (*FENCED, *_OWN)]
 
 
 def message(template: str, texts: Mapping[str, Any], *, rubric: str, scale: Sequence[float]) -> str:
