@@ -1,11 +1,13 @@
-"""What TensorBoard shows of runs, by its own answers: names, scalars, settings, texts."""
+"""What TensorBoard shows of runs, by its own answers: names, scalars, charts, settings, texts."""
 
 import csv
+import re
 import shutil
 
 import pytest
 from lightning import Callback
 
+from grpo_lightning.callbacks.charts import CHARTS, layout
 from grpo_lightning.run import Run
 from tests.support.board import Board
 from tests.support.composed import build, composed
@@ -95,6 +97,32 @@ def test_every_scalar_has_every_step_and_no_tag_has_two_kinds(board, both):
     for name in both:
         found = [tag for kind in kinds for tag in kind.get(name, {})]
         assert len(found) == len(set(found)) > 40
+
+
+def test_the_charts_show_metrics_that_there_are(board, both):
+    charts = {one["title"]: one["chart"] for one in board.plugin("custom_scalars/layout")["category"]}
+    assert list(charts) == ["Progress", "Health", "Speed"]
+    [first, *_] = charts["Progress"]
+    assert first["multiline"]["tag"] == ["^val/pass@1$"]
+    for chart in (one for category in charts.values() for one in category):
+        [pattern] = chart["multiline"]["tag"]
+        answer = board.plugin("custom_scalars/scalars", run=both[0], tag=pattern)
+        assert answer["regex_valid"]
+        assert answer["tag_to_events"], pattern
+        assert all(re.fullmatch(pattern, tag) for tag in answer["tag_to_events"])
+    titles = [chart["title"] for category in charts.values() for chart in category]
+    assert len(titles) == len(set(titles)) > 12
+
+
+def test_charts_are_those_of_the_metrics():
+    assert layout(["loss/total", "optim/lr"]) == {
+        "Progress": {"loss": ("Multiline", ["^loss/total$"])},
+        "Speed": {"learning rate": ("Multiline", ["^optim/lr$"])},
+    }
+    assert "loss" not in layout(["loss/total", "reward/total"])["Progress"]
+    assert list(layout(["val/pass@1"])["Progress"]) == ["right answers to held-out prompts"]
+    assert list(layout(["val/pass@16"])["Progress"]) == ["right answers, of several samples"]
+    assert len({title for charts in CHARTS.values() for title in charts}) == sum(map(len, CHARTS.values()))
 
 
 def test_hparams_has_settings_and_results(board, both):

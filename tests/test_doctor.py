@@ -77,6 +77,7 @@ GOOD = {
     "policy/entropy": 0.4,
     "policy/clip_fraction": 0.02,
     "optim/grad_norm": 0.5,
+    "optim/skipped": 0.0,
     "completion/length_mean": 40.0,
     "completion/truncated_fraction": 0.02,
 }
@@ -122,6 +123,13 @@ def course(length, **later):
         (course(60, kl_divergence={1: 0.9}), None),  # large from the start, and steady
         (course(60, kl_divergence={21: 0.49}), None),
         (course(60, kl_divergence={21: 0.6}), ("kl", 29)),  # 9 of 10: .55, beside .1 before
+        (course(60, grad_norm={30: 6.0, 33: 0.5}), None),
+        (course(60, grad_norm={30: 4.9, 34: 0.5}), None),
+        (course(60, grad_norm={30: 6.0, 34: 0.5}), ("spikes", 33)),
+        (course(60, grad_norm={11: 0.05, 40: 1.0, 44: 0.05}), None),  # usual in the beginning
+        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0}), None),
+        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0, 50: 4.0}), None),  # more than 19 rollouts apart
+        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0, 40: 4.0}), ("spikes", 40)),
         # outcome .5, a tenth of max(.5, .5) below is .45; the mean of ten with five of .3 is .4, with three .44
         (course(60, accuracy={21: 0.3}, total={21: 1.1}), ("hacking", 23)),
         (course(60, accuracy={21: 0.3}), None),  # the total does not rise

@@ -1,5 +1,7 @@
 """The report on fabricated runs, against numbers by hand and by scipy."""
 
+import csv
+import io
 import json
 import math
 import subprocess
@@ -243,17 +245,20 @@ def test_other_forms_have_the_same_numbers(sweep, capsys):
     assert found["by"] == ["reward.format.weight"]
     assert found["lines"][1]["last"]["mean"] == pytest.approx(0.78)
     assert found["lines"][1]["seeds"] == {"0": 0.8, "1": 0.7, "2": 0.84}
+    rows = list(csv.DictReader(io.StringIO(shown(capsys, sweep, "--format", "csv"))))
+    assert [row["reward.format.weight"] for row in rows if row["metric"] == METRIC] == ["0.0", "0.1", "1.0"]
+    assert float(rows[1]["last.mean"]) == pytest.approx(0.78)
     assert "| 0.1 | 3 | 0.200 → 0.780 \\* | [0.601, 0.959] |" in shown(capsys, sweep, "--format", "md")
 
 
 def test_texts_of_foreign_files_are_shown_harmlessly(tmp_path, capsys):
     for number in range(2):
         write_run(tmp_path / str(number), [f"x=<b>\x1b[2J{number}|[red]![x](https://a.b)"], [0.1, 0.2, 0.3], token="a")
-    for form in ("table", "md"):
+    for form in ("table", "md", "csv"):
         printed = shown(capsys, tmp_path, "--format", form)
         assert "\x1b" not in printed
         assert {"md": "\\\\x1b[2J"}.get(form, "\\x1b[2J") in printed or form == "table"
-        assert "<b>" not in printed or form == "table"
+        assert "<b>" not in printed or form in ("table", "csv")
         assert "![x](" not in printed or form != "md"
 
 

@@ -11,13 +11,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from grpo_lightning.reward import RewardError, Weighted, score
 from grpo_lightning.reward.model import RewardModel, _holders
-from tests.support.checkpoints import tokenizer, write_checkpoint, write_reward_model
+from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
 
 SETTINGS = {
     "dtype": "float32",
     "device": "cpu",
     "batch_tokens": 200,
     "max_length": 256,
+    "quantization": None,
     "label": 0,
     "trust_remote_code": False,
 }
@@ -147,6 +148,17 @@ def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(cha
     assert not any(tensor.is_inference() for tensor in [*model.network.parameters(), *model.network.buffers()])
     model.logits([[1, 2, 3]]).sum().backward()
     assert model.network.score.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("bits, stored", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
+def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
+    path = write_reward_model(tmp_path, "qwen3", chat=True, labels=3, seed=1, **QUANTIZABLE)
+    model = reward_model(path, quantization=bits)
+    assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
+    assert type(model.network.score).__name__ == "Linear"
+    exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
+    found = torch.tensor(model(PROMPTS, COMPLETIONS))
+    assert (found - exact).abs().mean() < 0.5 * exact.std()
 
 
 @pytest.mark.parametrize(

@@ -241,13 +241,13 @@ def test_a_run_that_cannot_train_it_does_not_start(changed, message, checkpoint,
         small_run(tmp_path, *settings_of(checkpoint, **changed))
 
 
-def test_weights_of_few_bits_and_several_processes_are_refused(checkpoint):
+def test_quantized_weights_and_several_processes_are_refused(checkpoint):
     module = small_module(*settings_of(checkpoint))
     model = module.rollout.reward["model"].function
     with pytest.raises(ValueError, match="2 processes would train a reward model each"):
         callback().on_fit_start(SimpleNamespace(world_size=2), module)
-    model.dtype = "bfloat16"
-    with pytest.raises(ValueError, match="dtype=bfloat16"):
+    model.quantization = "8bit"
+    with pytest.raises(ValueError, match="quantization=8bit"):
         callback().on_fit_start(SimpleNamespace(world_size=1), module)
     with pytest.raises(ValueError, match="there are none: add one"):
         callback().on_fit_start(SimpleNamespace(world_size=1), small_module())

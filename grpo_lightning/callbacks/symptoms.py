@@ -8,11 +8,12 @@ series of any origin.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 WATCHED = (
     *("reward/total", "reward/std", "advantage/mean", "advantage/std", "group/mixed", "group/all_right"),
-    *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "optim/grad_norm"),
+    *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "optim/grad_norm", "optim/skipped"),
     *("completion/length_mean", "completion/truncated_fraction"),
 )
 """The metrics that rules read, beside the outcome reward."""
@@ -165,6 +166,21 @@ def _kl(course: Course) -> float | None:
     return now if now > 0.5 and now > 1.5 * then else None
 
 
+def _spikes(course: Course) -> float | None:
+    """Several gradients are ten times the usual ones, as they are now and were at first, or are not finite."""
+    early, rows = (
+        [row["optim/grad_norm"] for row in part if "optim/grad_norm" in row]
+        for part in (course.first, course.recent[-RECENT:])
+    )
+    if len(rows) < RECENT:
+        return None
+    # single spikes of twenty times the median are part of healthy runs; clipping takes care of them
+    usual = max(median(early), median(rows))
+    spikes = [norm for norm in rows if norm > 10 * usual > 0]
+    skipped = [row.get("optim/skipped", 0.0) for row in course.recent[-RECENT:]]
+    return max(rows) if len(spikes) + skipped[-1] - skipped[0] >= 4 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """An illness of runs, how it shows, and what to do."""
@@ -259,6 +275,13 @@ RULES = (
         metric="policy/kl_divergence",
         said="policy/kl_divergence has grown to {value:.2g} nats per token",
         advice="raise loss.kl_coef, lower the learning rate",
+    ),
+    Rule(
+        name="spikes",
+        finds=_spikes,
+        metric="optim/grad_norm",
+        said="several gradients were ten times as large as usual or not finite, the largest {value:.3g}",
+        advice="lower the learning rate, use larger groups or more warm-up",
     ),
 )
 """In the order in which they are asked."""

@@ -1,5 +1,6 @@
-"""A comparison as text: for a terminal, as Markdown or JSON."""
+"""A comparison as text: for a terminal, as Markdown, CSV or JSON."""
 
+import csv
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning.output.files import no_formula
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
@@ -140,7 +142,7 @@ def _piped(cell: str) -> str:
     return re.sub(r"([\\|*]|(?<=\])\()", r"\\\1", _shown(cell)).replace("<", "&lt;")
 
 
-def _json(comparison: Comparison) -> str:
+def _plain(comparison: Comparison) -> dict[str, Any]:
     """Everything with all digits."""
 
     def plain(value: Estimate | None) -> dict[str, Any] | None:
@@ -165,7 +167,7 @@ def _json(comparison: Comparison) -> str:
         for metric, found in comparison.lines.items()
         for line in found
     ]
-    told = {
+    return {
         "by": list(comparison.keys),
         "baseline": "=".join(comparison.baseline) if comparison.baseline else None,
         "lines": lines,
@@ -175,7 +177,22 @@ def _json(comparison: Comparison) -> str:
         ],
         "ailing": [{"directory": str(o.directory), "findings": o.findings} for o in comparison.runs if o.findings],
     }
-    return json.dumps(told, indent=2, allow_nan=False) + "\n"
 
 
-FORMS: Mapping[str, Callable[[Comparison], str]] = {"table": _text, "md": _markdown, "json": _json}
+def _json(comparison: Comparison) -> str:
+    return json.dumps(_plain(comparison), indent=2, allow_nan=False) + "\n"
+
+
+def _csv(comparison: Comparison) -> str:
+    """A line for each metric and each line of its table, with all digits."""
+    import pandas
+
+    rows = [line.pop("settings") | line for line in _plain(comparison)["lines"]]
+    table = pandas.json_normalize(rows)
+    told: str = table.map(lambda cell: no_formula(one_line(cell) if isinstance(cell, str) else cell)).to_csv(
+        index=False, quoting=csv.QUOTE_NONNUMERIC
+    )
+    return told
+
+
+FORMS: Mapping[str, Callable[[Comparison], str]] = {"table": _text, "md": _markdown, "csv": _csv, "json": _json}

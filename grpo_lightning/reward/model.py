@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.allowed import choice, integer, local_or_hub, problems
@@ -28,7 +29,10 @@ _RULES = {
     **dict.fromkeys(("batch_tokens", "max_length"), integer(1)),
     "label": integer(0),
     "dtype": choice("float32", "bfloat16", "float16"),
+    "quantization": choice("8bit", "4bit", null=True),
 }
+_HEADS = ["score", "classifier", "classification_head"]
+"""What transformers calls the layers that give the logits; by itself it spares them only if they have no bias."""
 
 
 class RewardModel:
@@ -36,7 +40,7 @@ class RewardModel:
 
     What the model reads is its own chat template of the messages and the completion as the assistant's; without a
     template, the prompt's text and the completion, one after the other. Weights are loaded at the first call. Objects
-    with the same settings of the weights (path, dtype, device, trust_remote_code) have one copy of them,
+    with the same settings of the weights (path, dtype, device, quantization, trust_remote_code) have one copy of them,
     trained or not, which goes with the last of these objects. `of` makes one of weights that a program has.
 
     Args:
@@ -45,12 +49,14 @@ class RewardModel:
         device: Where they lie, such as cuda:1; null: this rank's GPU, the CPU where there is none.
         batch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
         max_length: Tokens that the model reads; of a longer text the last ones.
+        quantization: 8bit or 4bit (bitsandbytes) to load the weights so; null: as they are.
         label: Index of the logit.
         trust_remote_code: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: On construction, if a setting is out of range; at the first call, if there is no such model, it has
-            no head for classification, or its head or context is smaller than ``label`` or ``max_length``.
+        ValueError: On construction, if a setting is out of range or quantization lacks the package accelerate; at the
+            first call, if there is no such model, it has no head for classification, or its head or context is smaller
+            than ``label`` or ``max_length``.
     """
 
     def __init__(
@@ -61,17 +67,21 @@ class RewardModel:
         device: str | None,
         batch_tokens: int,
         max_length: int,
+        quantization: str | None,
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        _check(dtype=dtype)
+        _check(dtype=dtype, quantization=quantization)
+        if quantization and not is_accelerate_available():
+            raise unsound("quantization", quantization, "null without the package accelerate")
         self._limit(batch_tokens, max_length, label)
         self._is_padded = True
         self.path = local_or_hub(path, "reward.model.function.path")
         self.dtype = dtype
         self._device = torch.device(device or _own_device())
+        self.quantization = quantization
         self.trust_remote_code = trust_remote_code
-        key = (path, dtype, str(self._device), trust_remote_code)
+        key = (path, dtype, str(self._device), quantization, trust_remote_code)
         self._holder = _holders.setdefault(key, _Holder())
 
     def _limit(self, batch_tokens: int, max_length: int, label: int) -> None:
@@ -214,6 +224,12 @@ class RewardModel:
         return self._holder.loaded
 
     def _load(self) -> tuple[Any, Any]:
+        quantized = self.quantization and BitsAndBytesConfig(
+            load_in_8bit=self.quantization == "8bit",
+            load_in_4bit=self.quantization == "4bit",
+            bnb_4bit_compute_dtype=getattr(torch, self.dtype),
+            llm_int8_skip_modules=_HEADS,
+        )
         disable_progress_bar()
         key = "reward.model.function.path"
         with readable_errors(key, self.path, "a sequence-classification model"):
@@ -229,11 +245,12 @@ class RewardModel:
                 config=config,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
+                **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
         check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
         use_grouped(network)
-        return network.to(self.device).eval(), tokenizer
+        return (network if quantized else network.to(self.device)).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a reward model scores in the trainer's process: set reward.model.timeout=null")
@@ -256,6 +273,7 @@ class _Given(RewardModel):
         self.path = type(network).__name__
         others = {weights.dtype for weights in network.parameters()} - {torch.float32}
         self.dtype = str(min(others, key=str, default=torch.float32)).removeprefix("torch.")
+        self.quantization = None
         self._holder = _Holder()
 
     @property
