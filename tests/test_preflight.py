@@ -306,3 +306,12 @@ def test_a_step_of_more_prompts_than_were_asked_takes_longer(tmp_path):
         (facts["step"]["rollout"] + facts["step"]["reward"]) * 16 / 32,
         rel=1e-4,
     )
+
+
+def test_an_update_that_does_not_fit_names_what_needs_less(tmp_path, monkeypatch):
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(import_module("grpo_lightning.preflight.measure"), "_update", too_large)
+    with pytest.raises(RuntimeError, match="a smaller module.microbatch_tokens"):
+        made(tmp_path, "mode=preflight").execute()

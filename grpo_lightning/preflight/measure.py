@@ -54,7 +54,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     rollouts, and at most those that there are. Arguments as in `look.look`.
 
     Raises:
-        RuntimeError: The first rollout contradicts itself, see ``module.selfcheck``.
+        RuntimeError: The first rollout contradicts itself, see ``module.selfcheck``, or the update does not fit.
     """
     step = module.completed_steps
     own = varying.at(module.rollout, step)
@@ -71,8 +71,14 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         if module.self_check and number == 0:
             checked = (module.policy, module.reference, one.rollout, own.sampling, module.microbatch_tokens)
             check_rollout(*checked, coarse=module.sampler.is_coarse, filtered=module.sampler.is_engine)
-    # the first one also tries which ways of computing the model allows
-    update = [_update(module, _trained(own, one), own.temperature, processes) for one in collected[-2:]][-1]
+    try:
+        # the first one also tries which ways of computing the model allows
+        update = [_update(module, _trained(own, one), own.temperature, processes) for one in collected[-2:]][-1]
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "the update does not fit into the GPU's memory: a smaller module.microbatch_tokens, "
+            "policy.gradient_checkpointing=true, policy.adapter or trainer=fsdp need less"
+        ) from error
     small, small_group = max(2, own.group_size // 4), None
     if small < own.group_size:
         _, phases = _collect(module, replace(collector, group_size=small), batches[-1], step + len(batches) - 1)
