@@ -37,7 +37,8 @@ MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)
 SMALL = replace(MODEL, hidden=64, layers=1, vocabulary=512)
 GROUP = replace(MODEL, prompt=512, cap=3968, group=4, prompts=1, hidden=256, layers=4, vocabulary=32_768, keys=2)
 ROW = replace(GROUP, cap=15_872, group=1)
-SETTINGS = {"run": MODEL, "medium": MEDIUM, "small": SMALL, "group": GROUP, "row": ROW}
+SHORT = replace(GROUP, cap=896)
+SETTINGS = {"run": MODEL, "medium": MEDIUM, "small": SMALL, "group": GROUP, "row": ROW, "short": SHORT}
 NO_REFERENCE = ["loss.kl_coef=0"]
 LORA = ["policy.adapter={r: 8, lora_alpha: 16, target_modules: all-linear}", "reference=adapter_off"]
 CASES = {

@@ -22,7 +22,7 @@ from benchmarks.setting import Setting
 from benchmarks.shapes import QWEN
 
 TINY = Setting("base", prompt=16, cap=8, mean=4, group=4, prompts=2, hidden=64, layers=1, vocabulary=512)
-MEMORY = ("8-bit Adam", "states")
+MEMORY = ("states",)
 
 
 def sizes() -> None:
@@ -58,7 +58,7 @@ def run() -> None:
         "rollout": partial(rollout.run, cases=[TINY], **one),
         "head": partial(head.run, sizes=[64], timed=64, vocabulary=2048, **one),
         "limit": partial(limit.run, cases=[TINY], **one),
-        "growth": partial(growth.run, axes={"K": [TINY, replace(TINY, group=8)]}, **one),
+        "growth": partial(growth.run, axes={"K": [TINY]}, **one),
         "learning": partial(learning.run, seeds=[0], styles=["same"], steps=1),
         "compare": partial(compare.run, cases=[TINY], **one),
         "memory": partial(memory.run, MEMORY, setting="small", times=1),

@@ -131,11 +131,9 @@ def test_what_settings_say(overrides, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["16k tokens, checkpointing"])
-def test_an_update_on_one_stream_of_16k_tokens_needs_what_was_predicted(case, monkeypatch):
+def test_an_update_on_one_stream_of_4k_tokens_needs_what_was_predicted(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    setting, overrides = LONG[case]
-    found = apart("update", setting, *overrides)
+    found = apart("update", "short", *LONG["16k tokens, checkpointing"][1])
     assert found["measured"] == pytest.approx(found["peak"], rel=0.1)
 
 

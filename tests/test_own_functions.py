@@ -24,10 +24,9 @@ OWN = ("reward=[custom]", "reward.custom.function._target_=my_rewards.here", "st
     "words, runs",
     [
         (["reward.custom.timeout=30", "hydra.run.dir=run"], ["run"]),
-        (["-m", "seed=0,1", "hydra.sweep.dir=sweep"], ["sweep/seed=0", "sweep/seed=1"]),
         (["-m", "seed=0,1", "reward.custom.timeout=30", "hydra.sweep.dir=sweep"], ["sweep/seed=0", "sweep/seed=1"]),
     ],
-    ids=["pooled", "sweep", "pooled sweep"],
+    ids=["pooled", "pooled sweep"],
 )
 def test_a_file_of_the_current_directory_is_found(words, runs, tmp_path):
     (tmp_path / "my_rewards.py").write_text(REWARDS)
