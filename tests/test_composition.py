@@ -644,6 +644,7 @@ def test_importing_the_package_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=_environment()).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_callback_is_switched_off_by_null(tmp_path):
     words = ("callbacks.samples=null", "+callbacks.own=null")
     run = grpo.compose(*SMALL, *words, data=ROWS, reward=letters, run_dir=tmp_path)

@@ -185,6 +185,7 @@ def test_a_missing_plug_in_is_said_with_its_package(path, message):
     assert explain(ValueError(f"Could not find '{path}'"), CONF).startswith(message)
 
 
+@pytest.mark.slow
 def test_a_ready_sweep_has_jobs_that_work():
     numbers = {"group_size": 4, "kl_coef": 4, "lr": 5, "ppo_epochs": 9, "reward_weights": 3, "seeds": 5}
     for name, number in numbers.items():

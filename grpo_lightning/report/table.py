@@ -185,14 +185,23 @@ def _json(comparison: Comparison) -> str:
 
 def _csv(comparison: Comparison) -> str:
     """A line for each metric and each line of its table, with all digits."""
-    import pandas
+    text = io.StringIO()
+    rows = [_flat(line.pop("settings") | line) for line in _plain(comparison)["lines"]]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
-    rows = [line.pop("settings") | line for line in _plain(comparison)["lines"]]
-    table = pandas.json_normalize(rows)
-    told: str = table.map(lambda cell: no_formula(one_line(cell) if isinstance(cell, str) else cell)).to_csv(
-        index=False, quoting=csv.QUOTE_NONNUMERIC
-    )
-    return told
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= _flat({f"{name}.{key}": one for key, one in value.items()})
+        else:
+            flat[no_formula(one_line(name))] = no_formula(one_line(value) if isinstance(value, str) else value)
+    return flat
 
 
 FORMS: Mapping[str, Callable[[Comparison], str]] = {"table": _text, "md": _markdown, "csv": _csv, "json": _json}
