@@ -115,8 +115,6 @@ def test_a_function_that_no_worker_can_import_is_the_users_mistake():
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks up a process id")
 def test_signals_that_reach_all_processes_are_for_the_trainer_alone():
-    pool.close()
-    forkserver._forkserver._stop()  # an earlier test may have started one that takes signals
     run(hostile.double, [{"value": 1}] * 4)
     pending = pool.submit(hostile.naps, [{"seconds": 0.5}] * 2, seconds=5.0)
     time.sleep(0.2)

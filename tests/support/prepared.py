@@ -1,7 +1,8 @@
 """Commands of Python in processes that have the libraries already, each seconds shorter than one that imports them.
 
-The fork server of multiprocessing imports torch and the like, and nothing of this package, and is forked for every
-command. What a test asks of the start of Python, such as what is imported at all, takes a Python of its own.
+A fork server of its own, beside that of reward workers, imports torch and the like, and nothing of this package, and is
+forked for every command. What a test asks of the start of Python, such as what is imported at all, takes a Python of
+its own.
 """
 
 import atexit
@@ -13,13 +14,16 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.append(ROOT)  # a process that is forked imports this module, too
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
+SERVER = forkserver.ForkServer()
+SERVER.set_forkserver_preload(
     [
         *("lightning.pytorch", "torch.utils.tensorboard", "torch.distributed.checkpoint.state_dict", "datasets"),
         *("transformers.models.llama.modeling_llama", "peft", "reasoning_gym", "hydra", "pebble"),
@@ -55,7 +59,8 @@ class Process:
         written = (str(self._out), str(self._out if together else self._errors))
         given = ([*arguments], str(cwd), dict(os.environ if env is None else env), *written)
         self._process = FORKED.Process(target=_become, args=given)
-        self._process.start()
+        with mock.patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
+            self._process.start()
         self.pid: int = self._process.pid
 
     @property
