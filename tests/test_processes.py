@@ -67,7 +67,7 @@ def alone(tmp_path_factory):
     ("trainer", "processes", "names"),
     [
         ("ddp", 2, RUNS),
-        ("cpu", 2, ("dapo",)),  # Lightning chooses its own DDP, which averages unless told otherwise
+        ("cpu", 2, ("grpo",)),  # Lightning chooses its own DDP, which averages unless told otherwise
         ("fsdp", 2, ("grpo", "dapo", "episodes", "moved")),
         ("ddp", 3, ("dapo", "episodes")),
     ],
