@@ -149,6 +149,7 @@ def test_an_adapter_trains_above_quantized_weights(base, tmp_path, quantization)
     assert all(torch.equal(before[name], after[name]) for name in frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_that_is_quantized_in_its_files(tmp_path, bits):
     """An adapter above it is trained, and exported in weights that are packed like those; nothing else is."""

@@ -98,6 +98,7 @@ def test_overrides_reach_what_live_objects_leave_open(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_parts_are_replaced_whole(tmp_path):
     seen = []
 
@@ -623,6 +624,7 @@ def test_a_look_at_two_batches_is_no_validation(tmp_path):
     assert run.module.validated_at == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -265,6 +265,7 @@ def distances(corrections):
 DISTURBED = ("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false")
 
 
+@pytest.mark.slow
 def test_a_run_with_another_sampler(tmp_path):
     plain = small_run(tmp_path / "plain", *DISTURBED, "steps=2")
     assert 0.5 * NOISE < plain.metrics["policy/mismatch_mean"] < 0.8 * NOISE  # 2 / pi of it

@@ -102,6 +102,7 @@ def test_an_address_is_no_checkpoint(tmp_path):
         chosen(CONFIG | {"checkpoint": "http://a/b.ckpt"}, tmp_path, directory_given=True)
 
 
+@pytest.mark.slow
 def test_a_run_directory_and_its_checkpoints_may_be_links_to_a_scratch_disk(tmp_path):
     scratch = tmp_path / "scratch"
     (scratch / "checkpoints").mkdir(parents=True)

@@ -142,6 +142,7 @@ def test_who_leaves_a_rollout_leaves_no_request(vllm):
     assert policy._engine is None
 
 
+@pytest.mark.slow
 def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
     class Seeding(stand_in.LLM):
         def __init__(self, **arguments):

@@ -32,6 +32,7 @@ def test_the_precision_that_fits_a_device(
     assert natural_precision({}) == "32-true"
 
 
+@pytest.mark.slow
 def test_settings_and_trainer_hold_the_precision_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # for Lightning
     for given, on_gpu, expected in (

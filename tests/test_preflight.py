@@ -174,6 +174,7 @@ def test_what_an_environment_takes_is_part_of_sampling(tmp_path):
     assert "cut at rollout.max_new_tokens or environment.max_turns" in "\n".join(page(facts))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_looked_at_as_it_is(tmp_path):
     made(tmp_path, "steps=2").fit()
     run = made(tmp_path, "steps=5", "mode=preflight", "checkpoint=last", "preflight.prompts=4")

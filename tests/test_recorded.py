@@ -103,6 +103,7 @@ def test_training_on_recorded_rollouts_goes_on_where_it_was_broken_off(first, tm
     assert torch.equal(weights(small_run(tmp_path, *broken, "checkpoint=last")), weights(module))
 
 
+@pytest.mark.slow
 def test_few_rollouts_are_recorded_unless_asked(tmp_path):
     small_run(tmp_path, "steps=5", "logger=none", "validation.every=5", "callbacks.rollouts.every=2")
     assert list(files.steps(tmp_path / "rollouts")) == [1, 2, 4]

@@ -31,6 +31,7 @@ def weights(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_hard_refresh_makes_the_reference_the_policy(weights, tmp_path):
     module = small_run(tmp_path, *REFRESHED, "callbacks.reference.every=2", "steps=4")
     for step, ((_, before), (policy, after)) in enumerate(weights, 1):

@@ -176,6 +176,7 @@ def test_a_verifier_that_takes_too_long_is_ended(monkeypatch):
         timed(answer="0", entry={"metadata": {"value": 0}})
 
 
+@pytest.mark.slow
 def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplog):
     metadata = {"variable": "x", "integrand": "2*x"}
     assert verified("simple_integration", "x**2 + 5", "x**2 + C", metadata) == 1.0

@@ -143,6 +143,7 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
     expected = drawn(llama)
     llama.share_prompts = False

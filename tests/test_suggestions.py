@@ -72,6 +72,7 @@ def test_a_choice_that_a_file_leaves_open_is_told(tmp_path):
     assert error.value.problems == (told,)
 
 
+@pytest.mark.slow
 def test_a_file_chooses_among_its_defaults(tmp_path):
     (tmp_path / "experiment").mkdir()
     for line, told in (

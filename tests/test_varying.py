@@ -183,6 +183,7 @@ def test_impossible_ones_are_refused():
             build()
 
 
+@pytest.mark.slow
 def test_adaptive_weights_of_rewards_hold_in_validations_too(tmp_path):
     weight = "{_target_: grpo_lightning.varying.Proportional, start: 2.0, metric: reward/format, target: 9.0, rate: -1}"
     module = small_run(tmp_path, "steps=2", "validation.every=1", f"reward.format.weight={weight}")
