@@ -19,7 +19,7 @@ from benchmarks import ours
 from benchmarks.head import status
 from benchmarks.memory import RETURNS_MEMORY
 from benchmarks.process import result
-from benchmarks.setting import Setting
+from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
 from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.memory import GiB, Use, predicted
@@ -37,7 +37,9 @@ def sampled(policy: HFPolicy, setting: Setting, rows: int | None, seed: int = 0)
     gib = None if rows is None else 8 * shape.keys * shape.layers * tokens / GiB
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": setting.cap}
     texts = [text for text, _ in setting.texts(setting.prompts)]
-    return policy.sample(texts, group_size=setting.group, sampling=Sampling(**options, kv_cache_gib=gib), seed=seed)
+    return NATIVE.generate(
+        policy, texts, group_size=setting.group, sampling=Sampling(**options, kv_cache_gib=gib), seed=seed
+    )
 
 
 class Watched(decode.Slots):

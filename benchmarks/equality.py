@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import ours, theirs
-from benchmarks.setting import Setting
+from benchmarks.setting import NATIVE, Setting
 from grpo_lightning.batch import Rollout, Sampling
 
 TOLERANCE = 1e-4
@@ -25,7 +25,7 @@ def run() -> dict[str, float]:
             q.add_(step)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=SETTING.cap)
     texts = [text for text, _ in SETTING.texts(SETTING.prompts)]
-    sampled = policy.sample(texts, group_size=SETTING.group, sampling=sampling, seed=0)
+    sampled = NATIVE.generate(policy, texts, group_size=SETTING.group, sampling=sampling, seed=0)
     length = sampled.mask.shape[1]
     scores = torch.rand(SETTING.prompts, SETTING.group, generator=torch.Generator().manual_seed(0))
     advantages = module.rollout.advantage(scores).flatten()

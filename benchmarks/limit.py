@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from benchmarks import ours
-from benchmarks.setting import Setting
+from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
 from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.transformer.size import matmul_rate
@@ -31,7 +31,7 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     device = policy.model.device
     texts = [text for text, _ in setting.texts(setting.prompts)]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap)
-    sampled = policy.sample(texts, group_size=setting.group, sampling=sampling, seed=0)
+    sampled = NATIVE.generate(policy, texts, group_size=setting.group, sampling=sampling, seed=0)
     advantages = torch.randn(len(sampled.ids), 1, device=device) * sampled.mask
     rows = Rollout(sampled.ids, sampled.attention_mask, sampled.mask, sampled.logprobs, sampled.logprobs, advantages)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from benchmarks import ours
-from benchmarks.setting import Setting
+from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import in_turns, ratio, told
 from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy
@@ -41,7 +41,8 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
         setting.write(Path(directory))
         policy = ours.policy(directory).to("cuda" if torch.cuda.is_available() else "cpu")
     texts = [text for text, _ in setting.texts(setting.prompts)]
-    greedy = policy.sample(
+    greedy = NATIVE.generate(
+        policy,
         texts,
         group_size=setting.group,
         sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap),
@@ -59,7 +60,7 @@ def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
     )
 
     def sample() -> None:
-        sampled = policy.sample(texts, group_size=setting.group, sampling=sampling, seed=next(seeds))
+        sampled = NATIVE.generate(policy, texts, group_size=setting.group, sampling=sampling, seed=next(seeds))
         lengths.append(float(sampled.mask.sum(-1).float().mean()))
 
     seconds = in_turns(

@@ -10,6 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grpo_lightning.sampler.own.sampler import NativeSampler
+
+NATIVE = NativeSampler()
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -15,6 +15,7 @@ from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import adapter_off
 from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
 from tests.support.running import small_run
+from tests.support.sampling import generate
 
 SETTINGS = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=4)
@@ -51,7 +52,7 @@ def test_the_reference_is_the_policy_without_its_adapter_and_costs_nothing(base,
     assert trained
     assert all("lora_" in name for name in trained)
     plain = load(base, **SETTINGS)
-    rows = module.policy.sample(["abc", "a longer one"], group_size=2, sampling=module.rollout.sampling, seed=1)
+    rows = generate(module.policy, ["abc", "a longer one"], group_size=2, sampling=module.rollout.sampling, seed=1)
     expected = plain.logprobs(rows, temperature=1.0)
     assert_close(module.reference.logprobs(rows, temperature=1.0), expected, rtol=0, atol=1e-5)
     assert (module.policy.logprobs(rows, temperature=1.0) - expected).abs().max() > 1e-3
@@ -168,7 +169,7 @@ def test_a_model_that_is_quantized_in_its_files(tmp_path, bits):
         list(module.policy.weights())
     with pytest.raises(ValueError, match="policy: its weights are quantized, which cannot be trained"):
         adapted(str(base), tmp_path / "whole", "policy.adapter=null", "reference=frozen_copy")
-    assert load(str(base), **SETTINGS).sample(["abc"], group_size=1, sampling=SAMPLING, seed=1).texts
+    assert generate(load(str(base), **SETTINGS), ["abc"], group_size=1, sampling=SAMPLING, seed=1).texts
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
@@ -192,6 +193,6 @@ def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path,
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
 
     expected = gradient()
-    policy.sample(["abc"], group_size=2, sampling=SAMPLING, seed=1)
+    generate(policy, ["abc"], group_size=2, sampling=SAMPLING, seed=1)
     assert expected.abs().max() > 1e-3
     assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)

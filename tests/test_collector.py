@@ -14,8 +14,8 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.metrics import advantage_metrics
 from grpo_lightning.rollout.selection import max_variance, mixed
-from grpo_lightning.rollout.step_context import StepContext
 from tests.support import hostile
+from tests.support.sampling import context as make_context
 from tests.test_rollout import Fixed
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 4, "stop": []}
@@ -58,7 +58,7 @@ def collect(prompts, policy=None, *, rewards=None, reference=None, carried=None,
     collector = Collector(reward=rewards, group_size=group_size, **settings)
     policy = policy or Scripted()
     asked = Prompts(tuple(prompts), {"number": tuple(range(len(prompts)))})
-    context = StepContext(seed=7)
+    context = make_context(seed=7)
     return collector.collect(policy, reference, asked, microbatch_tokens=99, context=context, carried=carried)
 
 

@@ -15,6 +15,7 @@ from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import compiled, head
 from grpo_lightning.transformer.head import Head
 from tests.support.checkpoints import write_checkpoint
+from tests.support.sampling import generate
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 12}
 
@@ -67,7 +68,7 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
         policy.end_ids = []
         sampling = Sampling(temperature=0.8, **PLAIN)
         with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
-            return policy.sample(["12 + 34 =", "Corgis are"], group_size=group_size, sampling=sampling, seed=3)
+            return generate(policy, ["12 + 34 =", "Corgis are"], group_size=group_size, sampling=sampling, seed=3)
 
     monkeypatch.setattr(linear, "packs", lambda *_: False)
     like_gpu(monkeypatch, copied=copied)
@@ -113,7 +114,7 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
         policy.end_ids = list(range(24))
         policy.at_once = lambda *args, **options: at_once
         sampling = Sampling(temperature=0.8, **PLAIN | {"max_new_tokens": 80})
-        return policy.sample(["12 + 34 =", "Corgis are", "a"], group_size=5, sampling=sampling, seed=3)
+        return generate(policy, ["12 + 34 =", "Corgis are", "a"], group_size=5, sampling=sampling, seed=3)
 
     expected = sampled()
     like_gpu(monkeypatch, copied=copied)

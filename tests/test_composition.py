@@ -27,6 +27,7 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.settings import ConfigError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
+from tests.support.sampling import generate
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
 ROWS = [{"prompt": f"Spell {word}", "answer": word} for word in ("sun", "moon", "star", "tree", "lake", "wind")]
@@ -381,7 +382,7 @@ def test_a_plain_module_is_scored_as_it_was_sampled():
 
     policy = PlainPolicy(Own(), Text())
     sampling = grpo.Sampling(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
-    sampled = policy.sample(["abc", "a", "abcdef", [3, 4]], group_size=6, sampling=sampling, seed=1)
+    sampled = generate(policy, ["abc", "a", "abcdef", [3, 4]], group_size=6, sampling=sampling, seed=1)
     lengths = sampled.mask.sum(-1)
     assert lengths.min() < lengths.max() == 12
     logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
@@ -395,7 +396,7 @@ def test_a_plain_module_is_scored_as_it_was_sampled():
     expected = alone.gather(-1, ids[1:, None]).squeeze(-1)[-count:]
     torch.testing.assert_close(logprobs[row, :count], expected)
     assert all("o" not in text for text in sampled.texts)  # the end of sequence, 15, is no text
-    again = policy.sample(["abcdef"], group_size=6, sampling=sampling, seed=1, first_prompt=2)
+    again = generate(policy, ["abcdef"], group_size=6, sampling=sampling, seed=1, first_prompt=2)
     assert again.texts == sampled.texts[12:18]  # whatever is sampled beside it
 
 

@@ -127,7 +127,7 @@ def test_weights_of_a_killed_run_make_room(left, server, sampler, tmp_path, monk
 def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(server, sampler):
     policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
     with ready(sampler, policy):
-        found = policy.sample(PROMPTS, group_size=4, sampling=asked, seed=3)
+        found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
         assert found.kept is None
         sets = policy.kept(found, asked)
     body = server.bodies[-1]

@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE
-from grpo_lightning.sampler.engine import Completion, as_decoded
-from grpo_lightning.sampler.own import Own
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
 from grpo_lightning.settings import ConfigError, check
@@ -37,28 +33,6 @@ def problems(*overrides):
     except ConfigError as error:
         return error.problems
     return ()
-
-
-def test_completions_become_tensors():
-    drawn = as_decoded(
-        [Completion([7, 2], [-0.5, -0.25], True), Completion([8, 9, 6], [-1.0, -2.0, -3.0], False)],
-        pad_id=0,
-        device=torch.device("cpu"),
-    )
-    assert drawn.ids.tolist() == [[7, 2, 0], [8, 9, 6]]
-    assert drawn.mask.tolist() == [[True, True, False], [True, True, True]]
-    assert drawn.logprobs.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0]]
-    assert drawn.entropies.tolist() == [[0.5, 0.25, 0.0], [1.0, 2.0, 3.0]]
-    assert drawn.finished.tolist() == [True, False]
-
-
-def test_the_own_sampler_hands_nothing_over():
-    policy = tiny()
-    own = policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3)
-    with Own().ready(policy, version=0, clock=Clock(), ranks=ALONE):
-        again = policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3)
-    assert torch.equal(own.ids, again.ids)
-    assert torch.equal(own.logprobs, again.logprobs)
 
 
 def test_an_engine_draws_from_the_distribution_that_is_trained(vllm):
@@ -109,7 +83,8 @@ def test_a_cache_that_cannot_be_dropped_ends_the_run(vllm):
 def test_stop_strings_polls_and_early_ends(vllm):
     policy, told, polls = tiny(), {}, []
     with ready(vllm, policy):
-        found = policy.sample(
+        found = vllm.generate(
+            policy,
             PROMPTS,
             group_size=4,
             sampling=sampling(stop=(" ",), temperature=1.3),
@@ -117,7 +92,7 @@ def test_stop_strings_polls_and_early_ends(vllm):
             poll=lambda: polls.append(1),
             on_finished=lambda row, text, ids: told.update({row: (text, ids)}),
         )
-        own = policy.sample(PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
+        own = vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
     assert len(polls) > 5
     assert set(told) == {row for row, finished in enumerate(found.finished) if finished}
     for row, (text, ids) in told.items():
@@ -137,9 +112,8 @@ def test_who_leaves_a_rollout_leaves_no_request(vllm):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), ready(vllm, policy):
-        policy.sample(PROMPTS, group_size=2, sampling=sampling(), seed=3, poll=poll)
+        vllm.generate(policy, PROMPTS, group_size=2, sampling=sampling(), seed=3, poll=poll)
     assert sorted(stand_in.LLM.last.llm_engine.aborted) == [str(number) for number in range(6)]
-    assert policy._engine is None
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ from torch.testing import assert_close
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.batch import Sampling
-from grpo_lightning.policy import tokenization
 from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.sampler.own import sampler as native
 from grpo_lightning.sampler.own import talking
 from grpo_lightning.sampler.own.decode import decode
 from tests.support.checkpoints import tokenizer
 from tests.support.episodes import Played, chatty, played_alone
+from tests.support.sampling import generate
 from tests.test_episodes import assert_equal
 from tests.test_static_sampling import ENDS, PLAIN, PROMPTS
 
@@ -51,8 +52,8 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
     for waits, look_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
-        monkeypatch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
+        monkeypatch.setattr(native, "decode", partial(decode, look_every=look_every))
         partner = Played(talkative, waits=waits)
-        found = policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=5, partner=partner)
+        found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, partner=partner)
         assert_equal(found, expected)
         assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)

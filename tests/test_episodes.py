@@ -9,12 +9,13 @@ from torch.testing import assert_close
 from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.batch.turns import spans
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy import tokenization
 from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.sampler.own import sampler as native
 from grpo_lightning.sampler.own import shared_prompt_cache, talking
 from grpo_lightning.sampler.own.decode import decode
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, Played, chatty, played_alone
+from tests.support.sampling import generate
 from tests.test_static_sampling import FIRST, OPTIONS, PLAIN, PROMPTS, opened
 
 LONGER = 60
@@ -37,7 +38,7 @@ def policy(request, checkpoints):
 def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_size=3, waits=False, **given):
     sampling = Sampling(**SAMPLING | dict(options))
     partner = Played(environment, waits=waits)
-    return policy.sample(prompts, group_size=group_size, sampling=sampling, seed=5, partner=partner, **given)
+    return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, partner=partner, **given)
 
 
 def assert_equal(found: Sampled, expected: list[Episode]) -> None:
@@ -68,7 +69,7 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     for copied, waits, look_every in ((0, False, 1), (0, True, 16), (1 << 20, True, 1), (1 << 20, False, 16)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(COPIED, "cpu", copied)
-            patch.setattr(tokenization, "decode", partial(decode, look_every=look_every))
+            patch.setattr(native, "decode", partial(decode, look_every=look_every))
             assert_equal(sampled(policy, options=options, waits=waits), expected)
 
 
@@ -95,7 +96,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
                 "extend",
                 lambda self, places, *more: extended.append(len(places)) or own(self, places, *more),
             )
-            patch.setattr(tokenization, "decode", lambda *args, pace=pace, **given: decode(*args, **given | pace))
+            patch.setattr(native, "decode", lambda *args, pace=pace, **given: decode(*args, **given | pace))
             assert_equal(sampled(policy, talkative, options=options), expected)
     lengths = [len(policy.reply_ids(reply, after=None)) for one in expected for reply in one.replies]
     assert sum(extended) == 3 * sum(length > 12 for length in lengths) > 15
@@ -111,7 +112,7 @@ def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
     expected = played_alone(policy, prompts, environment, group_size=3, sampling=sampling, seed=5)
     assert {len(one.turns) for one in expected} > {4}
     partner = Played(environment, waits=waits)
-    found = policy.sample(prompts, group_size=3, sampling=sampling, seed=5, partner=partner)
+    found = generate(policy, prompts, group_size=3, sampling=sampling, seed=5, partner=partner)
     assert_equal(found, expected)
 
 
@@ -157,7 +158,7 @@ def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
             return super().reply(row)
 
     watching = Watching(chatty, waits=True)
-    policy.sample(PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, partner=watching)
+    generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, partner=watching)
     ended = {row for row, turns in watching.turns.items() if turns}
     # The first that is asked is asked after all that end a first turn have ended it.
     assert set(rounds[0]) == ended

@@ -22,6 +22,7 @@ from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, main, start
 from tests.support.running import small_run
+from tests.support.sampling import generate
 from tests.test_truncated import FREE, NUCLEUS, collector, gradients, sharpened
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, tiny
 
@@ -134,7 +135,7 @@ def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
 def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, filters):
     monkeypatch.setattr(logits, "CHUNK", 5 * policy.model.config.vocab_size + 3)  # chunks of five tokens
     sampling = Sampling(**FREE | filters | {"temperature": 0.6})
-    rows = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     policy.share_prompts = True
     found = {"shared": policy.kept(rows, sampling), "plain": PlainPolicy(policy.model).kept(rows, sampling)}
     policy.share_prompts = False
@@ -152,7 +153,7 @@ def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, fi
 
 def test_the_order_of_the_rows_does_not_matter(policy):
     sampling = Sampling(**NUCLEUS)
-    rows = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     mixed = torch.tensor([3, 0, 5, 1, 2, 4])  # groups apart
     found, expected = policy.kept(rows[mixed], sampling).kept, rows.kept[mixed]
     assert torch.equal(found.sizes, expected.sizes)
@@ -161,7 +162,7 @@ def test_the_order_of_the_rows_does_not_matter(policy):
 
 def test_rows_without_tokens_have_no_sets(policy):
     sampling = Sampling(**NUCLEUS)
-    rows = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     expected = policy.kept(rows, sampling)
     mask = rows.mask.clone()
     mask[2] = False
@@ -199,7 +200,7 @@ def drawn(vllm, policy, sampling, group_size=3):
     """What the stand-in draws, and from which sets it did."""
     with ready(vllm, policy):
         stand_in.LLM.last.llm_engine.sets.clear()
-        rows = policy.sample(PROMPTS, group_size=group_size, sampling=sampling, seed=3)
+        rows = vllm.generate(policy, PROMPTS, group_size=group_size, sampling=sampling, seed=3)
     own = stand_in.LLM.last.llm_engine.sets
     return rows, [one for number in range(len(rows)) for one in own[str(number)]]
 
@@ -209,17 +210,21 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
     policy = policy_of_engine
     sampling = Sampling(**FREE | {"top_p": 0.7, "temperature": 1.2, "max_new_tokens": 20})
     with ready(vllm, policy):
-        rows = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
+        rows = vllm.generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=3)
         disturb(policy)
         clock = Clock()
         found, told = with_sets(
-            policy, rows, sampling, microbatch_tokens=60, context=StepContext(seed=1, clock=clock, ranks=ALONE)
+            policy,
+            rows,
+            sampling,
+            microbatch_tokens=60,
+            context=StepContext(seed=1, clock=clock, ranks=ALONE, sampler=vllm),
         )
     assert not rows.mask.all()
     sets_now = oracle(policy, rows, sampling)
     outside = [token not in own for own, token in zip(sets_now, tokens(rows))]
     assert 5 < sum(outside) < len(outside) / 2
-    assert told == {"sampler/outside": sum(outside) / len(outside)}
+    assert told == {"sampler/support_miss_rate": sum(outside) / len(outside)}
     expected = [sorted({*own, token}) for own, token in zip(sets_now, tokens(rows))]
     assert in_mask(found.kept, rows.mask) == expected
     assert clock.read()["score"] > 0
@@ -233,10 +238,10 @@ def test_a_rollout_of_an_engine_is_scored_as_it_was_drawn(vllm, policy_of_engine
     policy = policy_of_engine
     with ready(vllm, policy):
         found = collector().collect(
-            policy, None, Prompts(tuple(PROMPTS), {}), microbatch_tokens=99, context=StepContext(seed=1)
+            policy, None, Prompts(tuple(PROMPTS), {}), microbatch_tokens=99, context=StepContext(seed=1, sampler=vllm)
         )
     rows = found.rollout
-    assert found.metrics["sampler/outside"] == 0
+    assert found.metrics["sampler/support_miss_rate"] == 0
     assert found.metrics["completion/set_size_mean"] > 1
     assert_close(policy.logprobs(rows, temperature=0.6), rows.old_logprobs, rtol=0, atol=1e-4)
     assert found.flops == 2 * policy.flops(found.scored.sampled)
@@ -257,7 +262,7 @@ def test_runs_with_an_engine_and_truncated_sampling(monkeypatch, tmp_path):
         *("sampler=vllm", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.temperature=0.8", "rollout.min_p=0.01"),
         *("validation.top_k=5", "validation.every=1", "steps=1", "module.self_check=true"),
     )
-    assert module.metrics["sampler/outside"] == 0
+    assert module.metrics["sampler/support_miss_rate"] == 0
     assert module.metrics["policy/mismatch_max"] < 1e-4
     assert module.metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     assert 1 < module.metrics["completion/set_size_mean"] <= 20
@@ -269,7 +274,7 @@ def test_runs_with_an_engine_and_truncated_sampling(monkeypatch, tmp_path):
 
 def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
     sampling = Sampling(**NUCLEUS)
-    rows = policy.sample(PROMPTS, group_size=20, sampling=sampling, seed=1)
+    rows = generate(policy, PROMPTS, group_size=20, sampling=sampling, seed=1)
     zeros = torch.zeros_like(rows.logprobs)
     count = int(rows.mask.sum())
     assert count > 300
@@ -309,8 +314,8 @@ def test_several_processes_make_the_sets_together(monkeypatch, tmp_path):
     main(tmp_path, "cpu", {"one": words})
     finish(start(2, tmp_path, "fsdp", {"two": words}))
     one, two = metrics_of(tmp_path, "one"), metrics_of(tmp_path, "two")
-    assert one["sampler/outside"] > 0.01
-    for name in ("sampler/outside", "completion/set_size_mean", "policy/mismatch_mean", "optim/grad_norm"):
+    assert one["sampler/support_miss_rate"] > 0.01
+    for name in ("sampler/support_miss_rate", "completion/set_size_mean", "policy/mismatch_mean", "optim/grad_norm"):
         assert two[name] == pytest.approx(one[name], rel=1e-3), name
 
 

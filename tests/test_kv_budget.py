@@ -10,6 +10,7 @@ from grpo_lightning.sampler.own.buffers import Buffers
 from grpo_lightning.sampler.own.cache import rows_within
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
+from tests.support.sampling import generate
 
 SHAPE = Shape(trained=0, frozen=0, body=0, hidden=64, layers=10, intermediate=1, vocabulary=9, keys=32)
 TOKEN = 2 * 4 * 32 * 10  # bytes of keys and values in float32
@@ -49,7 +50,7 @@ def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, 
     monkeypatch.setitem(COPIED, "cpu", copied)
     monkeypatch.setattr(policy, "share_prompts", share_prompts)
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 60}
-    expected = policy.sample(PROMPTS, group_size=6, sampling=Sampling(**options), seed=2)
+    expected = generate(policy, PROMPTS, group_size=6, sampling=Sampling(**options), seed=2)
     held = []
     grow = Buffers.grow
 
@@ -62,7 +63,7 @@ def test_completions_beyond_a_budget_wait_and_are_the_same(policy, monkeypatch, 
     token = 2 * 4 * shape.keys * shape.layers
     longest = max(map(len, policy.tokenize(PROMPTS)))
     gib = (4 * 60 + 3 * longest + 4 * longest) * token / GiB
-    found = policy.sample(PROMPTS, group_size=6, sampling=Sampling(**options, kv_cache_gib=gib), seed=2)
+    found = generate(policy, PROMPTS, group_size=6, sampling=Sampling(**options, kv_cache_gib=gib), seed=2)
     assert found.texts == expected.texts
     assert torch.equal(found.ids, expected.ids)
     if share_prompts:

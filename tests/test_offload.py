@@ -15,6 +15,7 @@ from grpo_lightning.transformer import offload
 from grpo_lightning.transformer.offload import Moved, Offload
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
+from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 ="]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
@@ -61,7 +62,7 @@ def moves(monkeypatch):
 )
 def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, moves, arguments, shared, is_half):
     policy = opened(checkpoint, share_prompts=shared, **arguments)
-    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    rows = generate(policy, PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
     expected = gradients(policy, rows, is_half=is_half)
     assert not moves
     policy.activation_offload = True
@@ -124,7 +125,7 @@ def test_on_a_cpu_it_is_refused(monkeypatch):
 
 def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkpoint, monkeypatch):
     policy = opened(checkpoint)
-    rows = policy.sample(PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
+    rows = generate(policy, PROMPTS, group_size=3, sampling=SAMPLING, seed=1)
     reference = frozen_copy(policy, offload=True)
     expected = reference.logprobs(rows, temperature=1.0)
     before = [(weight, weight.data_ptr()) for weight in reference.parameters()]

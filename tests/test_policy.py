@@ -15,6 +15,7 @@ from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.loading import resolve
 from tests.support.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
+from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
@@ -43,14 +44,14 @@ def policy(request, checkpoints):
 
 
 def test_sampler_and_scorer_agree(policy):
-    sampled = policy.sample(PROMPTS, group_size=3, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=3, sampling=FREE, seed=1)
     assert len(sampled) == 9
     assert sampled.mask.sum(-1).unique().numel() > 1 or sampled.mask.all()
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
 
 
 def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(policy):
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=2)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=2)
     logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
     for row in range(len(sampled)):
         ids = sampled.ids[row][sampled.attention_mask[row]][None]
@@ -63,7 +64,7 @@ def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(
 
 
 def test_greedy_decoding_is_that_of_generate(policy):
-    sampled = policy.sample(PROMPTS[:1], group_size=1, sampling=GREEDY, seed=0)
+    sampled = generate(policy, PROMPTS[:1], group_size=1, sampling=GREEDY, seed=0)
     ids = torch.tensor(policy.tokenize(PROMPTS[:1]))
     blank = GenerationConfig(
         do_sample=False, max_new_tokens=12, eos_token_id=policy.end_ids, pad_token_id=policy.pad_id
@@ -74,7 +75,7 @@ def test_greedy_decoding_is_that_of_generate(policy):
 
 
 def test_the_entropy_passes_a_gradient_only_when_asked(policy):
-    sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=2)
+    sampled = generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=2)
     assert policy.logprobs_and_entropy(sampled, temperature=1.0)[1] is None
     _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
     entropy.sum().backward()
@@ -82,7 +83,7 @@ def test_the_entropy_passes_a_gradient_only_when_asked(policy):
 
 
 def test_the_samplers_entropy_is_that_of_scoring(policy):
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=3)
     _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
     assert entropy.max() > 0.1
     assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
@@ -98,7 +99,7 @@ def test_every_completion_that_ends_is_reported_once_as_it_is_returned(policy):
         assert row not in reported
         reported[row] = (text, ids)
 
-    sampled = policy.sample(PROMPTS, group_size=8, sampling=sampling, seed=5, on_finished=ended)
+    sampled = generate(policy, PROMPTS, group_size=8, sampling=sampling, seed=5, on_finished=ended)
     completions = sampled.ids[:, -sampled.mask.shape[1] :]
     assert {row for row, finished in enumerate(sampled.finished) if finished} == reported.keys()
     assert len({len(ids) for _, ids in reported.values()}) > 1  # not all at once
@@ -118,7 +119,7 @@ def test_the_token_with_which_a_text_is_reached(policy):
 
 
 def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=3)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=3)
     wide = type(sampled)(
         ids=torch.nn.functional.pad(sampled.ids, (5, 4), value=policy.pad_id),
         attention_mask=torch.nn.functional.pad(sampled.attention_mask, (5, 4)),
@@ -137,7 +138,7 @@ def test_extra_padding_on_either_side_and_other_rows_change_nothing(policy):
 
 
 def test_gradients_do_not_depend_on_padding(policy):
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=4)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=4)
 
     def gradient(parts):
         policy.zero_grad()
@@ -153,34 +154,34 @@ def test_gradients_do_not_depend_on_padding(policy):
 def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    one = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=5)
+    one = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=5)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(8)
-    assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=5).texts == one.texts
-    assert policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=6).texts != one.texts
+    assert generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=5).texts == one.texts
+    assert generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=6).texts != one.texts
 
 
 def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("a", "e", "n")
     )  # many end early, so that the batch is compacted
-    together = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=5)
+    together = generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=5)
     assert len({int(n) for n in together.mask.sum(-1)}) > 2
     apart = [
-        policy.sample([prompt], group_size=6, sampling=sampling, seed=5, first_prompt=number)
+        generate(policy, [prompt], group_size=6, sampling=sampling, seed=5, first_prompt=number)
         for number, prompt in enumerate(PROMPTS)
     ]
     assert [text for part in apart for text in part.texts] == list(together.texts)
-    fewer = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=5)
+    fewer = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=5)
     assert fewer.texts == tuple(together.texts[row] for row in (0, 1, 6, 7, 12, 13))
-    longer = policy.sample(PROMPTS, group_size=2, sampling=replace(sampling, max_new_tokens=15), seed=5)
+    longer = generate(policy, PROMPTS, group_size=2, sampling=replace(sampling, max_new_tokens=15), seed=5)
     assert all(long.startswith(short) for long, short in zip(longer.texts, fewer.texts))
 
 
 def test_the_same_is_sampled_without_sharing(checkpoints, policy):
     plain = opened(checkpoints[policy.model.config.model_type], share_prompts=False)
     sampling = Sampling(temperature=0.9, top_p=0.95, top_k=30, min_p=0.0, max_new_tokens=12, stop=("a", "e"))
-    one, other = (p.sample(PROMPTS, group_size=6, sampling=sampling, seed=5) for p in (policy, plain))
+    one, other = (generate(p, PROMPTS, group_size=6, sampling=sampling, seed=5) for p in (policy, plain))
     assert policy.share_prompts
     assert one.texts == other.texts
     assert one.finished == other.finished
@@ -190,14 +191,14 @@ def test_the_same_is_sampled_without_sharing(checkpoints, policy):
 def test_dropout_is_off_even_in_training_mode(checkpoints):
     policy = opened(checkpoints["gpt2"]).train()
     assert policy.model.training
-    sampled = policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
 
 
 def test_sampling_options_of_the_checkpoint_do_not_leak(checkpoints):
     policy = opened(checkpoints["llama"])
     assert policy.model.generation_config.top_k == 2
-    first = policy.sample(PROMPTS[:1], group_size=400, sampling=FREE, seed=1)
+    first = generate(policy, PROMPTS[:1], group_size=400, sampling=FREE, seed=1)
     tokens = first.ids[:, -first.mask.shape[1]]
     logits = policy.model(first.ids[:1, : -first.mask.shape[1]]).logits[0, -1]
     expected = logits.softmax(-1)
@@ -210,7 +211,8 @@ def test_sampling_options_of_the_checkpoint_do_not_leak(checkpoints):
 def test_both_end_tokens_end_and_are_counted_once(checkpoints):
     policy = opened(checkpoints["qwen2"])
     assert len(policy.end_ids) == 2
-    sampled = policy.sample(
+    sampled = generate(
+        policy,
         PROMPTS,
         group_size=60,
         sampling=Sampling(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=40),
@@ -230,10 +232,11 @@ def test_both_end_tokens_end_and_are_counted_once(checkpoints):
 
 def test_a_stop_string_ends_a_completion_and_stays_in_it(checkpoints):
     policy = opened(checkpoints["gpt2"])
-    free = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=9)
+    free = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=9)
     letters = Counter(c for text in free.texts for c in set(text) if c.isascii() and c.isalpha())
     stop = letters.most_common(1)[0][0]
-    stopped = policy.sample(
+    stopped = generate(
+        policy,
         PROMPTS,
         group_size=4,
         sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("never seen", stop)),
@@ -259,7 +262,7 @@ def test_poll_is_asked_before_every_token_and_may_abandon(checkpoints):
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1, poll=poll)
+        generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=1, poll=poll)
     assert len(asked) == 3
 
 
@@ -268,7 +271,7 @@ def test_damaged_weights_are_named(checkpoints):
     with torch.no_grad():
         next(policy.parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="not finite"):
-        policy.sample(PROMPTS, group_size=1, sampling=FREE, seed=1)
+        generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=1)
 
 
 def test_prompts_are_rendered_by_the_template(checkpoints):
@@ -293,7 +296,7 @@ def test_plain_text_prompts(checkpoints):
 def test_a_missing_pad_token_is_no_problem(tmp_path):
     policy = opened(write_checkpoint(tmp_path / "gpt2", "gpt2", chat=False, pad=False))
     assert policy.tokenizer.pad_token is None
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
 
 
@@ -378,9 +381,9 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(checkpoints):
 
     policy = HFPolicy(model, words())  # as Gemma 3's text models
     count = len(model.get_input_embeddings().weight)
-    assert len(policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)) == 6
+    assert len(generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)) == 6
     for call in (
-        lambda: policy.sample(["an <image> here"], group_size=2, sampling=FREE, seed=1),
+        lambda: generate(policy, ["an <image> here"], group_size=2, sampling=FREE, seed=1),
         lambda: policy.demonstrate(["a"], ["an <image> here"]),
     ):
         with pytest.raises(ValueError, match=f"has {count} embeddings, a text has the token {count}: '.*<image> here"):
@@ -398,9 +401,10 @@ def test_user_errors(checkpoints, tmp_path):
         opened(tmp_path / "nothing here")
     policy = opened(checkpoints["llama"])
     with pytest.raises(ValueError, match="a prompt has no tokens"):
-        policy.sample([""], group_size=2, sampling=FREE, seed=1)
+        generate(policy, [""], group_size=2, sampling=FREE, seed=1)
     with pytest.raises(ValueError, match="context holds 512: lower rollout.max_new_tokens"):
-        policy.sample(
+        generate(
+            policy,
             PROMPTS,
             group_size=2,
             sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=510),

@@ -8,6 +8,7 @@ from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.policy.hf import load
 from tests.support.checkpoints import write_checkpoint
+from tests.support.sampling import generate
 
 
 @pytest.mark.parametrize(("count", "expected"), [(6, [2, 2, 2]), (8, [2, 3, 3]), (3, [1, 1, 1]), (2, [0, 1, 1])])
@@ -75,7 +76,8 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(policy):
-    return policy.sample(
+    return generate(
+        policy,
         ["one prompt", "another", "a third and longer prompt", "four"],
         group_size=3,
         sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("e", "a")),

@@ -12,8 +12,8 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.selection import mixed, on_policy
-from grpo_lightning.rollout.step_context import StepContext
 from tests.support.composed import build, composed
+from tests.support.sampling import context as make_context
 from tests.test_loss import rollout as two_rows
 
 SAMPLING = Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
@@ -74,7 +74,7 @@ def collector(**changed):
 
 
 def collect(policy, reference=None, tokens=1000, **changed):
-    context = StepContext(seed=11)
+    context = make_context(seed=11)
     return collector(**changed).collect(policy, reference, PROMPTS, microbatch_tokens=tokens, context=context)
 
 
@@ -145,7 +145,7 @@ def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_reward
     rewards = dict.fromkeys(names, never) | {expected: Weighted(LENGTH.function, 0.0)}
     policy = Fixed()
     scored, failures = Judge(rewards, outcome, 2.0).score(
-        policy, PROMPTS, group_size=3, sampling=SAMPLING, context=StepContext(seed=11)
+        policy, PROMPTS, group_size=3, sampling=SAMPLING, context=make_context(seed=11)
     )
     # lengths 1, 1, 2, none, 3, 1: a reward that does not apply is not right
     assert scored.right.tolist() == [False, False, True, False, True, False]
@@ -159,7 +159,7 @@ def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
             self.arguments = arguments
             return super().sample(prompts, **arguments)
 
-    policy, context = Asked(), StepContext(seed=7, poll=lambda: None)
+    policy, context = Asked(), make_context(seed=7, poll=lambda: None)
     Judge(REWARDS, "has_answer", 1.0).score(
         policy, PROMPTS, group_size=3, sampling=SAMPLING, context=context, first_prompt=40
     )

@@ -14,6 +14,7 @@ from grpo_lightning.distributed.sharding import gathered, layers, shard
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.hf import load
 from tests.support.checkpoints import write_checkpoint
+from tests.support.sampling import generate
 
 METHODS = ("logprobs_and_entropy", "sample")
 
@@ -48,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 def rows(of: Policy) -> Sampled:
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=9, stop=())
-    return of.sample(["one prompt", "another"], group_size=3, sampling=sampling, seed=3)
+    return generate(of, ["one prompt", "another"], group_size=3, sampling=sampling, seed=3)
 
 
 def found(of: Policy, given: Sampled, part: slice = slice(None)) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.logprobs import separate
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
+from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=20)
@@ -68,7 +69,7 @@ def policy(request, checkpoints):
 
 def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
     """Groups of completions of 0 to 20 tokens, rows in disorder, padded on either side, with noise on all logs."""
-    sampled = policy.sample(PROMPTS, group_size=group_size, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=group_size, sampling=FREE, seed=1)
     rows, length = sampled.mask.shape
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, length + 1, (rows, 1), generator=generator)
@@ -163,14 +164,14 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, flat):
     sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
     policy.end_ids = plain.end_ids = list(range(16))
-    expected = plain.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
+    expected = generate(plain, PROMPTS, group_size=6, sampling=sampling, seed=3)
     assert expected.mask.sum(-1).unique().numel() > 6
     monkeypatch.setitem(COPIED, "cpu", copied)
     monkeypatch.setattr(cache, "PREFILL_TOKENS", 12)
     policy._shared_path(1)
     assert hasattr(policy, "_use_flat_decoder")
     policy._use_flat_decoder = flat
-    found = policy.sample(PROMPTS, group_size=6, sampling=sampling, seed=3)
+    found = generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=3)
     assert found.texts == expected.texts
     assert_close((found.logprobs, found.entropy), (expected.logprobs, expected.entropy), rtol=0, atol=2e-4)
 
@@ -179,7 +180,7 @@ def test_prompts_of_one_length_need_no_padding(checkpoints, monkeypatch):
     policy = opened(checkpoints["llama"])
     monkeypatch.setitem(COPIED, "cpu", 0)
     plain = opened(policy.model.config._name_or_path, share_prompts=False)
-    one, other = (p.sample(["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
+    one, other = (generate(p, ["12 + 34 ="] * 2, group_size=3, sampling=FREE, seed=4) for p in (policy, plain))
     assert one.texts == other.texts
     assert len(set(one.texts)) == 6  # the same prompt twice, with other completions
 
@@ -193,7 +194,7 @@ def test_the_llama_family_has_a_flat_decoder(checkpoints):
 
 def test_what_is_computed_once(checkpoints, monkeypatch):
     policy, sizes = opened(checkpoints["llama"]), []
-    sampled = policy.sample(PROMPTS, group_size=8, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=8, sampling=FREE, seed=1)
     plain = Stream.attend
     monkeypatch.setattr(
         Stream,
@@ -237,7 +238,7 @@ def test_an_adapter_learns_on_the_shared_path(checkpoints):
 def test_sixteen_bits(checkpoints, how):
     policy = opened(checkpoints["qwen2"], dtype="bfloat16" if how == "weights" else "float32")
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+        sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
         assert policy.share_prompts
         assert policy.logprobs_and_entropy(sampled, temperature=1.0)[0].dtype == torch.float32
         gap = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
@@ -250,10 +251,10 @@ def test_an_adapter_is_merged_into_the_samplers_copy(checkpoints):
     policy = opened(checkpoints["qwen3"], adapter={"r": 4, "target_modules": "all-linear", "init_lora_weights": False})
     assert check(policy.model)
     assert isinstance(FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of), FlatDecoder)
-    sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
     with policy.model.disable_adapter():
-        bare = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+        bare = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
         assert_close(policy.logprobs(bare, temperature=1.0), bare.logprobs, rtol=0, atol=1e-4)
     assert bare.texts != sampled.texts
 
@@ -263,7 +264,7 @@ def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
     policy = opened(checkpoints["llama"], adapter=adapter)
     with pytest.raises(TypeError, match="more than a product"):
         FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of)
-    sampled = policy.sample(PROMPTS, group_size=4, sampling=FREE, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
 
 
@@ -271,7 +272,7 @@ def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
 def test_sixteen_bits_round_as_training_does(checkpoints, name):
     policy = opened(checkpoints[name])
     with torch.autocast("cpu", torch.bfloat16):
-        sampled = policy.sample(PROMPTS, group_size=8, sampling=FREE, seed=1)
+        sampled = generate(policy, PROMPTS, group_size=8, sampling=FREE, seed=1)
         gap = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
     exact = (policy.logprobs(sampled, temperature=1.0) - sampled.logprobs).abs()[sampled.mask]
     # Nearer to training in 16 bits than to float32, and near enough.
@@ -293,11 +294,11 @@ def bloom(**options) -> HFPolicy:
 def test_a_model_that_computes_otherwise_keeps_its_own_way_and_says_so_once(caplog):
     policy = bloom()
     with caplog.at_level(logging.WARNING):
-        sampled = policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
-        policy.sample(PROMPTS, group_size=2, sampling=FREE, seed=1)
+        sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)
+        generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)
     assert [r.message.split(":")[0] for r in caplog.records] == ["policy.share_prompts is off"]
     assert "BloomForCausalLM" in caplog.text
-    assert sampled.texts == bloom(share_prompts=False).sample(PROMPTS, group_size=2, sampling=FREE, seed=1).texts
+    assert sampled.texts == generate(bloom(share_prompts=False), PROMPTS, group_size=2, sampling=FREE, seed=1).texts
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
 
 
@@ -324,14 +325,14 @@ def test_rows_beyond_a_sliding_window(kind, monkeypatch):
     made, plain = [], HFPolicy.cache
     monkeypatch.setattr(HFPolicy, "cache", lambda *given, **more: made.append(plain(*given, **more)) or made[-1])
     sampling = replace(FREE, max_new_tokens=60)
-    sampled = policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=1)
+    sampled = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=1)
     assert isinstance(made[0], cache.SharedPromptCache)
     assert int(sampled.mask.sum(-1).max()) > 40
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
     monkeypatch.setitem(COPIED, "cpu", 0)
-    assert policy.sample(PROMPTS, group_size=3, sampling=sampling, seed=1).texts == sampled.texts
+    assert generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=1).texts == sampled.texts
     long = ["Corgis are small dogs. " * 5]
-    other = policy.sample(long, group_size=2, sampling=FREE, seed=1)
+    other = generate(policy, long, group_size=2, sampling=FREE, seed=1)
     assert not isinstance(made[-1], cache.SharedPromptCache)  # the prompt alone is longer than the window
     assert_close(policy.logprobs(other, temperature=1.0), other.logprobs, rtol=0, atol=1e-4)
 

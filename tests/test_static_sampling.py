@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.decoding import StopStrings
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.own import linear
 from grpo_lightning.sampler.own.decode import Replay, decode
@@ -20,6 +19,7 @@ from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
 from grpo_lightning.sampler.own.talking import TalkingSlots
+from grpo_lightning.sampler.text import StopStrings
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.oracle import sampled_alone
 

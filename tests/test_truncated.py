@@ -35,6 +35,7 @@ from grpo_lightning.transformer.logprobs import separate
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, start
 from tests.support.running import small_run
+from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 12}
@@ -65,7 +66,7 @@ def policy(checkpoint):
 
 def rollout(policy, *, group_size=4, seed=1, options=NUCLEUS, noise=0.2):
     """What the policy samples, with noise on what is compared with it."""
-    sampled = policy.sample(PROMPTS, group_size=group_size, sampling=Sampling(**options), seed=seed)
+    sampled = generate(policy, PROMPTS, group_size=group_size, sampling=Sampling(**options), seed=seed)
     generator = torch.Generator().manual_seed(0)
     old, ref, advantages = noise * torch.randn(3, *sampled.mask.shape, generator=generator) * sampled.mask
     return Rollout(
@@ -140,14 +141,14 @@ def test_sets_take_4_bytes_for_each_of_their_tokens_and_never_more_than_1024(tmp
             return self.logits.expand(*ids.shape, 3000)
 
     policy = PlainPolicy(Flat())
-    sampled = policy.sample([[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_p": 0.9}), seed=0)
+    sampled = generate(policy, [[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_p": 0.9}), seed=0)
     assert sampled.kept.sizes.tolist() == [[1024] * 12] * 6  # of a nucleus of 2,700
     bytes_of = [value.numel() * value.element_size() for value in (sampled.kept.sizes, sampled.kept.ids)]
     assert bytes_of == [4 * 6 * 12, 4 * 6 * 12 * 1024]
     assert_close(sampled.logprobs, torch.full((6, 12), -6.931472))  # -log 1024
     assert_close(sampled.entropy, torch.full((6, 12), 6.931472))
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs)
-    few = policy.sample([[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_k": 5}), seed=0)
+    few = generate(policy, [[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_k": 5}), seed=0)
     assert len(few.kept.ids) == 5 * 6 * 12
 
 
@@ -256,7 +257,7 @@ CHOICES = [
 @pytest.mark.parametrize("options", CHOICES, ids=str)
 def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy, options):
     sampling = Sampling(**FREE | options)
-    sampled = policy.sample(PROMPTS, group_size=2, sampling=sampling, seed=2)
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=sampling.temperature, entropy=True)
     assert_close(logprobs, sampled.logprobs, rtol=0, atol=1e-5)
     assert_close(entropy, sampled.entropy, rtol=0, atol=1e-5)
@@ -277,9 +278,9 @@ def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy,
 
 
 def test_greedy_and_free_sampling_make_no_sets(policy):
-    assert policy.sample(PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=2).kept is None
+    assert generate(policy, PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=2).kept is None
     greedy = Sampling(**NUCLEUS | {"temperature": 0.0})
-    assert policy.sample(PROMPTS, group_size=1, sampling=greedy, seed=2).kept is None
+    assert generate(policy, PROMPTS, group_size=1, sampling=greedy, seed=2).kept is None
 
 
 def gradients(policy, value):

@@ -3,9 +3,9 @@ import torch
 
 from grpo_lightning.batch import Prompts
 from grpo_lightning.reward import Weighted
-from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.validation import Validation
 from grpo_lightning.varying import Linear
+from tests.support.sampling import context as make_context
 from tests.test_rollout import REWARDS, Fixed
 
 SAMPLING = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 3, "stop": ["x"]}
@@ -18,7 +18,7 @@ def validation(reward=REWARDS, **changed):
 
 def test_metrics_by_hand():
     policy, made = Fixed(), validation()
-    made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=StepContext(seed=3))
+    made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=make_context(seed=3))
     found = {name: value.item() for name, value in made.compute().items()}
     # p: a, b, ab -> right, wrong, right;   q: "", abc, q -> wrong, right, wrong; every answer is another: ties
     assert found["val/pass@1"] == pytest.approx((2 / 3 + 1 / 3) / 2)
@@ -40,9 +40,9 @@ def test_metrics_by_hand():
 def test_batches_add_up_and_computing_starts_over():
     made = validation({"r": Weighted(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
     for _ in range(2):
-        made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=StepContext(seed=0))
+        made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
     assert made.compute()["val/pass@1"].item() == pytest.approx(1 / 6)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=StepContext(seed=0))
+    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
     found = made.compute()
     assert found["val/pass@1"].item() == pytest.approx(1 / 6)
     assert found["val/reward/total"].item() == pytest.approx(1 / 3)
@@ -52,13 +52,13 @@ def test_batches_add_up_and_computing_starts_over():
 def test_without_an_outcome_accuracy_decides():
     never, always = (Weighted(lambda completions, score=score: [score] * 6, 1.0) for score in (0.0, 1.0))
     made = validation({"format": never, "accuracy": always}, outcome=None)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=StepContext(seed=0))
+    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
     assert made.compute()["val/pass@1"] == 1.0
 
 
 def test_varying_weights_are_those_of_the_next_step():
     made = validation({"r": Weighted(lambda completions: [1.0] * 6, Linear(1.0, 3.0, steps=4))}, outcome=None)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=1, context=StepContext(seed=0))
+    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=1, context=make_context(seed=0))
     assert made.compute()["val/reward/total"].item() == 1.5
 
 
@@ -73,7 +73,7 @@ def test_prompts_are_numbered_over_the_batches_of_one_validation():
     for _ in range(2):
         for _ in range(2):
             made.step(
-                Numbered(), Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=StepContext(seed=0)
+                Numbered(), Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=make_context(seed=0)
             )
         made.compute()
     assert numbers == [0, 2, 0, 2]

@@ -11,6 +11,7 @@ from benchmarks.gpu.machine import copy_rate
 from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import half, seconds
+from benchmarks.setting import NATIVE
 from grpo_lightning.memory import Shape
 
 ROWS, FEW = (64, 128, 256, 512), 256
@@ -63,7 +64,7 @@ def ours(config: PretrainedConfig, sizes: Sizes, *, rate: float, found: Found) -
         asked = prompts(rows // GROUP, sizes.prompt, config.vocab_size)
 
         def sampled(length: int, asked: list[list[int]] = asked) -> Any:
-            return given.sample(asked, group_size=GROUP, sampling=sampling(length), seed=0)
+            return NATIVE.generate(given, asked, group_size=GROUP, sampling=sampling(length), seed=0)
 
         with half():
             took = per_token(sampled, short=sizes.short, long=sizes.long)

@@ -10,6 +10,7 @@ from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Pr
 from benchmarks.gpu.models import SMALL, model, policy, prompts, sampling
 from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, half
+from benchmarks.setting import NATIVE
 from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.transformer.head import Head, token_logprobs
@@ -50,7 +51,7 @@ def scored(given: HFPolicy, rows: Sampled, *, shared: bool) -> tuple[Tensor, Ten
 
 
 def sampled(given: HFPolicy, asked: list[list[int]], *, group_size: int = 6) -> Sampled:
-    return given.sample(asked, group_size=group_size, sampling=sampling(20), seed=1)
+    return NATIVE.generate(given, asked, group_size=group_size, sampling=sampling(20), seed=1)
 
 
 def exact(name: str) -> dict[str, float]:

@@ -16,6 +16,7 @@ from benchmarks.gpu.equality import CONFIGS, tokens
 from benchmarks.gpu.models import model, policy, prompts, sampling
 from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, seconds
+from benchmarks.setting import NATIVE
 from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.transformer.attention import Stream
@@ -157,7 +158,7 @@ def gradient(module: nn.Module, sampled: Sampled) -> Tensor:
 def data_parallel() -> float:
     """The relative difference that wrapping a policy for data parallelism makes to its gradient."""
     given = policy(model(CONFIGS["qwen2"]))
-    sampled = given.sample(prompts(3, 9, 512), group_size=4, sampling=sampling(20), seed=0)
+    sampled = NATIVE.generate(given, prompts(3, 9, 512), group_size=4, sampling=sampling(20), seed=0)
     if not any(tokens(sampled)):
         raise RuntimeError("nothing was sampled")
     with group_of_one():

@@ -8,6 +8,7 @@ from torch import Tensor
 from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import keep
 from benchmarks.gpu.tools import device, half
+from benchmarks.setting import NATIVE
 from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy, load
 
@@ -30,7 +31,7 @@ def measured(given: HFPolicy, asked: list[Any], *, group_size: int, length: int)
     "rounding" is how far training itself is on average from what float32 gives.
     """
     with half(), torch.no_grad():
-        rows = given.sample(asked, group_size=group_size, sampling=sampling(length), seed=0)
+        rows = NATIVE.generate(given, asked, group_size=group_size, sampling=sampling(length), seed=0)
         found = scored(given, rows)
     with torch.no_grad():
         rounding = (scored(given, rows) - found)[rows.mask].abs().mean()

@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import Skipped, keep
 from benchmarks.gpu.tools import device, half
+from benchmarks.setting import NATIVE
 from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 
@@ -78,7 +79,7 @@ def waits(given: HFPolicy, asked: list[list[int]], length: int) -> int:
 
 
 def drawn(given: HFPolicy, asked: list[list[int]], length: int) -> Sampled:
-    return given.sample(asked, group_size=8, sampling=sampling(length), seed=0)
+    return NATIVE.generate(given, asked, group_size=8, sampling=sampling(length), seed=0)
 
 
 def run(reduced: bool) -> dict[str, Any]:

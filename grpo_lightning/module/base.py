@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from lightning import LightningModule
@@ -24,8 +24,8 @@ from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
 from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.sampler.engine import Sampler, WeightSource
-from grpo_lightning.sampler.own import Own
+from grpo_lightning.sampler.base import Sampler
+from grpo_lightning.sampler.own.sampler import NativeSampler
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -42,7 +42,7 @@ class StepModule(LightningModule):
         schedule: (steps completed, total_steps=) -> multiplier of the learning rate.
         steps: Batches of prompts to train on.
         seed: Decides all sampling and shuffling.
-        sampler: Draws the policy's completions; None: the policy itself.
+        sampler: Generates the completions; None: the native sampler.
         max_grad_norm: As in `GradientStep`, like ``max_skipped``.
         max_skipped: As in `GradientStep`.
         settings: The run's settings as plain values, which callbacks write into checkpoints, logs and model cards.
@@ -73,7 +73,7 @@ class StepModule(LightningModule):
         self.schedule = schedule
         self.steps = steps
         self.seed = seed
-        self.sampler: Sampler = sampler or Own()
+        self.sampler = sampler or NativeSampler()
         self.settings = dict(settings or {})
         self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
         self.base = adapter.fingerprint(policy)
@@ -100,16 +100,15 @@ class StepModule(LightningModule):
             clock=self.clock,
             poll=self.poll,
             ranks=self.loop.ranks,
+            sampler=self.sampler,
         )
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside, the policy may be sampled from, with its weights as they are."""
-        policy = cast(WeightSource, self.policy)
-        with self.loop.sampling(self.policy):
-            ready = self.sampler.ready(policy, version=self.completed_steps, clock=self.clock, ranks=self.loop.ranks)
-            with ready:
-                yield
+        given: Any = {"version": self.completed_steps, "clock": self.clock, "ranks": self.loop.ranks}
+        with self.loop.sampling(self.policy), self.sampler.ready(self.policy, **given):
+            yield
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
@@ -157,7 +156,7 @@ class StepModule(LightningModule):
             mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
             for policy in self.policies():
                 half = self.trainer.precision == "bf16-mixed"
-                shard(policy, mesh, methods=("logprobs_and_entropy", "kept", "sample"), half=half)
+                shard(policy, mesh, methods=("logprobs_and_entropy", "kept"), half=half)
 
     def policies(self) -> list[Policy]:
         """All whose weights this module holds, trained or not."""

@@ -1,10 +1,9 @@
 """What the trainer asks of a language model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,41 +12,8 @@ from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.filtered import Found
-from grpo_lightning.sampler.own.decode import Poll
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
-
-OnFinished = Callable[[int, str, list[int]], None]
-"""(row, text, token ids) of a completion that has just ended, while others are still being sampled."""
-
-
-class Partner(Protocol):
-    """Whom a policy talks to in completions of several turns.
-
-    Every completion is told of by its number among those of one call of ``Policy.sample``.
-    """
-
-    @property
-    def waits(self) -> bool:
-        """Whether replies take time: they are asked for only once no completion can go on."""
-        ...
-
-    @property
-    def role(self) -> str | None:
-        """Who replies, user or tool; None: ``policy.reply_role``."""
-        ...
-
-    def said(self, row: int, text: str) -> None:
-        """The model has ended a turn of a completion, of this text."""
-        ...
-
-    def reply(self, row: int) -> str | None:
-        """What it is told; None: the completion is over. Asked once after every `said`."""
-        ...
-
-    def unread(self, row: int, problem: str) -> None:
-        """The policy cannot read the last reply to a completion, which is over."""
-        ...
 
 
 class Policy(nn.Module, ABC):
@@ -89,42 +55,6 @@ class Policy(nn.Module, ABC):
             self.to(self.idle_device)  # what else it holds, such as frequencies of positions, may have changed
 
     @abstractmethod
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        first_prompt: int = 0,
-        poll: Poll | None = None,
-        on_finished: OnFinished | None = None,
-        partner: Partner | None = None,
-    ) -> Sampled:
-        """``group_size`` completions of every prompt.
-
-        A completion is decided by the weights, the seed, and the numbers of its prompt and of its place in the group,
-        whatever else is sampled beside it.
-
-        Args:
-            prompts: [P]
-            group_size: Completions per prompt, G.
-            sampling: How tokens are drawn.
-            seed: Of the random numbers, in [0, 2^64); no global random state is read or changed.
-            first_prompt: Number of the first prompt here, among all that are sampled with this seed.
-            poll: Called before every token.
-            on_finished: Called with every completion that ends before the length limit, as soon as it does.
-            partner: Whom the model talks to: completions that have ended go on behind its replies, as long as it
-                replies and ``max_new_tokens`` last, for both together; a reply for which no room is left cuts the
-                completion before it. None: completions have one turn.
-
-        Raises:
-            ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do
-                not fit into the model's context.
-            FloatingPointError: The logits are not finite.
-        """
-
-    @abstractmethod
     def logprobs_and_entropy(
         self,
         rows: Sampled | Rollout,
@@ -161,11 +91,6 @@ class Policy(nn.Module, ABC):
             NotImplementedError: Engines know no such policies.
         """
         raise NotImplementedError(f"{type(self).__name__}.kept")
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether an engine draws its completions now: `sample` then makes no forward pass of the policy's own."""
-        return False
 
     def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
         """The first of what ``logprobs_and_entropy`` returns, [B, T]."""

@@ -3,28 +3,24 @@
 import bisect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
-from grpo_lightning.policy import OnFinished, Partner, Policy
-from grpo_lightning.policy.decoding import Conversation, StopStrings, decoded, one_by_one, reporter
+from grpo_lightning.policy import Policy
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids, is_ids
 from grpo_lightning.policy.replies import Replies, is_templated
-from grpo_lightning.sampler.engine import Asked, Engine, as_decoded
 from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.decode import Decoded, Poll, decode
-from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.transformer.logits import Chunk
 
 
 class TextPolicy(Policy):
-    """Renders prompts, samples token by token, and decodes; subclasses know how logits are computed.
+    """A policy with a tokenizer: renders prompts and decodes; subclasses know how logits are computed.
 
     Args:
         tokenizer: Of transformers, or anything that behaves like one.
@@ -67,16 +63,6 @@ class TextPolicy(Policy):
             system_prompt=system_prompt,
             end_ids=self.end_ids,
         )
-        self._engine: Engine | None = None
-
-    @contextmanager
-    def sampled_by(self, engine: Engine) -> Iterator[None]:
-        """Inside, `sample` returns what ``engine`` draws."""
-        self._engine = engine
-        try:
-            yield
-        finally:
-            self._engine = None
 
     @property
     def context(self) -> int | None:
@@ -116,10 +102,6 @@ class TextPolicy(Policy):
     def kept(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
         return sets_of(rows, self.logits(rows, temperature=sampling.temperature), sampling)
 
-    @property
-    def has_engine(self) -> bool:
-        return self._engine is not None
-
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         """How many completions may be drawn at a time, so that keys and values stay in their budget; None: all."""
         return None
@@ -157,75 +139,6 @@ class TextPolicy(Policy):
     def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
         return [len(ids) for ids in self.tokenize(prompts)]
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        first_prompt: int = 0,
-        poll: Poll | None = None,
-        on_finished: OnFinished | None = None,
-        partner: Partner | None = None,
-    ) -> Sampled:
-        if partner is not None and self._engine is not None:
-            raise ValueError("partner: allowed is None with an engine")
-        tokens = self.tokenize(prompts)
-        ids, attention_mask = self._pad_left(tokens)
-        longest = ids.shape[1] + sampling.max_new_tokens
-        self._check_context(longest, "rollout.max_new_tokens")
-        stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
-        if self._engine is not None:
-            asked = Asked(
-                prompts=tokens,
-                group_size=group_size,
-                sampling=sampling,
-                seed=seed,
-                end_ids=self.end_ids,
-                first_prompt=first_prompt,
-                stops=stops,
-                poll=poll,
-                on_finished=on_finished and one_by_one(self.tokenizer, on_finished),
-            )
-            drawn = as_decoded(self._engine.draw(asked), pad_id=self.pad_id, device=ids.device)
-            return self._sampled(ids, attention_mask, drawn, group_size)
-        cache = self.cache(tokens, group_size, longest=longest)
-        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-        talk = None if partner is None else Conversation(partner, self.tokenizer, self.reply_ids)
-        with self.evaluation():
-            drawn = decode(
-                cache,
-                uniforms(seed, rows, sampling.max_new_tokens).to(ids.device),
-                sampling=sampling,
-                end_ids=self.end_ids,
-                pad_id=self.pad_id,
-                stops=stops,
-                poll=poll,
-                on_finished=reporter(self.tokenizer, on_finished),
-                at_once=self.at_once(tokens, sampling, longest=longest),
-                talk=talk,
-            )
-        return self._sampled(ids, attention_mask, drawn, group_size, talk)
-
-    def _sampled(
-        self, ids: Tensor, attention_mask: Tensor, drawn: Decoded, group_size: int, talk: Conversation | None = None
-    ) -> Sampled:
-        """Prompts [P, S] with their completions [B, T]."""
-        turns = None if talk is None else talk.turns(drawn.ids, drawn.mask)
-        return Sampled(
-            ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]
-            attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.seen], 1),
-            mask=drawn.mask,
-            logprobs=drawn.logprobs,
-            entropy=drawn.entropies,
-            texts=tuple(own[-1] for own in turns) if turns else decoded(self.tokenizer, drawn.ids, drawn.mask),
-            turns=turns,
-            replies=talk.replies(turns) if talk and turns else None,
-            finished=tuple(drawn.finished.tolist()),
-            kept=drawn.kept,
-        )
-
     def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:
         """The tokens that follow what the model has said, when an environment or a tool replies to it.
 
@@ -245,11 +158,11 @@ class TextPolicy(Policy):
     def demonstrate(self, prompts: Sequence[Prompt], completions: Sequence[Demonstration]) -> Sampled:
         if (end := self.tokenizer.eos_token_id) is None:
             raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
-        ids, attention_mask = self._pad_left(self.tokenize(prompts))
+        ids, attention_mask = self.pad_left(self.tokenize(prompts))
         rows = [
             demonstrated(self.tokenizer, self.replies, one, end=end, embeddings=self._embeddings) for one in completions
         ]
-        self._check_context(ids.shape[1] + max(len(row.ids) for row in rows), "the demonstrations")
+        self.check_context(ids.shape[1] + max(len(row.ids) for row in rows), "the demonstrations")
         return padded(ids, attention_mask, rows, pad_id=self.pad_id)
 
     def token_at(self, ids: Sequence[int], end: int) -> int:
@@ -262,14 +175,15 @@ class TextPolicy(Policy):
 
         return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
 
-    def _pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Ids [n, S] and which of them are real [n, S]."""
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=self.device)
         return ids, mask
 
-    def _check_context(self, tokens: int, key: str) -> None:
+    def check_context(self, tokens: int, key: str) -> None:
+        """Raise ``ValueError`` if so many tokens of prompt and completion do not fit; ``key`` is what to lower."""
         if self._context is not None and tokens > self._context:
             raise ValueError(
                 f"prompt and completion need up to {tokens} tokens, the model's context holds {self._context}: "

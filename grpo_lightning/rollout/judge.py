@@ -64,7 +64,7 @@ class Judge:
         context: StepContext,
         first_prompt: int = 0,
     ) -> tuple[Scored, dict[str, float]]:
-        """Sample and score; arguments as in ``Policy.sample``.
+        """Sample and score; arguments as in `Sampler.generate`.
 
         Every process does so for its portion of the prompts and gets to know all. Rewards with a timeout start on a
         completion as soon as it has ended.
@@ -83,7 +83,8 @@ class Judge:
 
         def sample() -> Sampled:
             with clock("rollout"):
-                sampled = policy.sample(
+                sampled = context.sampler.generate(
+                    policy,
                     own.texts,
                     group_size=group_size,
                     sampling=sampling,

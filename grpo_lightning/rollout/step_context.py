@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
-from grpo_lightning.sampler.own.decode import Poll
+from grpo_lightning.sampler.base import Poll, Sampler
+from grpo_lightning.sampler.own.sampler import NativeSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +26,5 @@ class StepContext:
     """Called between generated tokens; may raise to abandon the sampling."""
     ranks: Ranks = ALONE
     """The processes that divide the work among them."""
+    sampler: Sampler = field(default_factory=NativeSampler)
+    """Generates the completions."""

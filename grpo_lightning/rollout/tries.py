@@ -114,7 +114,8 @@ class Tries:
             left_over=left_over,
             metrics=metrics,
             num_tokens=int(judged.sampled.mask.sum()),
-            flops=policy.flops(judged.sampled) * (2 if "sampler/outside" in metrics else 1),  # sets take a pass, too
+            flops=policy.flops(judged.sampled)
+            * (2 if "sampler/support_miss_rate" in metrics else 1),  # sets take a pass, too
             is_fresh=before is None,
         )
 
@@ -173,10 +174,10 @@ def with_sets(
         context: The processes and the clock.
 
     Returns:
-        The rows with ``kept``; and the metric ``sampler/outside``, the fraction of the tokens that are not in the
-        policy's own set and were added to it. Where there is nothing to do, the rows as they are, and no metric.
+        The rows with ``kept``; and the metric ``sampler/support_miss_rate``, the fraction of the tokens that are not in
+        the policy's own set and were added to it. Where there is nothing to do, the rows as they are, and no metric.
     """
-    if not policy.has_engine or not sampling.truncated or sampling.temperature == 0 or sampled.kept is not None:
+    if not context.sampler.is_engine or not sampling.truncated or sampling.temperature == 0 or sampled.kept is not None:
         return sampled, {}
     ranks = context.ranks
     with context.clock("score"):
@@ -187,4 +188,4 @@ def with_sets(
     order = torch.cat([rows for rows, _, _ in parts]).argsort()
     kept = Kept.concatenate([sets for _, sets, _ in parts])[order].to(sampled.mask.device)
     outside = sum(count for _, _, count in parts) / int(sampled.mask.sum())
-    return replace(sampled, kept=kept), {"sampler/outside": outside}
+    return replace(sampled, kept=kept), {"sampler/support_miss_rate": outside}

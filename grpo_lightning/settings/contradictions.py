@@ -238,11 +238,6 @@ def _engine_policy(get: Reader) -> Iterator[str]:
         yield f"policy.quantization={bits}: allowed with {name} is null: its weights are handed over as they are"
 
 
-def _engine_in_episodes(get: Reader) -> Iterator[str]:
-    if get("environment") is not None:
-        yield f"{_engine(get)}: allowed with an environment is sampler=own: engines take no part in episodes"
-
-
 def _environment_rewards(get: Reader) -> Iterator[str]:
     given = "grpo_lightning.reward.accuracy.of_environment"
     named = [name for name, node in get("reward").items() if lookup(node, "function._target_") == given]
@@ -266,5 +261,5 @@ CONTRADICTIONS: tuple[Callable[[Reader], Iterator[str]], ...] = (
     *(_parts_of_module, _ks, _outcome, _complete_rewards, _enough_prompts, _master_weights, _divisible, _reference),
     *(_tries, _kept_of_a_group, _delta_above_the_clip, _quantized, _old_sharding, _sharded, _warmup),
     *(_preflight_of_rollouts, _engine_installed, _engine_arguments, _engine_cache, _engine_entropy, _engine_policy),
-    *(_engine_in_episodes, _environment_rewards, _process_in_episodes),
+    *(_environment_rewards, _process_in_episodes),
 )

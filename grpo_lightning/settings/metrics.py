@@ -21,7 +21,7 @@ _GRPO = {
     "correction": ("mean", "max", "masked"),
     "loss": ("policy", "kl", "entropy"),
     "completion": ("length_mean", "length_max", "truncated_fraction", "set_size_mean", "set_full_fraction"),
-    "sampler": ("weight_version", "outside"),
+    "sampler": ("weight_version", "support_miss_rate"),
     "episode": ("turns", "turns_max", "reply_tokens", "failed", "bad_calls", "cut_replies"),
     "time": ("environment", "sync", "wake", "rollout", "reward", "score", "wait"),
     "perf": ("tokens_per_second", "gemm_fraction", "peak_memory_gb"),

@@ -132,14 +132,14 @@ class Staged(VLLM):
         super().__init__(**options)
         self.broken, self.disturbed = broken, disturbed
 
-    def draw(self, asked):
+    def draw(self, request):
         if self.broken == int(os.environ.get("RANK", 0)):
             raise RuntimeError("the engine is out of order")
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode(False), torch.no_grad():
             for weight in self._llm.model.parameters():
                 weight += self.disturbed * torch.randn(weight.shape, generator=generator)
-        return super().draw(asked)
+        return super().draw(request)
 
 
 def install(monkeypatch):

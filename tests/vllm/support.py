@@ -49,8 +49,8 @@ def ready(sampler, policy, version=0):
 def sample(sampler, policy, prompts=PROMPTS, *, group_size=4, seed=3, first_prompt=0, version=0, **options):
     """What the engine draws with the policy's weights as they are."""
     with ready(sampler, policy, version):
-        return policy.sample(
-            prompts, group_size=group_size, sampling=sampling(**options), seed=seed, first_prompt=first_prompt
+        return sampler.generate(
+            policy, prompts, group_size=group_size, sampling=sampling(**options), seed=seed, first_prompt=first_prompt
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.sampling import generate
 from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, ready, sample, sampling, tiny
 
 
@@ -19,7 +20,7 @@ def policy():
 
 
 def own_sample(policy, prompts=PROMPTS, *, group_size=4, seed=3, **options):
-    return policy.sample(prompts, group_size=group_size, sampling=sampling(**options), seed=seed)
+    return generate(policy, prompts, group_size=group_size, sampling=sampling(**options), seed=seed)
 
 
 def top_two(policy, ids):
@@ -68,7 +69,7 @@ def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy,
 def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, filters):
     asked = replace(sampling(temperature=1.6), **filters)
     with ready(vllm, policy):
-        rows = policy.sample(PROMPTS, group_size=12, sampling=asked, seed=3)
+        rows = vllm.generate(policy, PROMPTS, group_size=12, sampling=asked, seed=3)
     found = policy.kept(rows, asked)
     near = torch.zeros_like(rows.mask)  # a bound, so that rounding decides
     for factor in (1 - 1e-4, 1 + 1e-4):
@@ -146,12 +147,17 @@ def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy
             raise Left
 
     with ready(vllm, policy):
-        found = policy.sample(
-            PROMPTS, group_size=4, sampling=sampling(), seed=3, on_finished=lambda *one: told.update({one[0]: one[1:]})
+        found = vllm.generate(
+            policy,
+            PROMPTS,
+            group_size=4,
+            sampling=sampling(),
+            seed=3,
+            on_finished=lambda *one: told.update({one[0]: one[1:]}),
         )
     assert told == {row: (found.texts[row], ids) for row, ids in enumerate(completions(found)) if found.finished[row]}
     with pytest.raises(Left), ready(vllm, policy):
-        policy.sample(PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
+        vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 
 

@@ -76,7 +76,7 @@ def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
     policy, sampler = tiny(), VLLMServer(url=url, directory=str(tmp_path), timeout=60)
     asked = replace(sampling(temperature=1.3), top_p=0.8, top_k=10, min_p=0.02)
     with ready(sampler, policy):
-        found = policy.sample(PROMPTS, group_size=4, sampling=asked, seed=3)
+        found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
     kept = policy.kept(found, asked)
     assert not kept.outside.any()
     assert gap(policy, found, 1.3) > 0.02

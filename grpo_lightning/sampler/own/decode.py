@@ -11,12 +11,11 @@ from torch import Tensor
 
 from grpo_lightning.batch import Sampling
 from grpo_lightning.batch.rows import Kept
+from grpo_lightning.sampler.base import Poll
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.slots import Slots, StopTest, Talk
 from grpo_lightning.sampler.own.talking import TalkingSlots
 
-Poll = Callable[[], None]
-"""Called between generated tokens; may raise to abandon the sampling."""
 OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
 """(completions that just ended, their ids [n, t], mask [n, t])"""
 

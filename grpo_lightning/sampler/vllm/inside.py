@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.sampler.engine import Asked, Completion, CopiedWeights, WeightSource, check
+from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
 from grpo_lightning.sampler.vllm.surroundings import (
@@ -27,6 +27,7 @@ from grpo_lightning.sampler.vllm.surroundings import (
     undisturbed,
 )
 
+T = TypeVar("T")
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
 """Keys and values on a CPU where nothing else is said: vLLM would take most of the computer's memory."""
@@ -34,7 +35,7 @@ SLEEP = 2
 """vLLM's level at which weights are forgotten, too: they come anew before they are used."""
 
 
-class VLLM(CopiedWeights):
+class VLLM(EngineSampler):
     """Completions by vLLM's kernels, with the log-probabilities of the distribution that they are drawn from.
 
     A completion's seed is its own: it depends neither on those beside it nor on the number of processes, but for
@@ -54,6 +55,8 @@ class VLLM(CopiedWeights):
     Raises:
         ValueError: vLLM is not installed, or ``engine`` holds what it may not.
     """
+
+    key = "sampler=vllm"
 
     def __init__(
         self,
@@ -106,45 +109,46 @@ class VLLM(CopiedWeights):
             self._hand_over(policy, version)
         with clock("wake"):
             self._wake("kv_cache")
-        with policy.sampled_by(self):
-            yield
+        yield
         if self._sleeps:
             self._llm.sleep(level=SLEEP)
         self._version = version
 
-    def draw(self, asked: Asked) -> Sequence[Completion]:
+    def draw(self, request: GenerationRequest) -> Sequence[Completion]:
         """[B] completions, with the weights that were handed over last.
 
         Raises:
-            ValueError: A prompt is too long, or something is asked that engines cannot do.
+            ValueError: A prompt is too long.
             RuntimeError: The engine says that it has drawn with other weights.
         """
-        check(asked, "sampler=vllm")
         limit = self._llm.model_config.max_model_len
-        longest = max(map(len, asked.prompts)) + asked.sampling.max_new_tokens
+        longest = max((len(ids) + most for ids, _, most in request.rows), default=0)
         if longest > limit:
             raise ValueError(
                 f"prompt and completion need up to {longest} tokens, the engine holds {limit}: lower "
                 "rollout.max_new_tokens or data.max_prompt_length, or raise sampler.max_model_len"
             )
-        rows = [Row(number, ids, seed) for number, (ids, seed) in enumerate(asked.rows)]
+        rows = [Row(number, *row) for number, row in enumerate(request.rows)]
         with undisturbed(), plain_arithmetic(self._device):
             if self.tensor_parallel_size == 1:
-                return drawn(self._llm.llm_engine, rows, asked, version=self._label)
+                return drawn(self._llm.llm_engine, rows, request, version=self._label)
             # All of a group draw the same, and keep what each was asked for.
             of_all = self._of_group(rows)
             together = [row for part in of_all for row in part]
-            numbered = [Row(number, row.prompt, row.seed) for number, row in enumerate(together)]
-            found = drawn(self._llm.llm_engine, numbered, asked, version=self._label, alone=False)
+            numbered = [Row(number, row.prompt, row.seed, row.max_tokens) for number, row in enumerate(together)]
+            found = drawn(self._llm.llm_engine, numbered, request, version=self._label, alone=False)
             first = sum(len(part) for part in of_all[: dist.get_rank() % self.tensor_parallel_size])
             return found[first : first + len(rows)]
 
-    def _of_group(self, rows: list[Row]) -> list[list[Row]]:
-        """The rows of every process of this one's tensor-parallel group."""
+    def any_process(self, value: bool) -> bool:
+        return value if self.tensor_parallel_size == 1 else any(self._of_group(value))
+
+    def _of_group(self, value: T) -> list[T]:
+        """The values of every process of this one's tensor-parallel group."""
         from vllm.distributed.parallel_state import get_tp_group
 
         parts: list[Any] = [None] * self.tensor_parallel_size
-        dist.all_gather_object(parts, rows, group=get_tp_group().cpu_group)
+        dist.all_gather_object(parts, value, group=get_tp_group().cpu_group)
         return parts
 
     def _built(self, policy: WeightSource, ranks: Ranks) -> Any:

@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.output.redaction import HIDDEN
-from grpo_lightning.sampler.engine import Asked, Completion, CopiedWeights, WeightSource, check, row_seed
+from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
 from grpo_lightning.sampler.filtered import options
 
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
 _LOOK_EVERY = 0.2
-"""Seconds between two looks at whether the run was asked to end."""
+"""Seconds between two looks at whether the run was request to end."""
 _NEUTRAL = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     **{"min_tokens": 0, "use_beam_search": False},
@@ -37,7 +37,7 @@ _NEUTRAL = {
 """Said with every request, like the filters, so that no default of the server's shapes the distribution."""
 
 
-class VLLMServer(CopiedWeights):
+class VLLMServer(EngineSampler):
     """Completions of a ``vllm serve``d model, which reads the policy's weights from files before every rollout.
 
     Args:
@@ -48,6 +48,8 @@ class VLLMServer(CopiedWeights):
             computes. The server computes in its own.
         timeout: Seconds that the server may take for one answer.
     """
+
+    key = "sampler=vllm_server"
 
     def __init__(
         self, *, url: str, directory: str, model: str | None = None, dtype: str | None = None, timeout: float = 600.0
@@ -77,26 +79,25 @@ class VLLMServer(CopiedWeights):
             ranks.together(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
             ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
-        with policy.sampled_by(self):
-            yield
+        yield
         self._version = version
 
-    def draw(self, asked: Asked) -> Sequence[Completion]:
+    def draw(self, request: GenerationRequest) -> Sequence[Completion]:
         """[B] completions, with the weights that the server has.
 
         Raises:
-            ValueError: Something is asked that engines cannot do.
             RuntimeError: The server does not answer, or without log-probabilities.
         """
-        check(asked, "sampler=vllm_server")
-        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(asked.prompts)))
+        if not request.prompts:
+            return []
+        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(request.prompts)))
         try:
-            answers = [pool.submit(self._group, asked, number) for number in range(len(asked.prompts))]
+            answers = [pool.submit(self._group, request, number) for number in range(len(request.prompts))]
             waiting = set(answers)
             while waiting:
                 _, waiting = wait(waiting, timeout=_LOOK_EVERY)
-                if asked.poll:
-                    asked.poll()
+                if request.poll:
+                    request.poll()
             groups = [answer.result() for answer in answers]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -105,8 +106,8 @@ class VLLMServer(CopiedWeights):
         pool.shutdown()
         completions = [one for group in groups for one in group]
         for row, one in enumerate(completions):
-            if asked.on_finished and one.finished:
-                asked.on_finished(row, one.ids)
+            if request.on_finished and one.finished:
+                request.on_finished(row, one.ids)
         return completions
 
     def _only_model(self) -> str:
@@ -140,41 +141,41 @@ class VLLMServer(CopiedWeights):
         self._server.post("/update_weight_version", {"new_version": str(version)})
         shutil.rmtree(place)
 
-    def _group(self, asked: Asked, number: int) -> list[Completion]:
+    def _group(self, request: GenerationRequest, number: int) -> list[Completion]:
         """[G] completions of one prompt."""
-        sampling = asked.sampling
+        sampling = request.sampling
         answer = self._server.post(
             "/v1/completions",
             {
                 **_NEUTRAL,
                 **options(sampling),
                 "model": self.model,
-                "prompt": list(asked.prompts[number]),
-                "n": asked.group_size,
-                "seed": row_seed(asked.seed, asked.first_prompt + number, 0),
+                "prompt": list(request.prompts[number]),
+                "n": len(request.seeds[number]),
+                "seed": request.seeds[number][0],
                 "temperature": sampling.temperature,
-                "max_tokens": sampling.max_new_tokens,
-                "stop_token_ids": list(asked.end_ids),
+                "max_tokens": request.max_new_tokens[number],
+                "stop_token_ids": list(request.end_ids),
                 "ignore_eos": True,
                 "logprobs": 0,
                 "return_token_ids": True,
             },
         )
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        if len(choices) != asked.group_size:
+        if len(choices) != len(request.seeds[number]):
             raise RuntimeError(
-                f"{self._server.url}: {len(choices)} completions of a prompt came, not {asked.group_size}"
+                f"{self._server.url}: {len(choices)} completions of a prompt came, not {len(request.seeds[number])}"
             )
-        return [self._completion(choice, asked) for choice in choices]
+        return [self._completion(choice, request) for choice in choices]
 
-    def _completion(self, choice: Mapping[str, Any], asked: Asked) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], request: GenerationRequest) -> Completion:
         ids, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if not ids or not told or len(ids) != len(told):
             raise RuntimeError(f"{self._server.url}: a completion came without its token ids or log-probabilities")
-        kept = asked.stops([ids], [len(ids)])[0] if asked.stops else 0
+        kept = request.stops([ids], [len(ids)])[0] if request.stops else 0
         if kept:
             return Completion(ids[:kept], told[:kept], finished=True)
-        return Completion(ids, told, finished=ids[-1] in asked.end_ids)
+        return Completion(ids, told, finished=ids[-1] in request.end_ids)
 
 
 def _make(place: Path) -> None:

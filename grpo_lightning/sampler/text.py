@@ -1,13 +1,46 @@
 """Completions as text while the sampler draws token ids: reports, stop strings, turns and replies."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from grpo_lightning.batch import Sampled
 from grpo_lightning.batch.turns import spans
-from grpo_lightning.policy import OnFinished, Partner
-from grpo_lightning.sampler.own.decode import OnRowsFinished
+from grpo_lightning.sampler.base import OnFinished, Partner
+from grpo_lightning.sampler.own.decode import Decoded, OnRowsFinished
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy.tokenization import TextPolicy
+
+
+def as_sampled(
+    policy: "TextPolicy", prompts: list[list[int]], drawn: Decoded, talk: "Conversation | None" = None
+) -> Sampled:
+    """Prompts [P] with their completions [B, T] as rows, decoded.
+
+    Args:
+        policy: Decodes.
+        prompts: [P] the token ids of each.
+        drawn: The completions.
+        talk: Who has replied between the turns; None: single-turn.
+    """
+    group_size = len(drawn.ids) // len(prompts)
+    ids, attention_mask = policy.pad_left(prompts)
+    turns = None if talk is None else talk.turns(drawn.ids, drawn.mask)
+    return Sampled(
+        ids=torch.cat([ids.repeat_interleave(group_size, 0), drawn.ids], 1),  # [P, S] -> [B, S] -> [B, S + T]
+        attention_mask=torch.cat([attention_mask.repeat_interleave(group_size, 0), drawn.seen], 1),
+        mask=drawn.mask,
+        logprobs=drawn.logprobs,
+        entropy=drawn.entropies,
+        texts=tuple(own[-1] for own in turns) if turns else decoded(policy.tokenizer, drawn.ids, drawn.mask),
+        turns=turns,
+        replies=talk.replies(turns) if talk and turns else None,
+        finished=tuple(drawn.finished.tolist()),
+        kept=drawn.kept,
+    )
 
 
 def decoded(tokenizer: Any, completions: Tensor, mask: Tensor) -> tuple[str, ...]:

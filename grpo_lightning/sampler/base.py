@@ -1,0 +1,107 @@
+"""Samplers generate completions, policies score them.
+
+P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, T tokens of the longest completion.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from grpo_lightning.batch import Prompt, Sampled, Sampling
+from grpo_lightning.clock import Clock
+from grpo_lightning.distributed.ranks import Ranks
+
+OnFinished = Callable[[int, str, list[int]], None]
+"""(row, text, token ids) of a completion that has just ended, while others are still being generated."""
+Poll = Callable[[], None]
+"""Called between generated tokens; may raise to abandon the sampling."""
+
+
+class Partner(Protocol):
+    """Replies to the model in multi-turn completions, which are numbered as in one call of `Sampler.generate`."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether replies take time: they are asked for only once no completion can go on."""
+        ...
+
+    @property
+    def role(self) -> str | None:
+        """Role of the replies, user or tool; None: ``policy.reply_role``."""
+        ...
+
+    def said(self, row: int, text: str) -> None:
+        """Take the text of a turn that the model has ended."""
+        ...
+
+    def reply(self, row: int) -> str | None:
+        """Return the reply to that turn; None ends the completion. Called once after every `said`."""
+        ...
+
+    def unread(self, row: int, problem: str) -> None:
+        """Take note that the policy cannot read the last reply, which ends the completion."""
+        ...
+
+
+class Sampler(ABC):
+    """Generates completions with a policy's weights."""
+
+    is_engine = False
+    """Whether log-probabilities are computed elsewhere than by the policy."""
+    is_coarse = False
+    """Whether it rounds to 16 bits, whatever the policy does."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last step by name."""
+        return {}
+
+    def ready(self, policy: Any, *, version: int, clock: Clock, ranks: Ranks) -> AbstractContextManager[None]:
+        """Inside, `generate` uses the policy's weights as they are at the beginning; all processes enter together.
+
+        Args:
+            policy: Whose weights are used.
+            version: Steps that these weights have behind them.
+            clock: Adds up the seconds of handing weights over, as ``sync``, and of waking an engine, as ``wake``.
+            ranks: The processes of the run.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def generate(
+        self,
+        policy: Any,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        poll: Poll | None = None,
+        on_finished: OnFinished | None = None,
+        partner: Partner | None = None,
+    ) -> Sampled:
+        """``group_size`` completions of every prompt.
+
+        Sampling is batch-invariant up to rounding: a completion depends on the weights, the seed, and the numbers of
+        its prompt and of its place in the group.
+
+        Args:
+            policy: A `policy.tokenization.TextPolicy`: tokenizes, and has the weights.
+            prompts: [P]
+            group_size: Completions per prompt, G.
+            sampling: How tokens are drawn.
+            seed: Of the random numbers, in [0, 2^64); no global random state is read or changed.
+            first_prompt: Number of the first prompt here, among all that are sampled with this seed.
+            poll: Called between tokens.
+            on_finished: Called with every single-turn completion that ends before the length limit, as soon as it does.
+            partner: Replies to completions that have ended a turn, which then go on behind the reply, until there is
+                none or ``max_new_tokens`` are used up, replies included; a reply that leaves no room cuts the
+                completion before it. None: single-turn.
+
+        Raises:
+            ValueError: A prompt has no tokens, or one that the model has no embedding for, or prompt and completion do
+                not fit into the model's context.
+            FloatingPointError: The logits are not finite.
+        """

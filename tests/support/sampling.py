@@ -1,0 +1,18 @@
+"""Completions by the native sampler, and by policies of tests that make up their own."""
+
+from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.sampler.base import Sampler
+from grpo_lightning.sampler.own.sampler import NativeSampler
+
+generate = NativeSampler().generate
+
+
+class OfPolicy(Sampler):
+    """Returns what the method ``sample`` of a policy makes up."""
+
+    def generate(self, policy, prompts, **arguments):
+        return policy.sample(prompts, **arguments)
+
+
+def context(**given):
+    return StepContext(sampler=OfPolicy(), **given)
