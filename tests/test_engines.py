@@ -8,13 +8,16 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.inside import VLLM
 from grpo_lightning.settings import ConfigError, check
 from tests.support import stand_in
 from tests.support.composed import composed
+from tests.support.episodes import Played, chatty
 from tests.support.running import small_run
+from tests.support.sampling import generate
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
 
 NAMES = {*dict(tiny().model.named_parameters()), "lm_head.weight"}
@@ -103,6 +106,40 @@ def test_stop_strings_polls_and_early_ends(vllm):
     stopped = [finished for text, finished in zip(found.texts, found.finished) if " " in text]
     assert stopped
     assert all(stopped)
+
+
+@pytest.mark.parametrize(("limit", "turns", "finished"), [(60, {1, 3, 4}, {False}), (90, {1, 4}, {True, False})])
+def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, turns, finished):
+    # A temperature of 0 leaves nothing to chance. With 60 tokens one completion is cut because a reply leaves no room.
+    policy = tiny()
+
+    def environment(said):
+        return "The 42" if len(said) < 4 else None
+
+    options = {"group_size": 2, "sampling": sampling(temperature=0.0, max_new_tokens=limit), "seed": 3}
+    own = generate(policy, PROMPTS, partner=Played(environment), **options)
+    with ready(vllm, policy):
+        found = vllm.generate(policy, PROMPTS, partner=Played(environment), **options)
+    assert {len(said) for said in own.turns} == turns
+    assert set(own.finished) == finished
+    for name in ("ids", "attention_mask", "mask"):
+        assert torch.equal(getattr(found, name), getattr(own, name)), name
+    assert (found.turns, found.replies, found.finished) == (own.turns, own.replies, own.finished)
+    assert_close(found.logprobs, own.logprobs, rtol=0, atol=1e-4)
+
+
+def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm):
+    policy, partner = tiny(), Played(chatty)
+    with ready(vllm, policy):
+        found = vllm.generate(
+            policy, PROMPTS, group_size=8, sampling=sampling(max_new_tokens=60), seed=3, partner=partner
+        )
+    replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
+    assert replied.sum() > 20
+    assert found.logprobs[replied].abs().max() == 0
+    assert gap(policy, found) < 1e-4
+    seeds = stand_in.LLM.last.llm_engine.seeds
+    assert len(set(seeds)) == len(seeds) == sum(map(len, found.turns))  # each turn of each completion has its own
 
 
 def test_who_leaves_a_rollout_leaves_no_request(vllm):

@@ -82,10 +82,7 @@ def test_every_value_out_of_range_is_named():
     [
         (
             "sampler=vllm_server sampler.directory=some/weights advantage=process",
-            [
-                "sampler=vllm_server: allowed with an environment is sampler=own: engines take no part in episodes",
-                "advantage=process: allowed with an environment is advantage=to_go",
-            ],
+            ["advantage=process: allowed with an environment is advantage=to_go"],
         ),
         (
             "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",

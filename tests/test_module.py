@@ -12,6 +12,7 @@ from grpo_lightning.module.base import StepModule
 from grpo_lightning.module.update import Update, mean_metrics
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
+from grpo_lightning.sampler.own.sampler import NativeSampler
 from tests.support.composed import CONF, build
 from tests.support.running import small_module, small_run
 
@@ -206,13 +207,13 @@ VARYING = (
 @pytest.mark.slow
 def test_numbers_follow_their_schedules_and_continue_them(steps, tmp_path, monkeypatch):
     drawn = []
-    plain = HFPolicy.sample
+    plain = NativeSampler.generate
 
-    def recording(policy, prompts, **arguments):
+    def recording(*where, **arguments):
         drawn.append((arguments["sampling"].temperature, arguments["sampling"].max_new_tokens))
-        return plain(policy, prompts, **arguments)
+        return plain(*where, **arguments)
 
-    monkeypatch.setattr(HFPolicy, "sample", recording)
+    monkeypatch.setattr(NativeSampler, "generate", recording)
     whole = small_run(tmp_path / "whole", *VARYING, "steps=4")
     assert drawn == [(1.0, 8), (1.0, 4), (0.75, 6), (0.5, 8), (0.5, 8), (1.0, 8)]  # validations first and last
     names = ("rollout.temperature", "loss.surrogate.epsilon_high", "reward.format.weight")
@@ -232,14 +233,14 @@ def test_numbers_follow_their_schedules_and_continue_them(steps, tmp_path, monke
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     """A module after two steps of the default, and the seeds with which it was asked to sample."""
-    seeds, plain = [], HFPolicy.sample
+    seeds, plain = [], NativeSampler.generate
 
-    def recording(policy, prompts, **arguments):
+    def recording(*where, **arguments):
         seeds.append(arguments["seed"])
-        return plain(policy, prompts, **arguments)
+        return plain(*where, **arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFPolicy, "sample", recording)
+        patch.setattr(NativeSampler, "generate", recording)
         words = ("steps=2", "optimizer.lr=0.01", "validation.every=1")
         return small_run(tmp_path_factory.mktemp("two_steps"), *words), seeds
 

@@ -16,7 +16,7 @@ from grpo_lightning.policy.hf import load
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
 
-METHODS = ("logprobs_and_entropy", "sample")
+METHODS = ("logprobs_and_entropy",)
 
 
 @pytest.fixture

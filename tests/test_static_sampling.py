@@ -71,7 +71,7 @@ def slow(*values):
 
 
 def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
-    """What `TextPolicy.sample` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
+    """What `NativeSampler.generate` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)
     cache = policy.cache(

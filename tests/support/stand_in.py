@@ -55,13 +55,14 @@ class LLM:
 class Engine:
     def __init__(self, llm):
         self.llm, self.requests, self.version, self.aborted = llm, {}, None, []
-        self.sets = {}
+        self.sets, self.seeds = {}, []
 
     def set_weight_version(self, version):
         self.version = version
 
     def add_request(self, number, prompt, params):
         generator = torch.Generator().manual_seed(params.seed)
+        self.seeds.append(params.seed)
         ids = list(prompt["prompt_token_ids"])
         self.requests[number] = SimpleNamespace(ids=ids, params=params, generator=generator, drawn=[], logprobs=[])
 
