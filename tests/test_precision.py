@@ -10,7 +10,7 @@ from lightning import LightningModule
 import grpo_lightning as grpo
 from grpo_lightning.distributed import chosen
 from grpo_lightning.distributed.chosen import natural_precision
-from grpo_lightning.module.loop import OwnLoop
+from grpo_lightning.module.loop import Loop
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class Doubling(LightningModule):
 def test_a_loop_of_ones_own_rounds_weights_anew_after_every_optimizer_step() -> None:
     module = Doubling()
     row = torch.ones(1, 3)
-    with OwnLoop(module, precision="bf16-mixed").precision():
+    with Loop(module, precision="bf16-mixed").precision():
         before = module.layer(row)
         module.layer.weight.data *= 2
         assert torch.equal(module.layer(row), 2 * before)

@@ -20,7 +20,7 @@ from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.distributed.strategies import check_strategy
 from grpo_lightning.module.gradient_step import GradientStep, trained_weights
-from grpo_lightning.module.loop import Loop, OwnLoop, TrainerLoop
+from grpo_lightning.module.loop import Loop, TrainerLoop
 from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
@@ -85,7 +85,7 @@ class StepModule(LightningModule):
         self.validated_at = -1
         self.metrics: dict[str, float] = {}
         self.values = Values()
-        self._own_loop: OwnLoop | None = None
+        self._own_loop: Loop | None = None
 
     def seed_of(self, *what: object) -> int:
         """A seed for one purpose, such as ("rollout", 7); the same in every run with the same ``seed``."""
@@ -126,7 +126,7 @@ class StepModule(LightningModule):
         """
         if self._own_loop is None:
             self.to(next(self.policy.parameters()).device)
-            self.loop = self._own_loop = OwnLoop(self, precision=self.settings.get("trainer", {}).get("precision"))
+            self.loop = self._own_loop = Loop(self, precision=self.settings.get("trainer", {}).get("precision"))
             self.on_fit_start()
             self.on_train_start()
         self.loop = self._own_loop  # a validation by a Trainer has its own

@@ -1,16 +1,15 @@
-"""What carries a module from step to step: Lightning's Trainer, or a loop of one's own."""
+"""What a step needs of its surroundings: a loop of one's own, or Lightning's Trainer."""
 
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import ALONE, Ranks
@@ -18,21 +17,25 @@ from grpo_lightning.distributed.sharding import gathered
 from grpo_lightning.distributed.strategies import add_up_gradients
 
 
-class Loop(Protocol):
-    """What a step needs of its surroundings."""
+class Loop:
+    """Steps that a program makes one by one in this process, without a Trainer; `TrainerLoop` makes them with one.
 
-    ranks: Ranks
+    Args:
+        module: Whose optimizer and schedule are made here.
+        precision: bf16-mixed computes in bfloat16, anything else in the weights' own type.
+    """
+
+    ranks = ALONE
     """The processes that divide the work among them."""
+    optimizer: Any
+    """The one optimizer of the run."""
+    schedule: Any
+    """The learning-rate scheduler, which makes one step per rollout."""
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The one optimizer of the run."""
-        ...
-
-    @property
-    def schedule(self) -> Any:
-        """The learning-rate scheduler, which makes one step per rollout."""
-        ...
+    def __init__(self, module: LightningModule, *, precision: Any = None) -> None:
+        self._autocast = module.device.type if precision == "bf16-mixed" else None
+        made: Any = module.configure_optimizers()
+        self.optimizer, self.schedule = made["optimizer"], made["lr_scheduler"]
 
     def begin(self, *, epochs: int) -> None:
         """Get ready to train, for so many stretches between validations; the module is on its device."""
@@ -48,14 +51,17 @@ class Loop(Protocol):
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, arithmetic is that of a training step."""
-        ...
+        # Rounded weights must not be kept from one optimizer step to the next, within one training step.
+        kind = self._autocast
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False) if kind else nullcontext()
 
     def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the policy may be sampled from."""
-        ...
+        """Inside, every process has all weights of the policy."""
+        return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a micro-batch; processes exchange gradients after the ``last`` one."""
+        loss.backward()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Publish scalars at a step."""
@@ -64,7 +70,7 @@ class Loop(Protocol):
         """Make this step the last one."""
 
 
-class TrainerLoop:
+class TrainerLoop(Loop):
     """Steps under Lightning's Trainer, on any number of processes.
 
     Args:
@@ -79,9 +85,8 @@ class TrainerLoop:
         self.ranks = Ranks(trainer.global_rank, trainer.world_size)
 
     @property
-    def optimizer(self) -> Optimizer:
-        optimizer: Any = self._module.optimizers()
-        return optimizer  # type: ignore[no-any-return]  # Lightning's wrapper of it
+    def optimizer(self) -> Any:
+        return self._module.optimizers()
 
     @property
     def schedule(self) -> Any:
@@ -149,49 +154,3 @@ class TrainerLoop:
 
     def stop(self) -> None:
         self._trainer.should_stop = True
-
-
-class OwnLoop:
-    """Steps that a program makes one by one, without a Trainer, in this process.
-
-    Args:
-        module: Whose optimizer and schedule are made here.
-        precision: bf16-mixed computes in bfloat16, anything else in the weights' own type.
-    """
-
-    ranks = ALONE
-
-    def __init__(self, module: LightningModule, *, precision: Any = None) -> None:
-        self._autocast = module.device.type if precision == "bf16-mixed" else None
-        made: Any = module.configure_optimizers()
-        self.optimizer: Optimizer = made["optimizer"]
-        self.schedule: Any = made["lr_scheduler"]
-
-    def begin(self, *, epochs: int) -> None:
-        """Do nothing: there is no strategy to prepare."""
-
-    def begin_steps(self) -> None:
-        """Do nothing: signals are the program's own."""
-
-    def check(self) -> None:
-        """Do nothing, like `begin_steps`."""
-
-    def end_steps(self) -> None:
-        """Do nothing, like `begin_steps`."""
-
-    def precision(self) -> AbstractContextManager[Any]:
-        # Rounded weights must not be kept from one optimizer step to the next, within one training step.
-        kind = self._autocast
-        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False) if kind else nullcontext()
-
-    def sampling(self, policy: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Do nothing: the step returns its metrics."""
-
-    def stop(self) -> None:
-        """Do nothing: whoever makes the steps decides."""
