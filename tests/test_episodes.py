@@ -60,7 +60,9 @@ def assert_equal(found: Sampled, expected: list[Episode]) -> None:
             assert found.kept.flat.lists()[row * length : row * length + count] == one.sets
 
 
-@pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("plain", marks=pytest.mark.slow), "truncated", pytest.param("stop", marks=pytest.mark.slow)]
+)
 def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     options = OPTIONS[kind]
     expected = played_alone(policy, PROMPTS, chatty, group_size=3, sampling=Sampling(**SAMPLING | options), seed=5)
@@ -73,7 +75,9 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
             assert_equal(sampled(policy, options=options, waits=waits), expected)
 
 
-@pytest.mark.parametrize("kind", ["plain", "truncated", "stop"])
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("truncated", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
+)
 def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     def talkative(turns):
         return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)

@@ -8,6 +8,7 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.vllm.inside import VLLM
+from tests.support.episodes import Played, chatty
 
 TINY = "pkg://grpo_lightning/policy/tiny"
 PROMPTS = ["Spell backward: lamp", "Spell backward: winter", "What is 12 + 31?"]
@@ -68,3 +69,22 @@ def disturb(policy, scale=0.05, seed=1):
         for weight in policy.parameters():
             if weight.requires_grad:
                 weight += scale * torch.randn(weight.shape, generator=generator)
+
+
+def check_turns(sampler, policy):
+    """Completions of several turns: replies are read and not trained, and every token has its own log-probability."""
+    with ready(sampler, policy):
+        found = sampler.generate(
+            policy,
+            PROMPTS,
+            group_size=4,
+            sampling=sampling(max_new_tokens=80),
+            seed=3,
+            partner=Played(chatty),
+        )
+    replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
+    assert max(map(len, found.turns)) > 2
+    assert replied.sum() > 10
+    assert found.logprobs[replied].abs().max() == 0
+    assert gap(policy, found) < 1e-3
+    assert gap(policy, found, 0.9) > 1e-2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.sampling import generate
-from tests.vllm.support import PROMPTS, SHARED, disturb, engine, gap, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, engine, gap, ready, sample, sampling, tiny
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +172,7 @@ def test_an_adapter_is_merged():
     assert after.texts != before
     with policy.model.disable_adapter():
         assert gap(policy, after) > 0.05
+
+
+def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm, policy):
+    check_turns(vllm, policy)
