@@ -130,13 +130,13 @@ def varying_module():
     words = [f"{key}={{_target_: grpo_lightning.varying.{number}}}" for key, number in BY_KEY.items()]
     module = small_module(*words, "steps=3", "validation.max_new_tokens=10")
     module.sampled = []
-    sample = module.policy.sample
+    generate = module.sampler.generate
 
-    def remembering(prompts, *, sampling, **arguments):
+    def remembering(*where, sampling, **arguments):
         module.sampled.append((sampling.temperature, sampling.max_new_tokens))
-        return sample(prompts, sampling=sampling, **arguments)
+        return generate(*where, sampling=sampling, **arguments)
 
-    module.policy.sample = remembering
+    module.sampler.generate = remembering
     return module
 
 
