@@ -330,6 +330,7 @@ def test_a_reference_that_is_not_used_or_is_the_policy_is_said(caplog):
     assert "reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_live_models_dropout_is_switched_off(checkpoint, tmp_path):
     settings = {"attention_dropout": 0.3, "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(checkpoint, **settings)

@@ -102,6 +102,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
     for how, bad in BAD.items():
         timeout = 1.0 if how in ("hangs", "breaks off") else 5.0

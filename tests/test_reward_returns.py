@@ -39,6 +39,7 @@ def test_steps_are_taken_however_they_are_packed(timeout):
     assert scores.values["mine"] == [((1, 0.25), (2, 0.5)), ((1, 0.25), (4, 0.5))]
 
 
+@pytest.mark.slow
 @WHERE
 def test_a_tensor_of_another_shape_is_refused(timeout):
     with pytest.raises(RewardError, match="reward 'mine'"):

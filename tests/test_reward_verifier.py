@@ -190,6 +190,7 @@ def test_a_timed_verifier_scores_and_a_timeout_blames_no_data(monkeypatch, caplo
     assert "TimeoutError" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "text", "metadata"),
     [

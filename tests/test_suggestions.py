@@ -45,6 +45,7 @@ EXPLAINED = {
 }
 
 
+@pytest.mark.slow
 def test_an_override_that_cannot_be_applied_is_explained():
     for override, message in EXPLAINED.items():
         with pytest.raises((HydraException, OmegaConfBaseException)) as error:
