@@ -21,10 +21,10 @@ from benchmarks.memory import RETURNS_MEMORY
 from benchmarks.process import result
 from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
-from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.memory import GiB, Use, predicted
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.own import decode
+from grpo_lightning.types import Sampled, Sampling
 
 CASE = Setting("budget", cap=4096, mean=700, prompts=8, hidden=128, layers=4)
 ROWS = 16

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import ours, theirs
 from benchmarks.setting import NATIVE, Setting
-from grpo_lightning.batch import Rollout, Sampling
+from grpo_lightning.types import Rollout, Sampling
 
 TOLERANCE = 1e-4
 SETTING = Setting("equality", prompt=24, cap=40, mean=20, group=6, prompts=3, hidden=64, layers=2, kl=0.04)

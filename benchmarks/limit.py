@@ -11,8 +11,8 @@ import torch
 from benchmarks import ours
 from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
-from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.transformer.size import matmul_rate
+from grpo_lightning.types import Rollout, Sampling
 
 CASES = [
     Setting("6 M"),

@@ -27,10 +27,10 @@ from benchmarks.process import result
 from benchmarks.setting import Setting
 from benchmarks.shapes import QWEN, qwen
 from grpo_lightning import memory
-from grpo_lightning.batch import Rollout
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer.size import shape_of
+from grpo_lightning.types import Rollout
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)
 MEDIUM = replace(MODEL, prompts=1, hidden=512, layers=4)

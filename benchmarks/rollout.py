@@ -10,8 +10,8 @@ import torch
 from benchmarks import ours
 from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import in_turns, ratio, told
-from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.types import Sampling
 
 CASES = [
     Setting("base"),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, Scored
     from grpo_lightning.composition import compose
     from grpo_lightning.module import GRPOLightningModule, SFTLightningModule
     from grpo_lightning.policy import Policy
     from grpo_lightning.run import Run
+    from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, Scored
 
 __all__ = [
     "GRPOLightningModule",
@@ -31,13 +31,13 @@ __all__ = [
 _HOME = {
     "GRPOLightningModule": "module",
     "Policy": "policy",
-    "Prompts": "batch",
-    "Rollout": "batch",
+    "Prompts": "types",
+    "Rollout": "types",
     "Run": "run",
     "SFTLightningModule": "module",
-    "Sampled": "batch",
-    "Sampling": "batch",
-    "Scored": "batch",
+    "Sampled": "types",
+    "Sampling": "types",
+    "Scored": "types",
     "compose": "composition",
 }
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.adapted import is_adapted
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.transformer.head import LossGradient
+from grpo_lightning.types import Prompt, Rollout, Sampled
 
 
 def frozen_copy(policy: Policy, *, dtype: str | None = None, offload: bool = False) -> Policy:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.checkpoint import adapter
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import adapter_off
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
 from tests.support.running import small_run
 from tests.support.sampling import generate

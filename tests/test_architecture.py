@@ -142,5 +142,5 @@ def test_the_package_asserts_nothing():
 
 def test_every_part_of_the_config_has_a_module_of_its_name():
     parts = {p.name for p in CONF.iterdir() if p.is_dir()}
-    for part in parts - {"algorithm", "experiment", "sweep", "debug", "optimizer", "trainer"}:
+    for part in parts - {"algorithm", "experiment", "sweep", "debug", "optimizer", "trainer", "correction"}:
         assert (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists(), part

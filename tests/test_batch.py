@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts
+from grpo_lightning.types import Prompts
 from tests.test_loss import rollout
 
 

@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.callbacks.samples import _clean, completions_table, fence, inert
 from grpo_lightning.checkpoint import tensorboard
@@ -23,6 +22,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.records import read_run
+from grpo_lightning.types import Prompts, Scored
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
 

@@ -9,11 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered, process
-from grpo_lightning.batch import Prompts, Sampled, Scored
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.metrics import advantage_metrics
 from grpo_lightning.rollout.selection import max_variance, mixed
+from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support import hostile
 from tests.support.sampling import context as make_context
 from tests.test_rollout import Fixed

@@ -5,7 +5,6 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import load
 from grpo_lightning.sampler.own import buffers, linear, prompt_attention
@@ -14,6 +13,7 @@ from grpo_lightning.sampler.own.prompt_attention import excluding
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import compiled, head
 from grpo_lightning.transformer.head import Head
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
 

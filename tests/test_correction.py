@@ -14,14 +14,13 @@ import torch
 from torch.testing import assert_close
 
 import grpo_lightning as grpo
-from grpo_lightning import correction
-from grpo_lightning.batch import Rollout
-from grpo_lightning.correction.statistics import corrections, mismatch
 from grpo_lightning.distributed.ranks import ALONE
-from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3, token_mean
+from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, correction, k3, token_mean
+from grpo_lightning.loss.correction import corrections, mismatch
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.settings import ConfigError, cautions, check
 from grpo_lightning.transformer import head
+from grpo_lightning.types import Rollout
 from tests.support.composed import build, composed
 from tests.support.mismatch import NOISE, Staged
 from tests.support.running import small_module, small_run

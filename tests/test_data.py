@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from grpo_lightning.batch import Prompts
 from grpo_lightning.data import PromptData, hold_out, keep
 from grpo_lightning.data.hub import Hub, gsm8k_row
 from grpo_lightning.data.hub import prompts as hub_prompts
@@ -29,6 +28,7 @@ from grpo_lightning.data.order import StepSampler, even_batches, permutation, pr
 from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, DATASETS, ReasoningGym
 from grpo_lightning.data.reasoning_gym import prompts as gym_prompts
 from grpo_lightning.reward.accuracy import reasoning_gym
+from grpo_lightning.types import Prompts
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 100 sums and 100 differences
 CHAT = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.own import draw as module
 from grpo_lightning.sampler.own.draw import draw, inverse_cdf, likeliest, uniforms
 from grpo_lightning.transformer.head import token_logprobs
+from grpo_lightning.types import Sampling
 
 
 def truncated(logits, *, top_k=0, top_p=1.0, min_p=0.0):

@@ -128,13 +128,13 @@ def test_filters_are_asked_for_and_the_log_probabilities_are_those_of_the_sets(s
     policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
     with ready(sampler, policy):
         found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
-        assert found.kept is None
-        sets = policy.kept(found, asked)
+        assert found.support is None
+        sets = policy.support(found, asked)
     body = server.bodies[-1]
     assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 20, 0.01)
     assert not sets.outside.any()
     assert gap(policy, found) > 0.05
-    assert gap(policy, replace(found, kept=sets.kept)) < 1e-4
+    assert gap(policy, replace(found, support=sets.support)) < 1e-4
 
 
 def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):

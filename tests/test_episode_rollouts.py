@@ -10,8 +10,6 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning import advantage
-from grpo_lightning.batch import Prompts, Sampling
-from grpo_lightning.batch.turns import spans
 from grpo_lightning.callbacks.samples import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import Weighted
@@ -20,6 +18,7 @@ from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Sampling, spans
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
 from tests.test_static_sampling import PLAIN, PROMPTS, opened

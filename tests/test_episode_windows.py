@@ -7,11 +7,11 @@ import torch
 from torch.testing import assert_close
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.own import sampler as native
 from grpo_lightning.sampler.own import talking
 from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import tokenizer
 from tests.support.episodes import Played, chatty, played_alone
 from tests.support.sampling import generate

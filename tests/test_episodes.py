@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampled, Sampling
-from grpo_lightning.batch.turns import spans
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.sampler.own import sampler as native
 from grpo_lightning.sampler.own import shared_prompt_cache, talking
 from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.types import Sampled, Sampling, spans
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, Played, chatty, played_alone
 from tests.support.sampling import generate
@@ -55,9 +54,9 @@ def assert_equal(found: Sampled, expected: list[Episode]) -> None:
         assert found.replies[row] == tuple(one.replies)
         assert found.texts[row] == one.turns[-1]
         assert found.finished[row] == one.finished
-        assert (found.kept is not None) == any(one.sets)
-        if found.kept is not None:
-            assert found.kept.flat.lists()[row * length : row * length + count] == one.sets
+        assert (found.support is not None) == any(one.sets)
+        if found.support is not None:
+            assert found.support.flat.lists()[row * length : row * length + count] == one.sets
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ def as_one(found: Sampled, row: int, start: int, end: int) -> Sampled:
     ids = found.ids[row : row + 1, first : width + end]
     mask = torch.ones(1, end - start, dtype=torch.bool)
     numbers = torch.arange(found.mask.numel()).view(found.mask.shape)[row, start:end]
-    kept = None if found.kept is None else found.kept.of(numbers)
+    kept = None if found.support is None else found.support.of(numbers)
     return Sampled(
         ids=ids,
         attention_mask=torch.ones_like(ids, dtype=torch.bool),
@@ -237,5 +236,5 @@ def as_one(found: Sampled, row: int, start: int, end: int) -> Sampled:
         entropy=found.entropy[row : row + 1, start:end],
         texts=("",),
         finished=(True,),
-        kept=None if kept is None else type(kept)(kept.sizes.unsqueeze(0), kept.ids),
+        support=None if kept is None else type(kept)(kept.sizes.unsqueeze(0), kept.ids),
     )

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Prompts, Rollout, Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.module import grpo
@@ -18,6 +17,7 @@ from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.tries import with_sets
 from grpo_lightning.sampler.filtered import options, sets
 from grpo_lightning.transformer import logits
+from grpo_lightning.types import Prompts, Rollout, Sampling
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, main, start
@@ -69,9 +69,9 @@ def tokens(rows):
     return rows.ids[:, -rows.mask.shape[1] :][rows.mask].tolist()
 
 
-def in_mask(kept, mask):
+def in_mask(support, mask):
     """The sets of the tokens in the mask, row by row."""
-    return [one for one, counts in zip(kept.flat.lists(), mask.flatten().tolist()) if counts]
+    return [one for one, counts in zip(support.flat.lists(), mask.flatten().tolist()) if counts]
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ PROBABILITIES = [0.15, 0.5, 0.05, 0.2, 0.1]
 def test_sets_and_what_is_added_to_them_by_hand(changes, expected):
     given = torch.tensor([PROBABILITIES] * 5).log() + torch.tensor([[0.0], [7.0], [-3.0], [100.0], [2.0]])
     found = sets(given, torch.arange(5), Sampling(**FREE | changes))
-    assert found.kept.lists() == [sorted({*expected, token}) for token in range(5)]
+    assert found.support.lists() == [sorted({*expected, token}) for token in range(5)]
     assert found.outside.tolist() == [token not in expected for token in range(5)]
 
 
 def test_tokens_that_the_model_rules_out_are_in_no_set():
     given = torch.tensor([[0.0, -torch.inf, 1.0], [-torch.inf, 2.0, -torch.inf]])
-    assert sets(given, torch.tensor([2, 1]), Sampling(**FREE | {"top_k": 3})).kept.lists() == [[0, 2], [1]]
+    assert sets(given, torch.tensor([2, 1]), Sampling(**FREE | {"top_k": 3})).support.lists() == [[0, 2], [1]]
 
 
 def test_what_an_engine_is_asked_for():
@@ -120,12 +120,12 @@ def test_what_an_engine_is_asked_for():
 def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
     given = torch.linspace(0, 1, 3000).unsqueeze(0)
     found = sets(given.clone(), torch.tensor([5]), Sampling(**FREE | {"top_p": 0.99999}))
-    assert found.kept.lists() == [[5, *range(3000 - 1024, 3000)]]
+    assert found.support.lists() == [[5, *range(3000 - 1024, 3000)]]
     half = sets(given, torch.tensor([2999]), Sampling(**FREE | {"top_p": 0.5}))
     # of the 1,024 likeliest, whose probabilities go with exp(i / 2999): half of their sum
     weights = (torch.arange(1976, 3000).double() / 2999).exp()
     above = weights.flip(0).cumsum(0)
-    assert int(half.kept.sizes) == int((above < 0.5 * weights.sum()).sum()) + 1
+    assert int(half.support.sizes) == int((above < 0.5 * weights.sum()).sum()) + 1
 
 
 # --- the own sampler as the oracle -----------------------------------------------------------------------------------
@@ -137,25 +137,25 @@ def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, fi
     sampling = Sampling(**FREE | filters | {"temperature": 0.6})
     rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     policy.share_prompts = True
-    found = {"shared": policy.kept(rows, sampling), "plain": PlainPolicy(policy.model).kept(rows, sampling)}
+    found = {"shared": policy.support(rows, sampling), "plain": PlainPolicy(policy.model).support(rows, sampling)}
     policy.share_prompts = False
-    found["own path"] = policy.kept(rows, sampling)
+    found["own path"] = policy.support(rows, sampling)
     by_hand, in_another_order = oracle(policy, rows, sampling), {"min_p", "top_p"} <= filters.keys()
     for path, one in found.items():
         assert not one.outside.any() or in_another_order, path
         drawn = tokens(rows)
-        assert in_mask(one.kept, rows.mask) == [sorted({*own, token}) for own, token in zip(by_hand, drawn)], path
-        assert one.kept.sizes[~rows.mask].count_nonzero() == 0
+        assert in_mask(one.support, rows.mask) == [sorted({*own, token}) for own, token in zip(by_hand, drawn)], path
+        assert one.support.sizes[~rows.mask].count_nonzero() == 0
         if not in_another_order:
-            assert torch.equal(one.kept.sizes, rows.kept.sizes), path
-            assert torch.equal(one.kept.ids, rows.kept.ids), path
+            assert torch.equal(one.support.sizes, rows.support.sizes), path
+            assert torch.equal(one.support.ids, rows.support.ids), path
 
 
 def test_the_order_of_the_rows_does_not_matter(policy):
     sampling = Sampling(**NUCLEUS)
     rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     mixed = torch.tensor([3, 0, 5, 1, 2, 4])  # groups apart
-    found, expected = policy.kept(rows[mixed], sampling).kept, rows.kept[mixed]
+    found, expected = policy.support(rows[mixed], sampling).support, rows.support[mixed]
     assert torch.equal(found.sizes, expected.sizes)
     assert torch.equal(found.ids, expected.ids)
 
@@ -163,18 +163,18 @@ def test_the_order_of_the_rows_does_not_matter(policy):
 def test_rows_without_tokens_have_no_sets(policy):
     sampling = Sampling(**NUCLEUS)
     rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
-    expected = policy.kept(rows, sampling)
+    expected = policy.support(rows, sampling)
     mask = rows.mask.clone()
     mask[2] = False
     mask[0, 1:3] = False  # as replies are
     for share in (True, False):
         policy.share_prompts = share
-        found = policy.kept(replace(rows, mask=mask), sampling)
-        assert found.kept.sizes.tolist() == (expected.kept.sizes * mask).tolist()
-        assert in_mask(found.kept, mask) == in_mask(expected.kept, mask)
-        nothing = policy.kept(replace(rows, mask=torch.zeros_like(mask)), sampling)
-        assert len(nothing.kept.ids) == 0
-        assert nothing.kept.sizes.shape == nothing.outside.shape == mask.shape
+        found = policy.support(replace(rows, mask=mask), sampling)
+        assert found.support.sizes.tolist() == (expected.support.sizes * mask).tolist()
+        assert in_mask(found.support, mask) == in_mask(expected.support, mask)
+        nothing = policy.support(replace(rows, mask=torch.zeros_like(mask)), sampling)
+        assert len(nothing.support.ids) == 0
+        assert nothing.support.sizes.shape == nothing.outside.shape == mask.shape
 
 
 # --- a fake engine ---------------------------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ def test_rows_without_tokens_have_no_sets(policy):
 def test_an_engines_sets_are_found_again(vllm, policy_of_engine, filters):
     sampling = Sampling(**FREE | filters | {"temperature": 0.8})
     rows, sets_of_engine = drawn(vllm, policy_of_engine, sampling)
-    assert rows.kept is None
-    found = policy_of_engine.kept(rows, sampling)
-    assert in_mask(found.kept, rows.mask) == sets_of_engine
+    assert rows.support is None
+    found = policy_of_engine.support(rows, sampling)
+    assert in_mask(found.support, rows.mask) == sets_of_engine
     assert not found.outside.any()
-    assert gap(policy_of_engine, replace(rows, kept=found.kept), 0.8) < 1e-4
+    assert gap(policy_of_engine, replace(rows, support=found.support), 0.8) < 1e-4
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
     assert 5 < sum(outside) < len(outside) / 2
     assert told == {"sampler/support_miss_rate": sum(outside) / len(outside)}
     expected = [sorted({*own, token}) for own, token in zip(sets_now, tokens(rows))]
-    assert in_mask(found.kept, rows.mask) == expected
+    assert in_mask(found.support, rows.mask) == expected
     assert clock.read()["score"] > 0
     # Every token has a probability, and a gradient that is finite.
     logprobs = policy.logprobs(found, temperature=1.2)
@@ -282,7 +282,7 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
     def checked(wrong, **more):
         numbers = rows.mask.flatten().nonzero().flatten()[:wrong]
         old = rows.logprobs.flatten().index_add(0, numbers, torch.full((wrong,), 0.02)).view_as(rows.logprobs)
-        rollout = Rollout(rows.ids, rows.attention_mask, rows.mask, old, zeros, zeros, kept=rows.kept)
+        rollout = Rollout(rows.ids, rows.attention_mask, rows.mask, old, zeros, zeros, support=rows.support)
         check_rollout(policy, None, rollout, sampling, 10**6, **more)
 
     checked(0)

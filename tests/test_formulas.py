@@ -7,9 +7,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from grpo_lightning import advantage, correction, loss
-from grpo_lightning.batch import Rollout
+from grpo_lightning import advantage, loss
+from grpo_lightning.loss import correction
 from grpo_lightning.rollout import selection
+from grpo_lightning.types import Rollout
 from tests.support import formulas
 from tests.support.composed import CONF, build
 

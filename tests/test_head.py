@@ -7,8 +7,8 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
 
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.transformer.head import Head, token_logprobs
+from grpo_lightning.types import SamplingSupport
 
 SIZE, WIDTH, VOCABULARY = 7, 6, 11
 
@@ -21,11 +21,11 @@ def made(*, bias=False, scale=1.0, softcap=None, dtype=torch.float32):
     return Head(weight, bias, scale, softcap), hidden, torch.randint(VOCABULARY, (SIZE,))
 
 
-def plain(head, hidden, ids, temperature, kept=None):
+def plain(head, hidden, ids, temperature, support=None):
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return token_logprobs(logits, ids, temperature, entropy_gradient=True, kept=kept)
+    return token_logprobs(logits, ids, temperature, entropy_gradient=True, support=support)
 
 
 def leaves(head, hidden):
@@ -97,17 +97,19 @@ SETS = [[0, 3, 10], [], [7], [1, 2, 3, 4, 5, 6], list(range(11)), [2, 9], []]
 def test_outside_of_a_set_there_is_neither_probability_nor_gradient(bias, scale, softcap, temperature, chunk, early):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
     ids = torch.tensor([one[len(one) // 2] if one else int(drawn) for one, drawn in zip(SETS, ids)])
-    kept = Kept(torch.tensor([len(one) for one in SETS]).int(), torch.tensor([t for one in SETS for t in one]).int())
+    support = SamplingSupport(
+        torch.tensor([len(one) for one in SETS]).int(), torch.tensor([t for one in SETS for t in one]).int()
+    )
     with torch.no_grad():
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * scale
         logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     slopes = torch.randn(SIZE), torch.zeros(SIZE) if early else torch.randn(SIZE)
     found = head(
         *(hidden, ids),
-        **{"temperature": temperature, "entropy": not early, "kept": kept, "chunk": chunk},
+        **{"temperature": temperature, "entropy": not early, "support": support, "chunk": chunk},
         loss_gradient=lambda _, part: slopes[0][part],
     )
-    expected = plain(head, hidden, ids, temperature, kept)
+    expected = plain(head, hidden, ids, temperature, support)
     for token, one in enumerate(SETS):
         own = logits[token, one] if one else logits[token]
         by_hand = own.log_softmax(-1)
@@ -121,9 +123,9 @@ def test_outside_of_a_set_there_is_neither_probability_nor_gradient(bias, scale,
         torch.autograd.grad(expected, leaves(head, hidden), slopes),
     ):
         assert_close(one, other, rtol=1e-4, atol=2e-6)
-    only = torch.autograd.grad(plain(head, hidden, ids, temperature, kept)[0][2], head.weight)[0]
+    only = torch.autograd.grad(plain(head, hidden, ids, temperature, support)[0][2], head.weight)[0]
     assert only.count_nonzero() == 0  # of a single token nothing can be learned
-    (weight,) = torch.autograd.grad(plain(head, hidden, ids, temperature, kept)[0][0], head.weight)
+    (weight,) = torch.autograd.grad(plain(head, hidden, ids, temperature, support)[0][0], head.weight)
     assert weight.any(-1).nonzero().flatten().tolist() == [0, 3, 10]
 
 

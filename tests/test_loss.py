@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Rollout
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, constant, k1, k2, k3, token_mean
+from grpo_lightning.types import Rollout
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.0, 0.5, 1.0]]).log()

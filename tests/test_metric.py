@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from grpo_lightning.validation.validation import MajorityAtK, PassAtK
+from grpo_lightning.validation import MajorityAtK, PassAtK
 
 
 def rights(*rows: str) -> torch.Tensor:

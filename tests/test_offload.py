@@ -7,12 +7,12 @@ from contextlib import suppress
 import pytest
 import torch
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.settings import ConfigError, check_built
 from grpo_lightning.transformer import offload
 from grpo_lightning.transformer.offload import Moved, Offload
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
 from tests.support.sampling import generate

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from grpo_lightning.batch import Rollout
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches, same_prompts
+from grpo_lightning.types import Rollout
 
 
 def ragged(prompts, completions) -> Rollout:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.loading import resolve
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
 from tests.support.sampling import generate
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.distributed.ranks import ALONE, Ranks
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.policy.hf import load
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
 

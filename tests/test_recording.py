@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
+from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored
 from tests.support.composed import HEADER
 
 HALF, NAN = 0.5, float("nan")
@@ -134,15 +133,15 @@ def test_episodes_are_read_as_they_were_written(tmp_path):
 
 
 def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_path):
-    kept = Kept(
+    kept = SamplingSupport(
         torch.tensor([[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]]).int(), torch.tensor([7, 9, 8, 9, 0, 2, 4, 2]).int()
     )
-    given = replace(SCORED, sampled=replace(SAMPLED, kept=kept))
+    given = replace(SCORED, sampled=replace(SAMPLED, support=kept))
     written = lines(GIVEN, given, ROLLOUT, TRAINED)
     assert [row["kept"] for row in written[1:]] == [[[7, 9], []], [[8], [9], [0, 2, 4]], [[2]], [[], [], []]]
     path = tmp_path / files.file_name(1)
     files.write(path, written)
-    found = restored(*files.read(path), torch.device("cpu")).scored.sampled.kept
+    found = restored(*files.read(path), torch.device("cpu")).scored.sampled.support
     assert torch.equal(found.sizes, kept.sizes)
     assert torch.equal(found.ids, kept.ids)
     assert "kept" not in made()[1]

@@ -6,12 +6,12 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.batch import Prompts, Sampled, Sampling
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.selection import mixed, on_policy
+from grpo_lightning.types import Prompts, Sampled, Sampling
 from tests.support.composed import build, composed
 from tests.support.sampling import context as make_context
 from tests.test_loss import rollout as two_rows

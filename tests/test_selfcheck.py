@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.batch import Prompts, Sampling
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.scratch import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Sampling
 
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6)
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampled, Sampling
 from grpo_lightning.distributed.sharding import gathered, layers, shard
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.hf import load
+from grpo_lightning.types import Sampled, Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
 

@@ -9,7 +9,6 @@ import torch
 from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.adapted import base_of, weight_of
@@ -19,6 +18,7 @@ from grpo_lightning.sampler.own import shared_prompt_cache as cache
 from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.types import Rollout, Sampling
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
 from tests.support.sampling import generate
 

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.own import linear
@@ -20,6 +19,7 @@ from grpo_lightning.sampler.own.prompt_attention import attend, written_out
 from grpo_lightning.sampler.own.slots import Slots
 from grpo_lightning.sampler.own.talking import TalkingSlots
 from grpo_lightning.sampler.text import StopStrings
+from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.oracle import sampled_alone
 
@@ -119,10 +119,10 @@ def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
             assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
             assert found.ids[row][~mask].eq(policy.pad_id).all()
             assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
-            assert (found.kept is not None) == (kind == "truncated")
-            if found.kept is not None:
-                assert found.kept.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets
-                assert found.kept.sizes[row][~mask].count_nonzero() == 0
+            assert (found.support is not None) == (kind == "truncated")
+            if found.support is not None:
+                assert found.support.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets
+                assert found.support.sizes[row][~mask].count_nonzero() == 0
 
 
 @pytest.mark.slow

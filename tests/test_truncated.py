@@ -17,8 +17,6 @@ from transformers.generation.logits_process import (
 )
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.batch import Prompts, Rollout, Sampling
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
@@ -32,6 +30,7 @@ from grpo_lightning.reward import Weighted
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, start
 from tests.support.running import small_run
@@ -76,14 +75,14 @@ def rollout(policy, *, group_size=4, seed=1, options=NUCLEUS, noise=0.2):
         sampled.logprobs + old,
         sampled.logprobs + ref,
         advantages,
-        kept=sampled.kept,
+        support=sampled.support,
     )
 
 
 # --- the sets --------------------------------------------------------------------------------------------------------
 
 # row 0: {5, 7}, {2}, no token; row 1: the whole vocabulary, {0, 3, 9}, {4}
-KEPT = Kept(int32([2, 1, 0], [0, 3, 1]), int32(5, 7, 2, 0, 3, 9, 4))
+KEPT = SamplingSupport(int32([2, 1, 0], [0, 3, 1]), int32(5, 7, 2, 0, 3, 9, 4))
 
 
 def test_rows_of_sets_by_hand():
@@ -98,7 +97,7 @@ def test_rows_of_sets_by_hand():
     assert (short.sizes.tolist(), short.ids.tolist()) == ([[2, 1], [0, 3]], [5, 7, 2, 0, 3, 9])
     assert [part.lists() for part in KEPT.each([2, 3])] == [[[5, 7], [2]], [[], [0, 3, 9], [4]]]
     assert [part.lists() for part in KEPT.flat.split(4)] == [[[5, 7], [2], [], []], [[0, 3, 9], [4]]]
-    joined = Kept.concatenate([short, KEPT, Kept.everything(torch.ones(1, 1, dtype=torch.bool))])
+    joined = SamplingSupport.concatenate([short, KEPT, SamplingSupport.everything(torch.ones(1, 1, dtype=torch.bool))])
     assert joined.sizes.tolist() == [[2, 1, 0], [0, 3, 0], [2, 1, 0], [0, 3, 1], [0, 0, 0]]
     assert joined.ids.tolist() == [5, 7, 2, 0, 3, 9, 5, 7, 2, 0, 3, 9, 4]
 
@@ -116,17 +115,17 @@ def test_what_is_outside_by_hand():
 
 def test_wrong_sets_are_refused():
     with pytest.raises(ValueError, match=r"ids: expected \[3\], got \[2\]"):
-        Kept(int32([2, 1]), int32(5, 7))
+        SamplingSupport(int32([2, 1]), int32(5, 7))
     with pytest.raises(ValueError, match="sizes: expected int32, got torch.int64"):
-        Kept(torch.tensor([[1]]), int32(5))
+        SamplingSupport(torch.tensor([[1]]), int32(5))
     with pytest.raises(ValueError, match=r"sizes: expected numbers >= 0, got -1"):
-        Kept.from_state({"sizes": int32([3, -1]), "ids": int32(5, 7)})
-    assert Kept.from_state(KEPT.state()).ids.tolist() == KEPT.ids.tolist()
+        SamplingSupport.from_state({"sizes": int32([3, -1]), "ids": int32(5, 7)})
+    assert SamplingSupport.from_state(KEPT.state()).ids.tolist() == KEPT.ids.tolist()
     rows = Rollout(*[torch.zeros(2, 4)] * 2, torch.ones(2, 3, dtype=torch.bool), *[torch.zeros(2, 3)] * 3)
-    with pytest.raises(ValueError, match=r"kept: expected \(2, 3\), got \(2, 2\)"):
-        replace(rows, kept=KEPT.narrow(2))
-    assert replace(rows, kept=KEPT)[torch.tensor([1])].kept.ids.tolist() == [0, 3, 9, 4]
-    assert replace(rows, kept=KEPT).untruncated.kept is None
+    with pytest.raises(ValueError, match=r"support: expected \(2, 3\), got \(2, 2\)"):
+        replace(rows, support=KEPT.narrow(2))
+    assert replace(rows, support=KEPT)[torch.tensor([1])].support.ids.tolist() == [0, 3, 9, 4]
+    assert replace(rows, support=KEPT).without_support.support is None
 
 
 def test_sets_take_4_bytes_for_each_of_their_tokens_and_never_more_than_1024(tmp_path):
@@ -142,14 +141,14 @@ def test_sets_take_4_bytes_for_each_of_their_tokens_and_never_more_than_1024(tmp
 
     policy = PlainPolicy(Flat())
     sampled = generate(policy, [[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_p": 0.9}), seed=0)
-    assert sampled.kept.sizes.tolist() == [[1024] * 12] * 6  # of a nucleus of 2,700
-    bytes_of = [value.numel() * value.element_size() for value in (sampled.kept.sizes, sampled.kept.ids)]
+    assert sampled.support.sizes.tolist() == [[1024] * 12] * 6  # of a nucleus of 2,700
+    bytes_of = [value.numel() * value.element_size() for value in (sampled.support.sizes, sampled.support.ids)]
     assert bytes_of == [4 * 6 * 12, 4 * 6 * 12 * 1024]
     assert_close(sampled.logprobs, torch.full((6, 12), -6.931472))  # -log 1024
     assert_close(sampled.entropy, torch.full((6, 12), 6.931472))
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs)
     few = generate(policy, [[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_k": 5}), seed=0)
-    assert len(few.kept.ids) == 5 * 6 * 12
+    assert len(few.support.ids) == 5 * 6 * 12
 
 
 # --- the gradient, by enumeration ------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
         old_logprobs=torch.zeros(len(every), 2, dtype=torch.float64),
         ref_logprobs=torch.zeros(len(every), 2, dtype=torch.float64),
         advantages=torch.stack([worth[pair] for pair in every]).unsqueeze(-1).expand(-1, 2),
-        kept=Kept(
+        support=SamplingSupport(
             int32(*[[len(one) for one in row] for row in tokens]),
             int32(*[token for row in tokens for one in row for token in one]),
         ),
@@ -227,8 +226,8 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
     (other,) = torch.autograd.grad(expected[4] + expected[every[0][0]], table)
     assert_close(one, other, rtol=0, atol=1e-10)
     # The whole softmax trains another policy.
-    whole = policy.logprobs(rows.untruncated, temperature=temperature)
-    (untruncated,) = torch.autograd.grad(loss(whole, None, rows.untruncated, weights)[0], table)
+    whole = policy.logprobs(rows.without_support, temperature=temperature)
+    (untruncated,) = torch.autograd.grad(loss(whole, None, rows.without_support, weights)[0], table)
     assert (untruncated + exact).abs().max() > 0.01
 
 
@@ -261,16 +260,16 @@ def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy,
     logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=sampling.temperature, entropy=True)
     assert_close(logprobs, sampled.logprobs, rtol=0, atol=1e-5)
     assert_close(entropy, sampled.entropy, rtol=0, atol=1e-5)
-    length, sets = sampled.mask.shape[1], sampled.kept.flat.lists()
+    length, sets = sampled.mask.shape[1], sampled.support.flat.lists()
     with torch.no_grad():
         for row in range(len(sampled)):
             real = sampled.attention_mask[row]
             ids, count = sampled.ids[row][real], int(sampled.mask[row].sum())
             logits = policy.model(ids.unsqueeze(0)).logits[0, len(ids) - count - 1 : -1]
             for place, one in enumerate(warped(logits, sampling)):
-                kept = sets[row * length + place]
-                assert int(ids[len(ids) - count + place]) in kept
-                assert kept == one.isfinite().nonzero().flatten().tolist()
+                support = sets[row * length + place]
+                assert int(ids[len(ids) - count + place]) in support
+                assert support == one.isfinite().nonzero().flatten().tolist()
                 expected = one.log_softmax(-1)[ids[len(ids) - count + place]]
                 assert_close(sampled.logprobs[row, place], expected, rtol=0, atol=1e-5)
     if options == {"top_k": 1}:
@@ -278,9 +277,9 @@ def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy,
 
 
 def test_greedy_and_free_sampling_make_no_sets(policy):
-    assert generate(policy, PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=2).kept is None
+    assert generate(policy, PROMPTS, group_size=2, sampling=Sampling(**FREE), seed=2).support is None
     greedy = Sampling(**NUCLEUS | {"temperature": 0.0})
-    assert generate(policy, PROMPTS, group_size=1, sampling=greedy, seed=2).kept is None
+    assert generate(policy, PROMPTS, group_size=1, sampling=greedy, seed=2).support is None
 
 
 def gradients(policy, value):
@@ -293,9 +292,9 @@ def gradients(policy, value):
 def test_the_shared_and_the_plain_path_agree(policy, bonus, mixed):
     rows = rollout(policy, group_size=5)
     if mixed:
-        sizes = rows.kept.sizes * (torch.arange(len(rows)) % 3 > 0).unsqueeze(-1)
+        sizes = rows.support.sizes * (torch.arange(len(rows)) % 3 > 0).unsqueeze(-1)
         chosen = sizes.flatten().nonzero().flatten()
-        rows = replace(rows, kept=Kept(sizes, rows.kept.of(chosen).ids))
+        rows = replace(rows, support=SamplingSupport(sizes, rows.support.of(chosen).ids))
     loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=12), 0.04, bonus)
     weights = loss.weights(rows.mask)
     known = loss.gradient(rows, weights, on_policy=False)
@@ -358,15 +357,15 @@ def test_the_reference_is_not_truncated(policy):
         policy, reference, Prompts(tuple(PROMPTS), {}), microbatch_tokens=99, context=StepContext(seed=1)
     )
     rows = found.rollout
-    assert_close(rows.ref_logprobs, policy.logprobs(rows.untruncated, temperature=0.6), rtol=0, atol=1e-5)
+    assert_close(rows.ref_logprobs, policy.logprobs(rows.without_support, temperature=0.6), rtol=0, atol=1e-5)
     # The two differ by the logarithm of the probability of the set, which is at least .95.
     gap = (rows.old_logprobs - rows.ref_logprobs)[rows.mask]
     assert -1e-5 < gap.min() < gap.max() < 0.0513  # -log .95
     assert gap.max() > 0.02
     check_rollout(policy, reference, rows, Sampling(**NUCLEUS), 99)
     with pytest.raises(SelfCheckError, match="differ from the sampler's"):
-        check_rollout(policy, reference, rows.untruncated, Sampling(**NUCLEUS), 99)
-    sizes = rows.kept.sizes[rows.mask].float()
+        check_rollout(policy, reference, rows.without_support, Sampling(**NUCLEUS), 99)
+    sizes = rows.support.sizes[rows.mask].float()
     assert found.metrics["completion/set_size_mean"] == pytest.approx(float(sizes.mean()))
     assert found.metrics["completion/set_full_fraction"] == 0
     free = collector(top_p=1.0).collect(

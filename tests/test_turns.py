@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from grpo_lightning.batch import Sampled
 from grpo_lightning.data.demonstrations import OwnDemonstrations
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.transformer import logprobs
+from grpo_lightning.types import Sampled
 from tests.support.checkpoints import tokenizer, write_checkpoint
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from grpo_lightning.batch import Prompts
 from grpo_lightning.reward import Weighted
+from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation
 from grpo_lightning.varying import Linear
 from tests.support.sampling import context as make_context

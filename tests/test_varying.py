@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3
 from grpo_lightning.reward import Weighted
+from grpo_lightning.types import Sampling
 from grpo_lightning.varying import (
     Cosine,
     Linear,

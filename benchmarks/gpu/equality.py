@@ -11,10 +11,10 @@ from benchmarks.gpu.models import SMALL, model, policy, prompts, sampling
 from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.setting import NATIVE
-from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.transformer.head import Head, token_logprobs
 from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.types import Sampled
 
 _IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
 CONFIGS: dict[str, PretrainedConfig] = {

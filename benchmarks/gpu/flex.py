@@ -17,9 +17,9 @@ from benchmarks.gpu.models import model, policy, prompts, sampling
 from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, seconds
 from benchmarks.setting import NATIVE
-from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.transformer.attention import Stream
+from grpo_lightning.types import Sampled
 
 SIZES = (100, 333, 1000, 4096, 16_384)
 """Tokens of the streams that are compared, N."""

@@ -9,8 +9,8 @@ from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.setting import NATIVE
-from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.types import Sampled
 
 BOUND = 0.01
 WORDS = ("Spell this word backward: house", "Spell this word backward: river", "Calculate 12 + 34 - 5.")

@@ -12,7 +12,7 @@ from benchmarks.gpu.progress import keep
 from benchmarks.gpu.tools import device
 from benchmarks.setting import Setting
 from grpo_lightning import memory
-from grpo_lightning.batch import Prompts
+from grpo_lightning.types import Prompts
 
 TOLERANCE = 0.1
 STEPS = 3

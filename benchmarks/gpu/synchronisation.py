@@ -11,8 +11,8 @@ from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import Skipped, keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.setting import NATIVE
-from grpo_lightning.batch import Sampled
 from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.types import Sampled
 
 TOKENS = 16
 """The least number of token steps in which the host must not wait."""

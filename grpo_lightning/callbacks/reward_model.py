@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from grpo_lightning.allowed import integer, number, problems
-from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.types import Prompt, Scored
 
 Example = tuple[Prompt, str, bool]
 """A prompt, a completion, and whether it is right by the outcome reward."""

@@ -12,11 +12,11 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
-from grpo_lightning.batch import Prompt, Scored
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import printable
 from grpo_lightning.rollout.episodes import turn_ends
+from grpo_lightning.types import Prompt, Scored
 
 HISTOGRAM = "~histogram"
 """What the tags of histograms begin with: scalars have other names, and TensorBoard sorts it behind them."""

@@ -7,8 +7,8 @@ offers, so that there is something to learn for a policy that has been taught by
 import random
 from collections.abc import Sequence
 
-from grpo_lightning.batch import Message
 from grpo_lightning.data.source import Made, Row, rate
+from grpo_lightning.types import Message
 
 
 class Products(Made):

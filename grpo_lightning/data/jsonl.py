@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from grpo_lightning.batch import Prompt
 from grpo_lightning.data import PromptData, Row
+from grpo_lightning.types import Prompt
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
 _RESERVED = ("prompts", "completions", "completion_ids", "self")

@@ -10,9 +10,9 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from grpo_lightning.allowed import DATA, problems
-from grpo_lightning.batch import Prompts
 from grpo_lightning.data.order import StepSampler, even_batches
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
+from grpo_lightning.types import Prompts
 
 _log = logging.getLogger(__name__)
 _LOOKED_AT = 32  # rows of a source, to see whether it has changed

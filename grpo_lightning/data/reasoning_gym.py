@@ -14,9 +14,9 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from grpo_lightning.batch import Prompt
 from grpo_lightning.data import Fits, PromptData, Row
 from grpo_lightning.data.source import Made
+from grpo_lightning.types import Prompt
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_lightning.batch import Prompt
 from grpo_lightning.data.order import permutation
+from grpo_lightning.types import Prompt
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1024  # prompts measured at once

@@ -13,7 +13,7 @@ from grpo_lightning.environment.played import is_generator
 from grpo_lightning.reward.engine.weighted import is_coroutine
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
-    from grpo_lightning.batch import Prompt
+    from grpo_lightning.types import Prompt
 
 RULES = {
     "max_turns": integer(1),

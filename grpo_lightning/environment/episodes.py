@@ -15,8 +15,8 @@ from grpo_lightning.reward.engine import pool
 from grpo_lightning.reward.engine.foreign import described
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
-    from grpo_lightning.batch import Prompt
     from grpo_lightning.environment.environment import Environment
+    from grpo_lightning.types import Prompt
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout
 from grpo_lightning.loss.kl import k1, k2, k3, k3_weighted
 from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, reinforce, response_clipped, sapo
-from grpo_lightning.loss.weight import completion_mean, completion_sum, constant, token_mean
+from grpo_lightning.loss.weights import completion_mean, completion_sum, constant, token_mean
+from grpo_lightning.types import Rollout
 
 __all__ = [
     "PolicyLoss",
@@ -74,7 +74,7 @@ class PolicyLoss:
     entropy_coef: float
     """Weight of the entropy bonus."""
     correction: Correction | None = None
-    """For a sampler that is not the policy, see `grpo_lightning.correction`; None where it is."""
+    """For a sampler that is not the policy, see `grpo_lightning.loss.correction`; None where it is."""
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, rows: Rollout, weights: Tensor
@@ -194,7 +194,7 @@ class PolicyLoss:
 
         Args:
             parts: What ``__call__`` returned, added up over the step.
-            sums: What ``statistics`` and those of `grpo_lightning.correction` returned, added up over the step; of
+            sums: What ``statistics`` and those of `grpo_lightning.loss.correction` returned, added up over the step; of
                 ``*_max`` the largest.
         """
         count = sums["tokens"].clamp(min=1)

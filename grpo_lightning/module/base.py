@@ -14,7 +14,6 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Prompt, Prompts
 from grpo_lightning.checkpoint import adapter
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
@@ -26,6 +25,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.base import Sampler
 from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.types import Prompt, Prompts
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -156,7 +156,7 @@ class StepModule(LightningModule):
             mesh = self.trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
             for policy in self.policies():
                 half = self.trainer.precision == "bf16-mixed"
-                shard(policy, mesh, methods=("logprobs_and_entropy", "kept"), half=half)
+                shard(policy, mesh, methods=("logprobs_and_entropy", "support"), half=half)
 
     def policies(self) -> list[Policy]:
         """All whose weights this module holds, trained or not."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
 from grpo_lightning.module.selfcheck import check_rollout
@@ -15,6 +14,7 @@ from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
+from grpo_lightning.types import Prompts, Scored
 from grpo_lightning.validation import Validation
 
 log = logging.getLogger(__name__)

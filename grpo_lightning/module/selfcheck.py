@@ -2,8 +2,8 @@
 
 import torch
 
-from grpo_lightning.batch import Rollout, Sampling
 from grpo_lightning.policy import Policy
+from grpo_lightning.types import Rollout, Sampling
 
 
 class SelfCheckError(RuntimeError):
@@ -52,7 +52,7 @@ def check_rollout(
     )
     allowed = 0.05 if half else tolerance
     gap_of = _mean_gap if half else _gap
-    drawn_gap_of = _most_gaps if filtered and rows.kept is not None and not half else gap_of
+    drawn_gap_of = _most_gaps if filtered and rows.support is not None and not half else gap_of
     first = policy.logprobs(rows, temperature=sampling.temperature)
     again = policy.logprobs(rows, temperature=sampling.temperature)
     if not torch.equal(first, again):
@@ -75,8 +75,8 @@ def check_rollout(
             f"(allowed: {allowed}): {cause}"
         )
     if reference is not None and reference.idle_device is None and _same_weights(policy, reference):
-        whole = rows.untruncated
-        own = first if rows.kept is None else policy.logprobs(whole, temperature=sampling.temperature)
+        whole = rows.without_support
+        own = first if rows.support is None else policy.logprobs(whole, temperature=sampling.temperature)
         theirs = reference.logprobs(whole, temperature=sampling.temperature)
         if (gap := gap_of(own, theirs, rows.mask)) > allowed:
             raise SelfCheckError(

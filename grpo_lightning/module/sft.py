@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.batch import Prompts
 from grpo_lightning.module.base import StepModule
+from grpo_lightning.types import Prompts
 
 
 class SFTLightningModule(StepModule):

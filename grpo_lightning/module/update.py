@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout
-from grpo_lightning.correction.statistics import corrections, mismatch
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.loss import PolicyLoss
+from grpo_lightning.loss.correction import corrections, mismatch
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.selection import on_policy
+from grpo_lightning.types import Rollout
 
 
 class Backward(Protocol):

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Message, Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.sampler.filtered import Found
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
+from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
 
 
 class Policy(nn.Module, ABC):
@@ -66,8 +66,8 @@ class Policy(nn.Module, ABC):
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
         Args:
-            rows: Prompt and completion as token ids, and the sets ``kept`` that the tokens were drawn from:
-                probabilities are those of the set, which is held as it is. ``rows.untruncated`` has none.
+            rows: Prompt and completion as token ids, and the sets ``support`` that the tokens were drawn from:
+                probabilities are those of the set, which is held as it is. ``rows.without_support`` has none.
             temperature: Divides the logits.
             entropy: Whether the entropy is wanted; it passes a gradient.
             loss_gradient: What the gradient with respect to the log-probabilities is going to be, if that is known:
@@ -77,7 +77,7 @@ class Policy(nn.Module, ABC):
             Two [B, T] float32 tensors in nats, 0 where masked; None in place of an entropy that is not wanted.
         """
 
-    def kept(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
+    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
         """The sets that an engine with this policy's weights draws the completion tokens of ``rows`` from.
 
         Args:
@@ -90,7 +90,7 @@ class Policy(nn.Module, ABC):
         Raises:
             NotImplementedError: Engines know no such policies.
         """
-        raise NotImplementedError(f"{type(self).__name__}.kept")
+        raise NotImplementedError(f"{type(self).__name__}.support")
 
     def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
         """The first of what ``logprobs_and_entropy`` returns, [B, T]."""

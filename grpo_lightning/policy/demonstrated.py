@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.allowed import turns_fault
-from grpo_lightning.batch import Message, Sampled
 from grpo_lightning.policy.loading import check_ids
 from grpo_lightning.policy.replies import Replies
+from grpo_lightning.types import Message, Sampled
 
 Demonstration = str | list[Message]
 """What to imitate: a text, or messages in which those of the assistant take turns with replies, and end it."""

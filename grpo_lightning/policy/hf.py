@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.memory import COPIED, Shape
 from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
 from grpo_lightning.policy.loading import check_embeddings, end_ids, evaluation, named, pretrained, without_dropout
@@ -28,6 +27,7 @@ from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
+from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
 from grpo_lightning.transformer.logits import Chunk, parts
 from grpo_lightning.transformer.packing import lengths
+from grpo_lightning.types import Rollout, Sampled
 
 
 class PlainPolicy(TextPolicy):
@@ -88,7 +88,7 @@ class PlainPolicy(TextPolicy):
             rows.ids[:, rows.ids.shape[1] - rows.mask.shape[1] :],
             temperature,
             entropy_gradient=entropy,
-            kept=None if rows.kept is None else rows.kept.flat,
+            support=None if rows.support is None else rows.support.flat,
         )
         masked = ~rows.mask
         return logprobs.masked_fill(masked, 0.0), entropies.masked_fill(masked, 0.0) if entropy else None

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout, Sampled, Sampling
 from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
@@ -17,6 +16,7 @@ from grpo_lightning.sampler.own.linear import Packed, packs
 from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.head import Head, LossGradient
+from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)
 

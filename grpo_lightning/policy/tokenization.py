@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompt, Rollout, Sampled, Sampling
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids, is_ids
@@ -17,6 +16,7 @@ from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.sampler.filtered import Found, sets_of
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.transformer.logits import Chunk
+from grpo_lightning.types import Prompt, Rollout, Sampled, Sampling
 
 
 class TextPolicy(Policy):
@@ -99,7 +99,7 @@ class TextPolicy(Policy):
         """
 
     @torch.no_grad()
-    def kept(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
+    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
         return sets_of(rows, self.logits(rows, temperature=sampling.temperature), sampling)
 
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:

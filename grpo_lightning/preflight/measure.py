@@ -9,7 +9,6 @@ from typing import cast
 import torch
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Prompts, Rollout, Scored
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.order import prompt_index
@@ -21,6 +20,7 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.engine import WeightSource
+from grpo_lightning.types import Prompts, Rollout, Scored
 
 _PHASES = ("rollout", "reward", "score")
 _OF_SAMPLING = ("wake", "sync", "environment")

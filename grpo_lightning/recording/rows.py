@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_lightning.batch import Prompts, Rollout, Sampled, Scored
-from grpo_lightning.batch.rows import Kept
-from grpo_lightning.batch.turns import spans
 from grpo_lightning.output.redaction import hide
+from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored, spans
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,7 +70,7 @@ def lines(
         values.tolist() for values in (sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs)
     )
     turns = spans(sampled.mask) if sampled.turns else None
-    kept = sampled.kept
+    kept = sampled.support
     sets = [] if kept is None else [part.lists() for part in kept.to(torch.device("cpu")).each(counts)]
     rewards = {name: values.tolist() for name, values in scored.rewards.items()}
     scores, steps, advantages = scored.scores.tolist(), scored.steps.tolist(), rollout.mean_advantages.tolist()
@@ -155,7 +153,7 @@ def restored(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], devic
         entropy=values("entropy"),
         texts=tuple(row["completion"] for row in rows),
         finished=tuple(row["finished"] for row in rows),
-        kept=_kept(rows, length, device),
+        support=_kept(rows, length, device),
         turns=_texts(rows, "turns"),
         replies=_texts(rows, "replies"),
     )
@@ -191,14 +189,14 @@ def _texts(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[str, ...
     return tuple(tuple(row[name]) for row in rows) if all(name in row for row in rows) else None
 
 
-def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) -> Kept | None:
+def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) -> SamplingSupport | None:
     """[B, T] the sets that tokens were drawn from; None where all were drawn from the whole vocabulary."""
     sets = [row.get("kept") or [] for row in rows]
     if not any(sets):
         return None
     sizes = torch.tensor([[len(one) for one in own] + [0] * (length - len(own)) for own in sets], dtype=torch.int32)
     ids = torch.tensor([token for own in sets for one in own for token in one], dtype=torch.int32)
-    return Kept(sizes, ids).to(device)
+    return SamplingSupport(sizes, ids).to(device)
 
 
 def _hidden(value: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Rollout, Scored
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
@@ -19,6 +18,7 @@ from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Rollout, Scored
 
 Build = Callable[[str, Any], Any]
 

@@ -21,7 +21,7 @@ from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
 if TYPE_CHECKING:
-    from grpo_lightning.batch import Prompt
+    from grpo_lightning.types import Prompt
 
 log = logging.getLogger(__name__)
 

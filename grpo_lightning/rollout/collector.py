@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Rollout, Sampled, Sampling, Scored
 from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
@@ -19,6 +18,7 @@ from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, t
 from grpo_lightning.rollout.selection import top_entropy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.tries import GroupFilter, Tries
+from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, Scored
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Collector:
         logprobs = torch.zeros_like(sampled.logprobs)
         if reference is None:
             return logprobs
-        sampled = sampled.untruncated
+        sampled = sampled.without_support
         parts, _ = reference.own_microbatches(sampled, microbatch_tokens, context.ranks)
         with reference.present(logprobs.device):
             for rows in parts:
@@ -220,7 +220,7 @@ class Collector:
             ref_logprobs=ref_logprobs,
             advantages=advantages.to(mask.device).reshape(len(mask), -1)
             * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
-            kept=sampled.kept,
+            support=sampled.support,
         )
 
 

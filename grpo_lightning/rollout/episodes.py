@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import environment, reward
-from grpo_lightning.batch import Prompt, Sampled
-from grpo_lightning.batch.turns import spans
 from grpo_lightning.environment import Environment, EpisodeError, Episodes
 from grpo_lightning.reward import Score, Weighted
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompt, Sampled, spans
 
 COLUMNS = ("turns", "replies", "episode_tokens", "turn_scores")
 """What rewards may ask for besides the columns of the data."""

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Sampled, Sampling, Scored
 from grpo_lightning.environment import Environment, Episodes
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
 from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Sampled, Sampling, Scored
 
 _CPU = torch.device("cpu")
 _NOTHING: Mapping[str, Sequence[Any]] = {}

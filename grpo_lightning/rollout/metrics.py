@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Scored
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.loss import k3
 from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.selection import replace_nan
 from grpo_lightning.sampler.own.draw import MOST
+from grpo_lightning.types import SamplingSupport, Scored
 
 _ROUNDING = 1e-6  # of float32 sums over up to some thousand completions
 
@@ -18,7 +17,7 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     rewards = scored.rewards["total"].view(len(scored.prompts), -1)
     right = scored.right.view_as(rewards).float().mean(-1)
     lengths = scored.sampled.mask.sum(-1).float()
-    kept = scored.sampled.kept
+    support = scored.sampled.support
     return (
         {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()}
         | {
@@ -30,14 +29,14 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
             "completion/length_max": lengths.max(),
             "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
         }
-        | (set_metrics(kept) if kept is not None and len(kept.ids) else {})
+        | (set_metrics(support) if support is not None and len(support.ids) else {})
         | episodes.metrics(scored.sampled)
     )
 
 
-def set_metrics(kept: Kept) -> dict[str, Tensor]:
+def set_metrics(support: SamplingSupport) -> dict[str, Tensor]:
     """Metrics of the sets that tokens were drawn from, where they were not drawn from the whole vocabulary."""
-    sizes = kept.sizes[kept.sizes > 0].float()
+    sizes = support.sizes[support.sizes > 0].float()
     return {"completion/set_size_mean": sizes.mean(), "completion/set_full_fraction": (sizes >= MOST).float().mean()}
 
 

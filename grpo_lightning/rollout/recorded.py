@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Scored
 from grpo_lightning.output.shell import typed
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
@@ -16,6 +15,7 @@ from grpo_lightning.recording.rows import Restored, fingerprint, restored
 from grpo_lightning.rollout.collector import Collected, Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Scored
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Recorded(Collector):
         with context.clock("rollout"):
             found = self._found(context.step + 1, next(policy.parameters()).device)
         header, scored, told = found.header, found.scored, dict[str, float]()
-        kept = scored.sampled.kept
-        largest = max(int(ids.max()) for ids in (scored.sampled.ids, *([kept.ids] if kept else [])))
+        support = scored.sampled.support
+        largest = max(int(ids.max()) for ids in (scored.sampled.ids, *([support.ids] if support else [])))
         if largest >= (size := _vocabulary(policy)):
             raise ValueError(
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"

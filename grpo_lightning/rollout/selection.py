@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout
+from grpo_lightning.types import Rollout
 
 
 def mixed(outcomes: Tensor) -> Tensor:

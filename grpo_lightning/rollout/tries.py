@@ -8,11 +8,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompts, Sampled, Sampling, Scored
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Sampled, Sampling, SamplingSupport, Scored
 
 log = logging.getLogger(__name__)
 
@@ -174,18 +173,26 @@ def with_sets(
         context: The processes and the clock.
 
     Returns:
-        The rows with ``kept``; and the metric ``sampler/support_miss_rate``, the fraction of the tokens that are not in
-        the policy's own set and were added to it. Where there is nothing to do, the rows as they are, and no metric.
+        The rows with ``support``; and the metric ``sampler/support_miss_rate``, the fraction of the tokens that are
+        not in the policy's own set and were added to it. Where there is nothing to do, the rows as they are, and
+        no metric.
     """
-    if not context.sampler.is_engine or not sampling.truncated or sampling.temperature == 0 or sampled.kept is not None:
+    if (
+        not context.sampler.is_engine
+        or not sampling.truncated
+        or sampling.temperature == 0
+        or sampled.support is not None
+    ):
         return sampled, {}
     ranks = context.ranks
     with context.clock("score"):
         batches, idle = policy.own_microbatches(sampled, microbatch_tokens, ranks)
-        found = [(rows, policy.kept(sampled[rows], sampling)) for rows in batches]
-        own = [(rows.to(_CPU), one.kept.to(_CPU), int(one.outside.sum())) for rows, one in found[: len(found) - idle]]
+        found = [(rows, policy.support(sampled[rows], sampling)) for rows in batches]
+        own = [
+            (rows.to(_CPU), one.support.to(_CPU), int(one.outside.sum())) for rows, one in found[: len(found) - idle]
+        ]
         parts = list(chain.from_iterable(ranks.gather(own)))
     order = torch.cat([rows for rows, _, _ in parts]).argsort()
-    kept = Kept.concatenate([sets for _, sets, _ in parts])[order].to(sampled.mask.device)
+    support = SamplingSupport.concatenate([sets for _, sets, _ in parts])[order].to(sampled.mask.device)
     outside = sum(count for _, _, count in parts) / int(sampled.mask.sum())
-    return replace(sampled, kept=kept), {"sampler/support_miss_rate": outside}
+    return replace(sampled, support=support), {"sampler/support_miss_rate": outside}

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
+from grpo_lightning.types import Prompt, Sampled, Sampling
 
 OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being generated."""

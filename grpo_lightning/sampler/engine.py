@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.sampler.base import OnFinished, Partner, Poll, Sampler
 from grpo_lightning.sampler.own.decode import Decoded
 from grpo_lightning.sampler.own.slots import StopTest
 from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, one_by_one
+from grpo_lightning.types import Prompt, Sampled, Sampling
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout, Sampled, Sampling
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.own.draw import LEAST, MOST, likeliest
 from grpo_lightning.transformer.logits import Chunk
+from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 
 
 def options(sampling: Sampling) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def options(sampling: Sampling) -> dict[str, Any]:
 class Found(NamedTuple):
     """The sets of some tokens."""
 
-    kept: Kept
+    support: SamplingSupport
     """[n] or [B, T], each with the token that was drawn."""
     outside: Tensor
     """[n] or [B, T] (bool) whether that token would not have been in the set."""
@@ -59,8 +58,10 @@ def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
     # Room that is not needed gets the number behind the last token, and so comes last.
     tokens = torch.cat([ids.where(inside, size), drawn.where(is_outside, size)], -1).sort(-1).values  # [n, K + 1]
     is_token = tokens < size
-    kept = Kept(is_token.sum(-1, dtype=torch.int32), tokens[is_token].int())  # [n, K + 1] -> [sum of sizes]
-    return Found(kept, is_outside.squeeze(-1))
+    support = SamplingSupport(
+        is_token.sum(-1, dtype=torch.int32), tokens[is_token].int()
+    )  # [n, K + 1] -> [sum of sizes]
+    return Found(support, is_outside.squeeze(-1))
 
 
 def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling) -> Found:
@@ -74,15 +75,15 @@ def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling
     length, count = rows.mask.shape[1], rows.mask.numel()
     device = rows.mask.device
     drawn = rows.ids[:, rows.ids.shape[1] - length :].flatten()  # [B, T] -> [B * T]
-    numbers, parts = [torch.empty(0, dtype=torch.long, device=device)], [Kept.everything(drawn[:0])]
+    numbers, parts = [torch.empty(0, dtype=torch.long, device=device)], [SamplingSupport.everything(drawn[:0])]
     outside = torch.zeros(count, dtype=torch.bool, device=device)
     for own, logits in chunks:
         found = sets(logits, drawn[own], sampling)
         numbers.append(own)
-        parts.append(found.kept)
+        parts.append(found.support)
         outside[own] = found.outside
-    known, kept = torch.cat(numbers), Kept.concatenate(parts)
-    sizes = kept.sizes.new_zeros(count)
-    sizes[known] = kept.sizes
-    ids = kept.of(known.argsort()).ids  # row by row
-    return Found(Kept(sizes.view_as(rows.mask), ids), outside.view_as(rows.mask))  # [B * T] -> [B, T]
+    known, support = torch.cat(numbers), SamplingSupport.concatenate(parts)
+    sizes = support.sizes.new_zeros(count)
+    sizes[known] = support.sizes
+    ids = support.of(known.argsort()).ids  # row by row
+    return Found(SamplingSupport(sizes.view_as(rows.mask), ids), outside.view_as(rows.mask))  # [B * T] -> [B, T]

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Sampled
-from grpo_lightning.batch.turns import spans
 from grpo_lightning.sampler.base import OnFinished, Partner
 from grpo_lightning.sampler.own.decode import Decoded, OnRowsFinished
+from grpo_lightning.types import Sampled, spans
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.tokenization import TextPolicy
@@ -39,7 +38,7 @@ def as_sampled(
         turns=turns,
         replies=talk.replies(turns) if talk and turns else None,
         finished=tuple(drawn.finished.tolist()),
-        kept=drawn.kept,
+        support=drawn.support,
     )
 
 

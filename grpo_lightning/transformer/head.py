@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch.rows import OUTSIDE, Kept
 from grpo_lightning.transformer.compiled import pays
 from grpo_lightning.transformer.products import add_product, linear
 from grpo_lightning.transformer.softmax import LEAST, expected, log_sum, softmax_gradient
+from grpo_lightning.types import OUTSIDE, SamplingSupport
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
@@ -33,7 +33,12 @@ with the 110 tokens that `CHUNK` allows at V = 152k."""
 
 
 def token_logprobs(
-    logits: Tensor, ids: Tensor, temperature: float, *, entropy_gradient: bool = False, kept: Kept | None = None
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    support: SamplingSupport | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log softmax(logits / temperature) at ``ids``, and the entropy of the distribution.
 
@@ -44,15 +49,15 @@ def token_logprobs(
         ids: [...] the chosen tokens.
         temperature: What the logits are divided by, > 0.
         entropy_gradient: Whether the entropy passes a gradient, which holds more tensors of the logits' size.
-        kept: The sets [N] that the tokens were drawn from, N being all that ids have: what is outside has probability 0
-            and no gradient. None: the whole vocabulary.
+        support: The sets [N] that the tokens were drawn from, N being all that ids have: what is outside has
+            probability 0 and no gradient. None: the whole vocabulary.
 
     Returns:
         Log-probabilities [...] and entropies [...], in nats.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if kept is not None:
-        scaled = scaled.masked_fill(kept.outside(scaled.shape[-1]).view_as(scaled), OUTSIDE)  # [N, V] -> [..., V]
+    if support is not None:
+        scaled = scaled.masked_fill(support.outside(scaled.shape[-1]).view_as(scaled), OUTSIDE)  # [N, V] -> [..., V]
     normalizer = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalizer  # [..., V] -> [..., 1] -> [...]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
@@ -96,7 +101,7 @@ class Head:
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None = None,
-        kept: Kept | None = None,
+        support: SamplingSupport | None = None,
         chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies as `token_logprobs` gives them.
@@ -108,7 +113,7 @@ class Head:
             entropy: Whether the entropy is wanted; it passes a gradient.
             loss_gradient: What the gradient with respect to the log-probabilities is going to be. With it the logits
                 are made once, not twice. If another gradient arrives after all, that is the one that counts.
-            kept: The sets [N] that the tokens were drawn from, as in `token_logprobs`.
+            support: The sets [N] that the tokens were drawn from, as in `token_logprobs`.
             chunk: The most logits at a time, which decides the memory and no result; by default `CHUNK` or `GPU_CHUNK`.
 
         Returns:
@@ -121,16 +126,28 @@ class Head:
             loss_gradient = None
         tensors = (hidden, self.weight, self.bias)
         results: tuple[Tensor, Tensor] = _Logprobs.apply(
-            *tensors, ids, self, temperature, entropy, loss_gradient, size, None if kept is None else kept.split(size)
+            *tensors,
+            ids,
+            self,
+            temperature,
+            entropy,
+            loss_gradient,
+            size,
+            None if support is None else support.split(size),
         )
         return results[0], results[1] if entropy else None
 
     def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, kept: Kept | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        support: SamplingSupport | None = None,
     ) -> Tensor:
         """The logits [n, V] of hidden states [n, H], in float32; -inf outside of the sets [n]."""
         logits = self.scaled(linear(hidden, weight, bias), temperature)
-        return logits if kept is None else kept.restrict_(logits)
+        return logits if support is None else support.restrict_(logits)
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
         """The logits that weight h + bias, which is overwritten, becomes by scale, soft-cap and temperature."""
@@ -168,7 +185,7 @@ class _Logprobs(torch.autograd.Function):
         entropy: bool,
         loss_gradient: ChunkGradient | None,
         size: int,
-        kept: list[Kept] | None,
+        support: list[SamplingSupport] | None,
     ) -> tuple[Tensor, Tensor]:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -182,7 +199,7 @@ class _Logprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if early else None
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
-            sets = None if kept is None else kept[start // size]
+            sets = None if support is None else support[start // size]
             logits = head.logits(hidden[part], weight, bias, temperature, sets)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = log_sum(logits)  # [n, 1]
@@ -197,7 +214,7 @@ class _Logprobs(torch.autograd.Function):
                 )
             # Else two chunks of them would exist while the next ones are made.
             del logits
-        ctx.head, ctx.temperature, ctx.size, ctx.entropy, ctx.kept = head, temperature, size, entropy, kept
+        ctx.head, ctx.temperature, ctx.size, ctx.entropy, ctx.support = head, temperature, size, entropy, support
         ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
         ctx.save_for_backward(hidden, weight, bias, ids, entropies)
         return logprobs, entropies
@@ -212,7 +229,7 @@ class _Logprobs(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
             for start in range(0, len(ids), ctx.size):
                 part = slice(start, start + ctx.size)
-                sets = None if ctx.kept is None else ctx.kept[start // ctx.size]
+                sets = None if ctx.support is None else ctx.support[start // ctx.size]
                 logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
                 log_total = log_sum(logits)
                 slopes = dlogprobs[part], (entropies[part], dentropies[part]) if ctx.entropy else None

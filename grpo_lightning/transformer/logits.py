@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.transformer.head import CHUNK, GPU_CHUNK, Head
 from grpo_lightning.transformer.logprobs import model_logits, predicting
+from grpo_lightning.types import Rollout, Sampled
 
 Chunk = tuple[Tensor, Tensor]
 """The numbers [n] of some tokens in a flattened [B, T], and the logits [n, V] that each is drawn from, in float32."""

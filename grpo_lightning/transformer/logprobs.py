@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.transformer import packing
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.head import Head, LossGradient, token_logprobs
+from grpo_lightning.types import Rollout, Sampled
 
 
 def positions(attention_mask: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy
         chosen,
         temperature,
         entropy_gradient=entropy,
-        kept=None if rows.kept is None else rows.kept.narrow(used).flat,
+        support=None if rows.support is None else rows.support.narrow(used).flat,
     )
     padding, masked = (0, length - used), ~rows.mask[:, :used]
     padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, used] -> [B, T]
@@ -95,7 +95,7 @@ def shared(
         temperature=temperature,
         entropy=entropy,
         loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
-        kept=None if rows.kept is None else rows.kept.of(numbers),
+        support=None if rows.support is None else rows.support.of(numbers),
     )
     outside = ~rows.mask
 

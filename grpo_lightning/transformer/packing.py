@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Rollout, Sampled
+from grpo_lightning.types import Rollout, Sampled
 
 
 def same_prompts(rows: Sampled | Rollout) -> list[list[int]]:

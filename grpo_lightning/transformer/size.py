@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_lightning.batch import Rollout, Sampled
 from grpo_lightning.memory import Shape
 from grpo_lightning.transformer.packing import lengths, same_prompts
+from grpo_lightning.types import Rollout, Sampled
 
 
 def forward_flops(decoder: Any, vocabulary: int, rows: Sampled | Rollout) -> float:

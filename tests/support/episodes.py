@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.own.draw import draw, uniforms
+from grpo_lightning.types import Sampling
 
 Environment = Callable[[Sequence[str]], str | None]
 """All turns so far -> a reply, or None at the end."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.batch import Rollout, Scored
 from grpo_lightning.loss import Correction, PolicyLoss, constant, k3, reinforce
 from grpo_lightning.rollout import Collector
+from grpo_lightning.types import Rollout, Scored
 
 NOISE = 0.4
 """The most, in nats, by which the log-probabilities of `Disturbed` are wrong."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.own.draw import draw, uniforms
+from grpo_lightning.types import Sampling
 
 
 @torch.no_grad()

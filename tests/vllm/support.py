@@ -3,11 +3,11 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import ALONE
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.vllm.inside import VLLM
+from grpo_lightning.types import Sampling
 from tests.support.episodes import Played, chatty
 
 TINY = "pkg://grpo_lightning/policy/tiny"

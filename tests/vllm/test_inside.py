@@ -70,21 +70,21 @@ def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, fi
     asked = replace(sampling(temperature=1.6), **filters)
     with ready(vllm, policy):
         rows = vllm.generate(policy, PROMPTS, group_size=12, sampling=asked, seed=3)
-    found = policy.kept(rows, asked)
+    found = policy.support(rows, asked)
     near = torch.zeros_like(rows.mask)  # a bound, so that rounding decides
     for factor in (1 - 1e-4, 1 + 1e-4):
         top_p = asked.top_p * factor if asked.top_p < 1 else 1.0
         moved = replace(asked, top_p=top_p, min_p=asked.min_p * factor)
-        near |= policy.kept(rows, moved).kept.sizes != found.kept.sizes
+        near |= policy.support(rows, moved).support.sizes != found.support.sizes
     assert near.sum() < 0.02 * rows.mask.sum()
     clear = rows.mask & ~near
     assert not (found.outside & clear).any()
-    own = policy.logprobs(replace(rows, kept=found.kept), temperature=1.6)
+    own = policy.logprobs(replace(rows, support=found.support), temperature=1.6)
     assert (own - rows.logprobs).abs()[clear].max() < 1e-3
     assert (policy.logprobs(rows, temperature=1.6) - rows.logprobs).abs()[clear].max() > 0.02  # of all tokens
     if len(filters) == 2 and "min_p" in filters:  # in the other order, the own sampler's, sets are larger
-        both = policy.kept(rows, replace(asked, min_p=0.0)).kept.sizes
-        assert (found.kept.sizes < both)[clear].any()
+        both = policy.support(rows, replace(asked, min_p=0.0)).support.sizes
+        assert (found.support.sizes < both)[clear].any()
 
 
 def test_frequencies_are_the_probabilities(vllm, policy):

@@ -21,7 +21,7 @@ from grpo_lightning.reward.engine.weighted import (
 )
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
-    from grpo_lightning.batch import Prompt
+    from grpo_lightning.types import Prompt
 
 _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Sampling
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.base import Poll
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.slots import Slots, StopTest, Talk
 from grpo_lightning.sampler.own.talking import TalkingSlots
+from grpo_lightning.types import Sampling, SamplingSupport
 
 OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
 """(completions that just ended, their ids [n, t], mask [n, t])"""
@@ -49,7 +48,7 @@ class Decoded:
     """[N, T] in nats, 0 where masked."""
     finished: Tensor
     """[N] (bool) whether a completion ended of itself."""
-    kept: Kept | None = None
+    support: SamplingSupport | None = None
     """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
 
 
@@ -137,7 +136,7 @@ def decode(
         logprobs=slots.logprobs[:, :length].where(mask, 0.0),
         entropies=slots.entropies[:, :length].where(mask, 0.0),
         finished=torch.tensor(slots.finished, device=uniforms.device),
-        kept=slots.kept(),
+        support=slots.support(),
     )
 
 

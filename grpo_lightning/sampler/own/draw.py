@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.softmax import dot
+from grpo_lightning.types import Sampling
 
 MOST = 1024
 """The most tokens of a set. Of a larger one the likeliest stay, which is what is sampled and what is scored: sets take
@@ -66,7 +66,7 @@ class Drawn(NamedTuple):
     """[b] in nats, of the same distribution."""
     sound: Tensor
     """[b] (bool) False where a logit is NaN or infinite, or none is finite."""
-    kept: Tensor | None = None
+    support: Tensor | None = None
     """[b, K] int32 the tokens of each set, -1 in the room that it does not need; None: the whole vocabulary."""
 
 

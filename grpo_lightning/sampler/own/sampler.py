@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lightning.batch import Prompt, Sampled, Sampling
 from grpo_lightning.sampler.base import OnFinished, Partner, Poll, Sampler
 from grpo_lightning.sampler.own.decode import decode
 from grpo_lightning.sampler.own.draw import uniforms
 from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, reporter
+from grpo_lightning.types import Prompt, Sampled, Sampling
 
 
 class NativeSampler(Sampler):

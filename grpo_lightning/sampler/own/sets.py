@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch.rows import Kept
+from grpo_lightning.types import SamplingSupport
 
 
 class Sets:
@@ -30,7 +30,7 @@ class Sets:
         """[b, draws, K] the sets of the tokens since the last look, with -1 in the room that they do not need."""
         self.num_recent = torch.empty(0, dtype=torch.long, device=device)
         """[b] how many tokens that are."""
-        self._known: list[tuple[Tensor, Kept]] = []
+        self._known: list[tuple[Tensor, SamplingSupport]] = []
         """The numbers [n] of tokens in a flattened [N, T], and their sets [n]."""
 
     def open(self, size: int) -> None:
@@ -72,11 +72,11 @@ class Sets:
         first = rows * self._length + counts - self.num_recent
         recent = self.recent[is_new]  # [b, draws, K] -> [n, K]
         is_inside = recent >= 0
-        kept = Kept(is_inside.sum(-1, dtype=torch.int32), recent[is_inside])
-        self._known.append(((first.unsqueeze(-1) + turn)[is_new], kept))
+        support = SamplingSupport(is_inside.sum(-1, dtype=torch.int32), recent[is_inside])
+        self._known.append(((first.unsqueeze(-1) + turn)[is_new], support))
         self.num_recent.zero_()
 
-    def kept(self, lengths: Sequence[int], given: Tensor | None = None) -> Kept | None:
+    def support(self, lengths: Sequence[int], given: Tensor | None = None) -> SamplingSupport | None:
         """The sets [N, longest] of all completions; None if there are none.
 
         Args:
@@ -86,7 +86,7 @@ class Sets:
         if not self._known:
             return None
         numbers = torch.cat([part for part, _ in self._known])  # [n]
-        sets = Kept.concatenate([part for _, part in self._known])
+        sets = SamplingSupport.concatenate([part for _, part in self._known])
         rows, places = numbers // self._length, numbers % self._length
         ends = torch.tensor(lengths, device=numbers.device)
         # Behind a stop string there may be tokens that do not belong to the completion.
@@ -101,4 +101,4 @@ class Sets:
         order = order[is_last]
         sizes = sets.sizes.new_zeros(len(lengths), max(lengths))
         sizes[rows[order], places[order]] = sets.sizes[order]
-        return Kept(sizes, sets.of(order).ids)
+        return SamplingSupport(sizes, sets.of(order).ids)

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.batch import Sampling
-from grpo_lightning.batch.rows import Kept
 from grpo_lightning.sampler.own.cache import Cache
 from grpo_lightning.sampler.own.draw import NotFinite, draw
 from grpo_lightning.sampler.own.sets import Sets
+from grpo_lightning.types import Sampling, SamplingSupport
 
 
 class StopTest(Protocol):
@@ -201,9 +200,9 @@ class Slots:
         """Which of the first ``length`` tokens [N, length] belong to replies; None where there never are any."""
         return None if self._given is None else self._given[:, :length] >= 0
 
-    def kept(self) -> Kept | None:
+    def support(self) -> SamplingSupport | None:
         """The sets [N, longest] of all completions; None where no sampling was truncated."""
-        return self.sets.kept(self.lengths, self._given)
+        return self.sets.support(self.lengths, self._given)
 
     def _ends_of(
         self, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int], length: int

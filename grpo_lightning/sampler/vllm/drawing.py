@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_lightning.batch import Sampling
 from grpo_lightning.sampler.engine import Completion, GenerationRequest
 from grpo_lightning.sampler.filtered import options
+from grpo_lightning.types import Sampling
 
 
 @dataclass

@@ -1,6 +1,12 @@
-"""The factors themselves: how much more or less a token counts because another distribution than the policy drew it.
+"""Corrections of the loss for tokens that another distribution than the policy drew: an engine, another dtype.
 
-rho = exp(log_ratio) = pi_old / mu of a sampled token; its exponent is cut to +-20, also that of a product.
+An engine that samples from the policy's weights computes other probabilities than training does, mu in place of pi_old.
+An expectation under pi_old is one under mu in which everything counts rho = pi_old / mu times as much; bounds keep the
+variance of rho small, at the price of some bias. The factor multiplies the weights of the loss, without gradient.
+
+Each correction takes (log_ratio, mask), both [B, T], and settings by keyword, and returns the factor [B, T] >= 0.
+log_ratio = log pi_old - log mu of the sampled tokens, rho = exp(log_ratio); the exponent is clamped to +-20, also that
+of a product. Weights are not normalized again: factors below 1 on average make the step smaller.
 """
 
 import torch
@@ -97,3 +103,40 @@ def _sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
     return (low <= ratio) & (ratio <= high)
+
+
+@torch.no_grad()
+def mismatch(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the sampler was from the policy, as sums over tokens that add up over micro-batches and processes.
+
+    Args:
+        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
+        mask: [B, T] True on the tokens that count.
+
+    Returns:
+        Sums that become means when divided by the number of tokens, and a maximum where the name ends in ``_max``:
+        "mismatch_mean", of |log_ratio| in nats, "mismatch_max", the largest, and "mismatch_kl", of
+        Schulman's k3 for KL(mu || pi_old):  rho - 1 - log rho  (joschu.net/blog/kl-approx.html).
+    """
+    gaps = torch.where(mask, log_ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sizes = gaps.abs()
+    return {"mismatch_mean": sizes.sum(), "mismatch_max": sizes.max(), "mismatch_kl": (gaps.expm1() - gaps).sum()}
+
+
+@torch.no_grad()
+def corrections(factor: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What a correction made of the mismatch.
+
+    Args:
+        factor: [B, T] by which the weights were multiplied.
+        mask: [B, T] True on the tokens that count.
+
+    Returns:
+        The scalars "correction_mean" and "correction_max", of the factor, and "correction_masked", of where it is 0.
+    """
+    factor = torch.where(mask, factor, 0.0)
+    return {
+        "correction_mean": factor.sum(),
+        "correction_max": factor.max(),
+        "correction_masked": (mask & (factor == 0)).sum().to(factor.dtype),
+    }

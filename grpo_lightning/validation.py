@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from grpo_lightning import varying
-from grpo_lightning.batch import Prompts, Sampling, Scored
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.types import Prompts, Sampling, Scored
 
 
 class _PromptMean(Metric):
