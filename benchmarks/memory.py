@@ -27,7 +27,7 @@ from benchmarks.process import result
 from benchmarks.setting import Setting
 from benchmarks.shapes import QWEN, qwen
 from grpo_lightning import memory
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer.size import shape_of
 from grpo_lightning.types import Rollout
@@ -151,7 +151,7 @@ def _update(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
                     skip_dead=False,
                     on_policy_step=True,
                     is_first=True,
-                    ranks=ALONE,
+                    ranks=SINGLE_PROCESS,
                     backward=_backward,
                 )
                 optimizer.step()

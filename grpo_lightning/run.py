@@ -23,9 +23,10 @@ from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals
+from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.distributed.strategies import check_processes, is_first, started_from_outside
+from grpo_lightning.distributed.strategies import check_processes, is_externally_launched
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
@@ -131,9 +132,9 @@ class Run:
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        alone = lock.all_held(self.config, self.directory) if is_first() else nullcontext()
+        alone = lock.all_held(self.config, self.directory) if is_first_process() else nullcontext()
         with alone, self._recorded("fit") as checkpoint:
-            if is_first():
+            if is_first_process():
                 for caution in settings.cautions(self.config):
                     log.warning("%s", caution)
             module, trainer = self.module, self.trainer
@@ -142,7 +143,7 @@ class Run:
                 recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
                 resume.same_optimizer(recorded["config"], module.settings)
             changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
-            if is_first() and (checkpoint or not module.completed_steps):
+            if is_first_process() and (checkpoint or not module.completed_steps):
                 leftovers.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_begun = True
             check_prompts(self.data, module.policy, self.config)
@@ -164,7 +165,7 @@ class Run:
         check_replaceable(directory, key="hydra.run.dir/export")
         with self._recorded("export") as checkpoint:
             module = self.module
-            if is_first():
+            if is_first_process():
                 own_policy.load(module, checkpoint)
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
                 log.info("exported to %s", directory)
@@ -195,12 +196,12 @@ class Run:
             actions = (self.fit, self.validate, self.export, self.preflight)
             {action.__name__: action for action in actions}[self.config["mode"]]()
         except Preempted as error:
-            if is_first():
+            if is_first_process():
                 log.warning("%s", error)
             gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
-            sys.exit(error.exit_status if is_first() or started_from_outside() else 0)
-        if is_first() and self._summary:
+            sys.exit(error.exit_status if is_first_process() or is_externally_launched() else 0)
+        if is_first_process() and self._summary:
             command = continue_command(self._overrides, self.directory, steps=2 * self.config["steps"])
             for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
                 say(line)
@@ -225,16 +226,16 @@ class Run:
         began = first or now()
         overrides = redacted_words(self._overrides)
         activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
-        if mode == "fit" and is_first():
+        if mode == "fit" and is_first_process():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
             leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
-        if self._on_start is not None and is_first():
+        if self._on_start is not None and is_first_process():
             self._on_start(self.directory)
 
         def summarize(status: str, problem: str | None = None) -> None:
             stands = "module" in vars(self)
-            if is_first() and (stands or not (self.directory / "summary.json").exists()):  # keeps an older one
+            if is_first_process() and (stands or not (self.directory / "summary.json").exists()):  # keeps an older one
                 self._summary = {
                     "metrics": dict(sorted(self.metrics.items())),
                     "values": self.module.values.summary() if stands else {},
@@ -273,6 +274,6 @@ class Run:
 
     def _made_all_steps(self) -> bool:
         made, steps = int(self.module.completed_steps), int(self.config["steps"])
-        if made < steps and is_first():
+        if made < steps and is_first_process():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps

@@ -14,7 +14,7 @@ import torch
 from torch.testing import assert_close
 
 import grpo_lightning as grpo
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, correction, k3, token_mean
 from grpo_lightning.loss.correction import corrections, mismatch
 from grpo_lightning.module.update import accumulate
@@ -167,7 +167,7 @@ def updated(policy, rows, chosen, *, tokens=10**6, on_policy=True, entropy_coef=
         skip_dead=True,
         on_policy_step=on_policy,
         is_first=True,
-        ranks=ALONE,
+        ranks=SINGLE_PROCESS,
         backward=lambda loss, last: loss.backward(),
     )
     return torch.cat([weight.grad.flatten() for weight in policy.parameters()]), update.metrics

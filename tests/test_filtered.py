@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.hf import load
@@ -218,7 +218,7 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
             rows,
             sampling,
             microbatch_tokens=60,
-            context=StepContext(seed=1, clock=clock, ranks=ALONE, sampler=vllm),
+            context=StepContext(seed=1, clock=clock, ranks=SINGLE_PROCESS, sampler=vllm),
         )
     assert not rows.mask.all()
     sets_now = oracle(policy, rows, sampling)

@@ -117,7 +117,7 @@ def test_nothing_is_left_after_the_backward_pass(monkeypatch):
 
 
 def test_on_a_cpu_it_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"policy.activation_offload=true: allowed on a CPU is false"):
+    with pytest.raises(ConfigError, match=r"policy.activation_offload=true: activations on a CPU are in CPU RAM"):
         check_built(composed("policy.activation_offload=true", "trainer=cpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     check_built(composed("policy.activation_offload=true", "trainer=auto"))

@@ -8,8 +8,8 @@ import torch
 from lightning import LightningModule
 
 import grpo_lightning as grpo
-from grpo_lightning.distributed import chosen
-from grpo_lightning.distributed.chosen import natural_precision
+from grpo_lightning.distributed import devices
+from grpo_lightning.distributed.devices import default_precision
 from grpo_lightning.module.loop import Loop
 
 
@@ -27,9 +27,9 @@ def test_the_precision_that_fits_a_device(
     accelerator: str, on_gpu: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for found, expected in ((True, on_gpu), (False, elsewhere)):
-        monkeypatch.setattr(chosen, "has_cuda", lambda found=found: found)
-        assert natural_precision({"accelerator": accelerator}) == expected
-    assert natural_precision({}) == "32-true"
+        monkeypatch.setattr(devices, "has_cuda", lambda found=found: found)
+        assert default_precision({"accelerator": accelerator}) == expected
+    assert default_precision({}) == "32-true"
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_settings_and_trainer_hold_the_precision_in_use(tmp_path: Path, monkeypa
         ([], True, "bf16-mixed"),
         (["trainer.precision=32-true"], True, "32-true"),
     ):
-        monkeypatch.setattr(chosen, "has_cuda", lambda on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(devices, "has_cuda", lambda on_gpu=on_gpu: on_gpu)
         run = grpo.compose(*given, run_dir=tmp_path)
         assert run.config["trainer"]["precision"] == run.trainer.precision == expected
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.policy.hf import load
 from grpo_lightning.types import Sampling
@@ -13,24 +13,24 @@ from tests.support.sampling import generate
 
 @pytest.mark.parametrize(("count", "expected"), [(6, [2, 2, 2]), (8, [2, 3, 3]), (3, [1, 1, 1]), (2, [0, 1, 1])])
 def test_portions_by_hand(count, expected):
-    portions = [Ranks(rank, 3).portion(count) for rank in range(3)]
+    portions = [Ranks(rank, 3).shard_range(count) for rank in range(3)]
     assert [len(portion) for portion in portions] == expected
     assert [i for portion in portions for i in portion] == list(range(count))
 
 
 def test_groups_stay_together_and_work_is_even_by_hand():
     groups, sizes = [[0, 1], [2, 3], [4, 5]], [5, 5, 1, 1, 4, 4]
-    assert Ranks(0, 2).divide(groups, sizes) == [[0, 1], [2, 3, 4, 5]]  # 10 against 8 + 2
-    assert Ranks(1, 2).divide(groups, sizes) == Ranks(0, 2).divide(groups, sizes)
-    assert Ranks(0, 2).divide([[0, 1, 2]], [3, 2, 1]) == [[0], [1, 2]]  # one group for two: its rows part
+    assert Ranks(0, 2).balance(groups, sizes) == [[0, 1], [2, 3, 4, 5]]  # 10 against 8 + 2
+    assert Ranks(1, 2).balance(groups, sizes) == Ranks(0, 2).balance(groups, sizes)
+    assert Ranks(0, 2).balance([[0, 1, 2]], [3, 2, 1]) == [[0], [1, 2]]  # one group for two: its rows part
 
 
 def test_one_process_needs_no_other():
-    assert ALONE.gather("a") == ["a"]
-    assert ALONE.together(lambda: 3) == [3]
-    assert ALONE.add_up({"x": torch.tensor(2.0)}) == {"x": torch.tensor(2.0)}
+    assert SINGLE_PROCESS.gather("a") == ["a"]
+    assert SINGLE_PROCESS.all_or_raise(lambda: 3) == [3]
+    assert SINGLE_PROCESS.sum({"x": torch.tensor(2.0)}) == {"x": torch.tensor(2.0)}
     with pytest.raises(Preempted, match="asked to end by SIGTERM: now"):
-        ALONE.together(lambda: (_ for _ in ()).throw(Preempted(15, saved="now")))
+        SINGLE_PROCESS.all_or_raise(lambda: (_ for _ in ()).throw(Preempted(15, saved="now")))
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])

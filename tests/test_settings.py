@@ -222,14 +222,14 @@ def devices(monkeypatch, count: int, *overrides: str) -> tuple[str, ...]:
 
 def test_devices_that_are_not_there(monkeypatch):
     assert devices(monkeypatch, 0, "trainer=gpu") == (
-        "trainer.accelerator=gpu: allowed here is cpu or auto: PyTorch finds no GPU",
+        "trainer.accelerator=gpu: PyTorch finds no such GPU; use cpu or auto",
     )
     (found,) = devices(monkeypatch, 0, "trainer.devices=[0,1]")
-    assert found == "trainer.devices=[0, 1]: allowed without a GPU is a number of processes, such as 1"
+    assert found == "trainer.devices=[0, 1]: there is no GPU; name a number of processes, such as 1"
     (found,) = devices(monkeypatch, 2, "trainer=ddp", "trainer.devices=[0,2]")
-    assert found == "trainer.devices=[0, 2]: allowed here are numbers from 0 to 1, of the GPUs of this machine"
+    assert found == "trainer.devices=[0, 2]: the GPUs of this machine have the numbers 0 to 1"
     assert devices(monkeypatch, 2, "trainer=ddp", "trainer.devices=3") == (
-        "trainer.devices=3: allowed here is at most 2, the GPUs of this machine",
+        "trainer.devices=3: this machine has 2 GPUs",
     )
     for fine in (["trainer=ddp"], ["trainer=cpu", "trainer.devices=3"], ["trainer=ddp", "trainer.devices='1,'"]):
         check_built(composed(*fine))

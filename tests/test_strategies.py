@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 from grpo_lightning.checkpoint.resume import known
+from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.strategies import (
     FullyShardedStrategy,
-    add_up_gradients,
     check_processes,
-    processes,
+    sum_gradients,
 )
 from tests.support.composed import composed
 from tests.support.running import small_run
@@ -30,7 +30,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN
     ],
 )
 def test_processes_that_a_trainer_starts(trainer, expected):
-    assert processes(trainer) == expected
+    assert num_processes(trainer) == expected
 
 
 def test_a_sweep_does_not_start_processes():
@@ -61,7 +61,7 @@ def test_processes_started_from_outside_share_a_named_directory(monkeypatch, mul
 )
 def test_a_strategy_whose_gradients_cannot_be_added_up_is_refused_by_name(strategy, named):
     with pytest.raises(ValueError, match=f"trainer.strategy={named}: allowed are a single device, DDP without"):
-        add_up_gradients(strategy)
+        sum_gradients(strategy)
 
 
 def test_layers_are_not_split():

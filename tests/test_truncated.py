@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.module.update import accumulate
@@ -332,7 +332,7 @@ def test_micro_batches_change_no_gradient(policy):
             skip_dead=False,
             on_policy_step=False,
             is_first=False,
-            ranks=ALONE,
+            ranks=SINGLE_PROCESS,
             backward=lambda value, last: value.backward(),
         )
         found.append((torch.cat([p.grad.flatten() for p in policy.parameters()]), update))

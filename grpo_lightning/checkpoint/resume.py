@@ -10,7 +10,7 @@ from lightning import Trainer
 
 from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.checkpoint.io import read
-from grpo_lightning.distributed.chosen import settings_shard
+from grpo_lightning.distributed.devices import uses_fsdp
 from grpo_lightning.distributed.sharding import trainer_shards
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def chosen(
     path = _named(config, directory, directory_given, overrides)
     if path is None:
         return None
-    if path.is_dir() and config["mode"] != "export" and not settings_shard(config["trainer"]):
+    if path.is_dir() and config["mode"] != "export" and not uses_fsdp(config["trainer"]):
         raise ValueError(
             f"checkpoint={path} is a sharded checkpoint: use trainer=fsdp, or mode=export, which joins its parts"
         )

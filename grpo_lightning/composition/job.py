@@ -20,7 +20,7 @@ from grpo_lightning import settings
 from grpo_lightning.composition import CONF, supervised, sweep
 from grpo_lightning.composition.overrides import chosen, made, plain, write_settings
 from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.chosen import is_first_process
+from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.output import activity, announcement
 from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.summary import now

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
-from grpo_lightning.distributed.chosen import natural_precision
+from grpo_lightning.distributed.devices import default_precision
 from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
 from grpo_lightning.settings import ConfigError
@@ -183,7 +183,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError([explain(error, CONF)]) from error
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
-        trainer["precision"] = natural_precision(trainer)
+        trainer["precision"] = default_precision(trainer)
     return config  # type: ignore[no-any-return]
 
 

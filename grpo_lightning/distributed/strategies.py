@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.sharding import readable_parts
 from grpo_lightning.output.shell import program_words
 
@@ -164,7 +164,7 @@ def check_strategy(strategy: Strategy) -> None:
         )
 
 
-def add_up_gradients(strategy: Strategy) -> None:
+def sum_gradients(strategy: Strategy) -> None:
     """Make a strategy add gradients up over its processes instead of averaging them.
 
     The token weights of the loss are those of the whole optimizer step, so the gradients of all processes are the
@@ -198,12 +198,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def is_first() -> bool:
-    """Whether this is the process that writes and prints; known before the processes are in contact."""
-    return getattr(rank_zero_only, "rank", 0) in (0, None)
-
-
-def started_from_outside() -> bool:
+def is_externally_launched() -> bool:
     """Whether torchrun or SLURM has started the processes, rather than Lightning in the first one."""
     return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
@@ -218,13 +213,13 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
     # Neither Lightning nor torch.distributed runs yet: the launchers' variables are all there is to ask.
     where = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-    if started_from_outside():
+    if is_externally_launched():
         if number > 1 and not directory_given:
             raise ValueError(
                 f"{where}: name a directory, such as {where}=runs/mine; each of the {number} processes would make one "
                 "of its own"
             )
-    elif multirun and (devices := processes(config["trainer"])) > 1:
+    elif multirun and (devices := num_processes(config["trainer"])) > 1:
         *python, name = program_words()
         script = shlex.quote(name) if python else f"--no-python {name}"
         raise ValueError(
@@ -232,14 +227,3 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
             "would start the sweep anew; or start all processes together: "
             f"torchrun --nproc_per_node={devices} {script} -m ... {where}=DIRECTORY"
         )
-
-
-def processes(trainer: Mapping[str, Any]) -> int:
-    """How many processes the settings of a trainer ask for on this machine."""
-    devices = trainer.get("devices", 1)
-    if isinstance(devices, Sequence) and not isinstance(devices, str):
-        return len(devices)
-    if devices in ("auto", -1, "-1"):
-        on_gpu = trainer.get("accelerator", "auto") != "cpu"
-        return max(torch.cuda.device_count(), 1) if on_gpu else 1
-    return int(devices)

@@ -183,7 +183,7 @@ class StepModule(LightningModule):
 
         What is not finite is left out, such as a mean over nothing.
         """
-        averaged = self.loop.ranks.average(values, device=self.device, largest={"perf/peak_memory_gb"})
+        averaged = self.loop.ranks.mean(values, device=self.device, largest={"perf/peak_memory_gb"})
         finite = {name: value for name, value in averaged.items() if math.isfinite(value)}
         self.metrics = {name: value for name, value in self.metrics.items() if name not in averaged} | finite
         self.values.add(finite, step=self.completed_steps)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.distributed.sharding import gathered
-from grpo_lightning.distributed.strategies import add_up_gradients
+from grpo_lightning.distributed.strategies import sum_gradients
 
 
 class Loop:
@@ -25,7 +25,7 @@ class Loop:
         precision: bf16-mixed computes in bfloat16, anything else in the weights' own type.
     """
 
-    ranks = ALONE
+    ranks = SINGLE_PROCESS
     """The processes that divide the work among them."""
     optimizer: Any
     """The one optimizer of the run."""
@@ -105,7 +105,7 @@ class TrainerLoop(Loop):
         Raises:
             ValueError: The trainer's strategy, precision or limits do not fit.
         """
-        add_up_gradients(self._trainer.strategy)
+        sum_gradients(self._trainer.strategy)
         if self._trainer.precision == "16-mixed":
             raise ValueError(
                 "trainer.precision=16-mixed: allowed are 32-true and bf16-mixed (gradients would be clipped before "

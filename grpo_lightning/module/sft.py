@@ -24,7 +24,7 @@ class SFTLightningModule(StepModule):
 
     def training_step(self, prompts: Prompts) -> None:
         ranks = self.loop.ranks
-        ranks.together(self.poll)
+        ranks.all_or_raise(self.poll)
         self.clock.restart()
         if "completion" not in prompts.columns:
             raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")
@@ -38,7 +38,7 @@ class SFTLightningModule(StepModule):
                 loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() * is_real / tokens
                 self.loop.backward(loss, last=number == len(indices) - 1)
                 total += loss.detach()
-            total = ranks.add_up({"loss": total})["loss"]
+            total = ranks.sum({"loss": total})["loss"]
             norm = self.apply_gradients()
         seconds = self.clock.read()
         self.complete_step(

@@ -96,7 +96,7 @@ def accumulate(
         if is_real:
             ratio.append((logprobs.detach() - rows.old_logprobs)[rows.mask].exp())
             microbatches.append((numbers[index], logprobs.detach()))
-    metrics = loss.metrics(ranks.add_up(parts), ranks.add_up(sums))
+    metrics = loss.metrics(ranks.sum(parts), ranks.sum(sums))
     return Update(metrics=metrics, ratio=torch.cat(ratio), flops=policy.flops(taught), microbatches=microbatches)
 
 

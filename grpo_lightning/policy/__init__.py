@@ -118,7 +118,7 @@ class Policy(nn.Module, ABC):
         for group in groups:
             sizes[group[0]] += prompts[group[0]]
         device = rows.mask.device
-        of_rank = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.divide(groups, sizes)]
+        of_rank = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.balance(groups, sizes)]
         batches = [
             [part[index] for index in self.microbatches(rows[part], tokens)] if len(part) else [] for part in of_rank
         ]

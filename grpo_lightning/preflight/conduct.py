@@ -9,8 +9,8 @@ import torch
 
 from grpo_lightning import memory
 from grpo_lightning.data import PromptData
+from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.sharding import trainer_shards
-from grpo_lightning.distributed.strategies import is_first
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output.announcement import fitted
@@ -52,7 +52,7 @@ def conduct(
         module.reference.to(device)
     with trainer.precision_plugin.train_step_context():
         facts = redacted(look(module, data, prompts=prompts, processes=trainer.world_size, predicted=predicted))
-    if is_first():
+    if is_first_process():
         for line in [*page(facts), "", *facts["verdict"]]:
             say(line)
         write_json(directory / "preflight.json", facts)
@@ -64,7 +64,7 @@ def announce_memory(
 ) -> dict[str, float]:
     """Print what the run is going to need, and warn where a GPU has less; returns the bytes by part, if known."""
     shape = module.policy.shape()
-    if shape is None or not memory.is_predictable(config) or not is_first():
+    if shape is None or not memory.is_predictable(config) or not is_first_process():
         return {}
     on_cpu = trainer.strategy.root_device.type == "cpu"
     first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]

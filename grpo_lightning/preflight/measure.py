@@ -12,7 +12,7 @@ from grpo_lightning import varying
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.order import prompt_index
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.selfcheck import check_rollout
 from grpo_lightning.module.update import accumulate
@@ -113,7 +113,7 @@ def _collect(
     context = StepContext(seed=module.seed_of("preflight", step), clock=clock)
     policy = cast(WeightSource, module.policy)
     with (
-        module.sampler.ready(policy, version=module.completed_steps, clock=clock, ranks=ALONE),
+        module.sampler.ready(policy, version=module.completed_steps, clock=clock, ranks=SINGLE_PROCESS),
         module.gradient_step.blamed(module.completed_steps, "rollout"),
     ):
         collected = collector.collect(
@@ -154,7 +154,7 @@ def _update(module: GRPOLightningModule, rollout: Rollout, temperature: float, p
                 skip_dead=module.skip_dead,
                 on_policy_step=module.ppo_epochs == 1 and size >= len(rollout),
                 is_first=True,
-                ranks=ALONE,
+                ranks=SINGLE_PROCESS,
                 backward=lambda value, last: value.backward(),  # noqa: ARG005
             )
             float(update.ratio.sum())  # waits for a GPU

@@ -74,7 +74,7 @@ class Judge:
             fraction of the completions on which it failed, and what the environment has to say.
         """
         ranks, clock = context.ranks, context.clock
-        portion = ranks.portion(len(prompts))
+        portion = ranks.shard_range(len(prompts))
         own = prompts[portion]
         talk = self._episodes(own, group_size, first_prompt + portion.start, context)
         # What happened in episodes is known only when they are over.
@@ -104,7 +104,7 @@ class Judge:
             judged, metrics = self._scored(policy, own, sampled, scoring, talk, context)
             return judged.to(_CPU) if ranks.size > 1 else judged, metrics, sampled.mask.device
 
-        parts = ranks.together(scored, waiting=clock("wait"))
+        parts = ranks.all_or_raise(scored, waiting=clock("wait"))
         return _joined([(part, metrics) for part, metrics, _ in parts], parts[ranks.rank][2])
 
     def score_sampled(
@@ -124,13 +124,13 @@ class Judge:
         ranks, group_size = context.ranks, len(sampled) // len(prompts)
 
         def judged() -> tuple[Scored, dict[str, float]]:
-            portion = ranks.portion(len(prompts))
+            portion = ranks.shard_range(len(prompts))
             own, rows = prompts[portion], range(portion.start * group_size, portion.stop * group_size)
             completions = sampled[torch.tensor(rows, device=sampled.mask.device)]
             found, metrics = self._scored(tokens, own, completions, None, None, context)
             return found.to(_CPU) if ranks.size > 1 else found, metrics
 
-        return _joined(ranks.together(judged, waiting=context.clock("wait")), sampled.mask.device)
+        return _joined(ranks.all_or_raise(judged, waiting=context.clock("wait")), sampled.mask.device)
 
     def _episodes(self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext) -> Episodes | None:
         """Those that begin with this rollout; None where the model talks to nobody."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.own.sampler import NativeSampler
 
@@ -24,7 +24,7 @@ class StepContext:
     """Adds up the seconds of the phases rollout, reward, wait and score."""
     poll: Poll | None = None
     """Called between generated tokens; may raise to abandon the sampling."""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     """The processes that divide the work among them."""
     sampler: Sampler = field(default_factory=NativeSampler)
     """Generates the completions."""

@@ -87,14 +87,14 @@ def check_built(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Something is wrong; the error lists everything that is.
     """
-    from grpo_lightning.distributed.chosen import device_problems, offload_problems
+    from grpo_lightning.distributed.devices import device_problems
     from grpo_lightning.settings.rewards import key_problems
     from grpo_lightning.settings.targets import adapter_problems, argument_problems, trusted_packages
 
     trusted = trusted_packages(config)
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    problems += [*adapter_problems(config.get("policy") or {}), *device_problems(config["trainer"])]
-    problems += [*offload_problems(config), *key_problems(config)]
+    problems += [*adapter_problems(config.get("policy") or {}), *device_problems(config)]
+    problems += key_problems(config)
     if problems := [*problems, *sandbox_problems(config)]:
         raise ConfigError(problems)
 

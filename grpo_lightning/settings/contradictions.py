@@ -7,7 +7,7 @@ no problem.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from grpo_lightning.distributed.chosen import settings_shard
+from grpo_lightning.distributed.devices import uses_fsdp
 from grpo_lightning.output.shell import typed
 from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.settings.walk import HELD
@@ -157,7 +157,7 @@ def _old_sharding(get: Reader) -> Iterator[str]:
 
 
 def _sharded(get: Reader) -> Iterator[str]:
-    if not settings_shard(get("trainer")):
+    if not uses_fsdp(get("trainer")):
         return
     optimizer, reference = str(get("optimizer._target_")), get("reference")
     if optimizer.startswith("bitsandbytes."):

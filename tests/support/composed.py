@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.distributed.chosen import natural_precision
+from grpo_lightning.distributed.devices import default_precision
 from grpo_lightning.recording import files
 from grpo_lightning.settings.targets import with_targets
 
@@ -71,7 +71,7 @@ def _from_files(words: tuple[str, ...]) -> DictConfig:
 def composed(*overrides: str) -> dict[str, Any]:
     """The same, resolved, as the package sees it."""
     config: Any = with_targets(OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True))
-    config["trainer"]["precision"] = config["trainer"]["precision"] or natural_precision(config["trainer"])
+    config["trainer"]["precision"] = config["trainer"]["precision"] or default_precision(config["trainer"])
     return config
 
 

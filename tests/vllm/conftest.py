@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.sampler.vllm.server import KEY, Connection, VLLMServer
 from tests.vllm.support import tiny
 
@@ -25,7 +25,7 @@ def url(tmp_path_factory):
     start = place / "start"
     policy = tiny()
     # The shipped policy's head is tied, of which vLLM on a CPU would keep the first copy: the files have it by itself.
-    VLLMServer(url="http://127.0.0.1", directory=str(place))._write(policy, start, ALONE)
+    VLLMServer(url="http://127.0.0.1", directory=str(place))._write(policy, start, SINGLE_PROCESS)
     policy.tokenizer.save_pretrained(start)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.sampler.vllm.inside import VLLM
 from grpo_lightning.types import Sampling
@@ -44,7 +44,7 @@ def sampling(temperature=0.7, max_new_tokens=24, stop=()):
 
 
 def ready(sampler, policy, version=0):
-    return sampler.ready(policy, version=version, clock=Clock(), ranks=ALONE)
+    return sampler.ready(policy, version=version, clock=Clock(), ranks=SINGLE_PROCESS)
 
 
 def sample(sampler, policy, prompts=PROMPTS, *, group_size=4, seed=3, first_prompt=0, version=0, **options):

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import ALONE, Ranks
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.output.redaction import HIDDEN
 from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
 from grpo_lightning.sampler.filtered import options
@@ -58,7 +58,7 @@ class VLLMServer(EngineSampler):
         self.directory = Path(directory)
         self.model = model
         self._server = Connection(url, timeout=timeout, key_name=KEY)
-        self._ranks = ALONE
+        self._ranks = SINGLE_PROCESS
 
     @contextmanager
     def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
@@ -74,11 +74,11 @@ class VLLMServer(EngineSampler):
             )
         self._version, self._ranks = None, ranks
         with clock("sync"):
-            self.model = self.model or ranks.together(self._only_model)[ranks.rank]
+            self.model = self.model or ranks.all_or_raise(self._only_model)[ranks.rank]
             place = self.directory.resolve() / f"grpo-lightning-weights-{version}"
-            ranks.together(lambda: _make(place) if ranks.rank == 0 else None)
+            ranks.all_or_raise(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
-            ranks.together(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
+            ranks.all_or_raise(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
         yield
         self._version = version
 
