@@ -1,6 +1,20 @@
-"""Learning-rate schedules: what the configured rate is multiplied by in each step, one step per rollout."""
+"""Learning-rate schedules, and scheduled numbers: settings that change during a run.
+
+A learning-rate schedule is a function of the step that multiplies ``optimizer.lr``; it makes one step per rollout.
+Where ``loss``, ``correction``, ``rollout`` or a reward has a number, a `Schedule` may stand in its place, in YAML or on
+the command line:
+
+    rollout.temperature: {_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.7, steps: 100}
+"""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+Part = TypeVar("Part")
 
 
 def constant(step: int, *, total_steps: int, warmup_steps: int) -> float:
@@ -18,24 +32,189 @@ def constant(step: int, *, total_steps: int, warmup_steps: int) -> float:
 
 
 def linear(step: int, *, total_steps: int, warmup_steps: int) -> float:
-    """A linear warm-up, then linearly down to 0 after the last step.
-
-    Args and returns are those of ``constant``.
-    """
-    return constant(step, total_steps=total_steps, warmup_steps=warmup_steps) * (
-        1 - _elapsed(step, total_steps, warmup_steps)
-    )
+    """A linear warm-up, then linearly down to 0 after the last step; arguments are those of `constant`."""
+    rise = constant(step, total_steps=total_steps, warmup_steps=warmup_steps)
+    return rise * (1 - _decayed(step, total_steps, warmup_steps))
 
 
 def cosine(step: int, *, total_steps: int, warmup_steps: int) -> float:
-    """A linear warm-up, then half a cosine down to 0 after the last step.
-
-    Args and returns are those of ``constant``.
-    """
+    """A linear warm-up, then half a cosine down to 0 after the last step; arguments are those of `constant`."""
     rise = constant(step, total_steps=total_steps, warmup_steps=warmup_steps)
-    return rise * (1 + math.cos(math.pi * _elapsed(step, total_steps, warmup_steps))) / 2
+    return rise * (1 + math.cos(math.pi * _decayed(step, total_steps, warmup_steps))) / 2
 
 
-def _elapsed(step: int, total_steps: int, warmup_steps: int) -> float:
+def _decayed(step: int, total_steps: int, warmup_steps: int) -> float:
     """The fraction of the steps after the warm-up that are completed, in [0, 1]."""
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
+
+
+class Schedule(ABC):
+    """A number that depends on the step."""
+
+    @abstractmethod
+    def value_at(self, step: int) -> float:
+        """The value in the step before which ``step`` others are completed."""
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """A number that goes from ``start`` to ``end`` in a straight line; integers stay integers, rounded.
+
+    Raises:
+        ValueError: On construction, if ``steps`` is less than 1.
+    """
+
+    start: float
+    end: float
+    steps: int
+    """Steps from the last one with the value ``start`` to the first one with ``end``."""
+    begin: int = 0
+    """Steps with the value ``start`` before it begins to change."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: allowed is an integer >= 1")
+
+    def value_at(self, step: int) -> float:
+        value = self.start + (self.end - self.start) * self._fraction(min(max(step - self.begin, 0) / self.steps, 1.0))
+        return round(value) if isinstance(self.start, int) and isinstance(self.end, int) else value
+
+    def _fraction(self, elapsed: float) -> float:
+        return elapsed
+
+
+@dataclass(frozen=True)
+class Cosine(Linear):
+    """A number that goes from ``start`` to ``end`` along half a cosine: slow, fast, slow.
+
+    Fields and errors are those of ``Linear``.
+    """
+
+    def _fraction(self, elapsed: float) -> float:
+        return (1 - math.cos(math.pi * elapsed)) / 2
+
+
+@dataclass(frozen=True)
+class Piecewise(Schedule):
+    """A number that jumps: ``values[i]`` from the step ``borders[i - 1]`` on, ``values[0]`` before all of them.
+
+    Raises:
+        ValueError: On construction, if there is not one value more than borders or the borders do not increase.
+    """
+
+    values: Sequence[float]
+    borders: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.borders) + 1 or list(self.borders) != sorted(set(self.borders)):
+            raise ValueError(
+                f"values={list(self.values)}, borders={list(self.borders)}: borders need to increase, with one value "
+                "more than there are borders"
+            )
+
+    def value_at(self, step: int) -> float:
+        return self.values[sum(step >= border for border in self.borders)]
+
+
+@dataclass
+class Proportional(Schedule):
+    """A number that grows while a metric is above its target and shrinks while it is below.
+
+    value *= 1 + rate * clip(measured / target - 1, -0.2, 0.2)
+
+    The adaptive KL coefficient of arXiv:1909.08593, section 2.2, where ``rate`` is 0.1. With a negative ``rate`` it
+    grows while the metric is below its target, as a coefficient of the entropy has to.
+
+    Raises:
+        ValueError: On construction, if ``target`` is not positive.
+    """
+
+    start: float
+    metric: str
+    """The metric's name, such as policy/kl_divergence."""
+    target: float
+    rate: float
+    value: float = field(init=False)
+    """The only state, kept in checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.target <= 0:
+            raise ValueError(f"target={self.target}: allowed is a number > 0")
+        self.value = self.start
+
+    def value_at(self, step: int) -> float:
+        return self.value
+
+    def update(self, measured: float) -> None:
+        """Set the value for the next step, by what ``metric`` was in the step that just ended."""
+        self.value *= 1 + self.rate * min(max(measured / self.target - 1, -0.2), 0.2)
+
+
+def resolve_schedules(part: Part, step: int) -> Part:
+    """``part`` with every `Schedule` in it replaced by its value; ``part`` itself where there is none.
+
+    Args:
+        part: A dataclass, `functools.partial`, mapping or sequence, however nested.
+        step: Steps completed before the one that the values are for.
+    """
+    whole: Any = part
+    if isinstance(whole, Schedule):
+        whole = whole.value_at(step)
+    elif next(find_schedules(whole), None) is None:
+        return part
+    elif isinstance(whole, partial):
+        whole = partial(whole.func, *whole.args, **resolve_schedules(whole.keywords, step))
+    elif isinstance(whole, dict):
+        whole = {key: resolve_schedules(value, step) for key, value in whole.items()}
+    elif isinstance(whole, list | tuple):
+        whole = type(whole)(resolve_schedules(value, step) for value in whole)
+    else:
+        values = {f.name: resolve_schedules(getattr(whole, f.name), step) for f in fields(whole) if f.init}
+        whole = replace(whole, **values)
+    return cast(Part, whole)
+
+
+def schedule_values(part: Any, step: int) -> dict[str, float]:
+    """The value of every schedule in ``part``, by its dotted path; arguments are those of `resolve_schedules`."""
+    return {path: schedule.value_at(step) for path, schedule in find_schedules(part)}
+
+
+def update_schedules(part: Any, metrics: Mapping[str, float]) -> None:
+    """Hand every adaptive schedule in ``part`` the metric it follows, if the step that ended has measured it."""
+    for _, schedule in _adaptive(part):
+        if schedule.metric in metrics:
+            schedule.update(float(metrics[schedule.metric]))
+
+
+def schedule_state(part: Any) -> dict[str, float]:
+    """The present value of every adaptive schedule in ``part``, by its dotted path, for a checkpoint."""
+    return {path: schedule.value for path, schedule in _adaptive(part)}
+
+
+def restore_schedules(part: Any, values: Mapping[str, float]) -> None:
+    """Set the adaptive schedules in ``part`` to the values that `schedule_state` returned."""
+    for path, schedule in _adaptive(part):
+        if path in values:
+            schedule.value = float(values[path])
+
+
+def _adaptive(part: Any) -> list[tuple[str, Proportional]]:
+    return [(path, schedule) for path, schedule in find_schedules(part) if isinstance(schedule, Proportional)]
+
+
+def find_schedules(part: Any, path: str = "") -> Iterator[tuple[str, Schedule]]:
+    """Every `Schedule` in ``part`` with the dotted path to it."""
+    if isinstance(part, Schedule):
+        yield path, part
+        return
+    children: Mapping[str, Any] = {}
+    if isinstance(part, partial):
+        children = part.keywords
+    elif isinstance(part, dict):
+        children = part
+    elif isinstance(part, list | tuple):
+        children = {str(index): value for index, value in enumerate(part)}
+    elif is_dataclass(part) and not isinstance(part, type):
+        children = {f.name: getattr(part, f.name) for f in fields(part)}
+    for name, child in children.items():
+        yield from find_schedules(child, f"{path}.{name}" if path else str(name))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from grpo_lightning import varying
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import Weighted
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Sampling, Scored
 
 
@@ -168,7 +168,7 @@ class Validation(nn.Module):
         Returns:
             What was sampled, with its rewards.
         """
-        scored, _ = varying.at(self.judge, completed_steps).score(
+        scored, _ = resolve_schedules(self.judge, completed_steps).score(
             policy,
             prompts,
             group_size=self.samples_per_prompt,

@@ -64,7 +64,6 @@ WITHOUT_TORCH = {
     "reward",
     "sandbox",
     "schedule",
-    "varying",
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
 WITH_TORCH = {"clock", "composition/live.py", "reward/model.py"}
@@ -120,7 +119,7 @@ def test_nothing_below_knows_what_is_above():
     order = list(TopologicalSorter(known).static_order())
     for above, below in (("run", "module"), ("module", "rollout"), ("rollout", "policy"), ("policy", "sampler")):
         assert order.index(above) > order.index(below)
-    for leaf in ("clock", "schedule", "varying", "memory", "advantage", "transformer", "loss"):
+    for leaf in ("clock", "schedule", "memory", "advantage", "transformer", "loss"):
         assert not known.get(leaf, set()) & {"policy", "rollout", "module", "settings", "run"}, leaf
     assert not any("composition" in used for part, used in known.items() if part != "replay")  # a program of its own
 

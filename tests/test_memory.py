@@ -56,7 +56,7 @@ def test_sets_of_truncated_sampling_by_hand():
 
 
 def test_how_large_sets_may_be():
-    varying = "{_target_: grpo_lightning.varying.Linear, start: 0.9, end: 1.0, steps: 30}"
+    varying = "{_target_: grpo_lightning.schedule.Linear, start: 0.9, end: 1.0, steps: 30}"
     for setting, size in (("top_p=1.0", 0), ("min_p=0.1", 1024), ("top_k=50", 50), (f"top_p={varying}", 1024)):
         config = composed(f"rollout.{setting}")
         use = use_of(config, processes=1, is_sharded=False, on_cpu=True, prompt_tokens=10)
@@ -100,8 +100,8 @@ def test_the_line_that_is_printed():
 
 
 def test_a_number_that_varies_counts_with_its_largest_value():
-    longer = "{_target_: grpo_lightning.varying.Linear, start: 32, end: 40, steps: 30}"
-    stepwise = "{_target_: grpo_lightning.varying.Piecewise, values: [8, 24, 16], borders: [3, 5]}"
+    longer = "{_target_: grpo_lightning.schedule.Linear, start: 32, end: 40, steps: 30}"
+    stepwise = "{_target_: grpo_lightning.schedule.Piecewise, values: [8, 24, 16], borders: [3, 5]}"
     for number, largest in ((longer, 40), (stepwise, 24), ("9", 9)):
         config = composed(f"rollout.max_new_tokens={number}")
         use = use_of(config, processes=1, is_sharded=False, on_cpu=True, prompt_tokens=10)

@@ -193,13 +193,13 @@ def test_groups_carried_over_are_trained_on_off_policy_and_kept_by_a_continued_r
 
 
 VARYING = (
-    "rollout.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.5, steps: 2}",
-    "rollout.max_new_tokens={_target_: grpo_lightning.varying.Linear, start: 4, end: 8, steps: 2}",
+    "rollout.temperature={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.5, steps: 2}",
+    "rollout.max_new_tokens={_target_: grpo_lightning.schedule.Linear, start: 4, end: 8, steps: 2}",
     "validation.max_new_tokens=8",
-    "loss.kl_coef={_target_: grpo_lightning.varying.Proportional, start: 0.1, metric: policy/kl_divergence, "
+    "loss.kl_coef={_target_: grpo_lightning.schedule.Proportional, start: 0.1, metric: policy/kl_divergence, "
     "target: 1e-9, rate: 0.5}",
-    "loss.surrogate.epsilon_high={_target_: grpo_lightning.varying.Piecewise, values: [0.2, 0.3], borders: [1]}",
-    "reward.format.weight={_target_: grpo_lightning.varying.Cosine, start: 1.0, end: 0.0, steps: 2}",
+    "loss.surrogate.epsilon_high={_target_: grpo_lightning.schedule.Piecewise, values: [0.2, 0.3], borders: [1]}",
+    "reward.format.weight={_target_: grpo_lightning.schedule.Cosine, start: 1.0, end: 0.0, steps: 2}",
     "optimizer.lr=0.02",
 )
 

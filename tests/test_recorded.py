@@ -16,13 +16,13 @@ RUNS = {
     "groups carried over": ("algorithm=dapo", "reward=[custom]", "data.prompts_per_step=3"),
     "a penalty, truncated rows and few tokens": (
         *("rollout.kl_penalty=0.1", "rollout.mask_truncated=true", "rollout.top_entropy=0.5"),
-        "loss.kl_coef={_target_: grpo_lightning.varying.Proportional, start: 0.1, metric: policy/entropy, target: 3.0, "
-        "rate: 0.1}",
+        "loss.kl_coef={_target_: grpo_lightning.schedule.Proportional, start: 0.1, metric: policy/entropy, "
+        "target: 3.0, rate: 0.1}",
     ),
     "scores and weights that vary": (
         *("advantage=gdpo", "algorithm=dr_grpo", "advantage=gdpo"),
-        "reward.format.weight={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.0, steps: 4}",
-        "rollout.temperature={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.7, steps: 4}",
+        "reward.format.weight={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.0, steps: 4}",
+        "rollout.temperature={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.7, steps: 4}",
     ),
 }
 

@@ -25,13 +25,13 @@ EXACT = {
     "dr_grpo in several micro-batches": ("algorithm=dr_grpo", "module.microbatch_tokens=70"),
     "a penalty and numbers that vary": (
         *("rollout.kl_penalty=0.1", "rollout.top_entropy=0.5"),
-        "loss.kl_coef={_target_: grpo_lightning.varying.Proportional, start: 0.1, metric: policy/entropy, target: 3.0, "
-        "rate: 0.1}",
+        "loss.kl_coef={_target_: grpo_lightning.schedule.Proportional, start: 0.1, metric: policy/entropy, "
+        "target: 3.0, rate: 0.1}",
     ),
     "a correction": ("correction=token_truncation", "correction.cap=1.0"),
     "every reward by itself": (
         "advantage=gdpo",
-        "reward.format.weight={_target_: grpo_lightning.varying.Linear, start: 1.0, end: 0.0, steps: 3}",
+        "reward.format.weight={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.0, steps: 3}",
     ),
 }
 

@@ -15,7 +15,7 @@ from grpo_lightning.settings.rewards import TRIED
 from tests.support.composed import CONF, ROOT, composed, settings
 
 HEAVY = {"torch", "lightning", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "reasoning_gym", "sympy"}
-LINEAR = "_target_: grpo_lightning.varying.Linear"
+LINEAR = "_target_: grpo_lightning.schedule.Linear"
 
 
 def problems(*overrides: str) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def test_targets_and_their_arguments():
             "loss.kl._target_=[grpo_lightning.loss]": "loss.kl._target_=['grpo_lightning.loss']: allowed is a text",
             "loss.kl._target_=grpo_lightning.loss": "allowed is a function or a class, and this is a module",
             "+reward.mine._target_=grpo_lightning.reward.format.format": "needs completions (or `_partial_: true`",
-            "loss.kl_coef={" + LINEAR + ", start: 0.1, end: 0.0}": "loss.kl_coef: grpo_lightning.varying.Linear needs",
+            "loss.kl_coef={" + LINEAR + ", start: 0.1, end: 0.0}": "loss.kl_coef: grpo_lightning.schedule.Linear needs",
             "policy.adapter={lora_alfa: 8}": "policy.adapter.lora_alfa: unknown; the nearest is lora_alpha; peft",
             "policy.adapter={r: many}": "policy.adapter.r=many: allowed is an integer",
             "policy.adapter=8": "policy.adapter=8: allowed are arguments of peft's LoraConfig, such as {r: 16,",

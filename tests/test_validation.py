@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from grpo_lightning.reward import Weighted
+from grpo_lightning.schedule import Linear
 from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation
-from grpo_lightning.varying import Linear
 from tests.support.sampling import context as make_context
 from tests.test_rollout import REWARDS, Fixed
 

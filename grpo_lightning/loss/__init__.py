@@ -70,7 +70,7 @@ class PolicyLoss:
     kl: Estimator
     weights: Weights
     kl_coef: float
-    """Weight of the KL term; 0 needs no reference. Numbers may vary with the step, see `grpo_lightning.varying`."""
+    """Weight of the KL term; 0 needs no reference. Numbers may vary with the step, see `grpo_lightning.schedule`."""
     entropy_coef: float
     """Weight of the entropy bonus."""
     correction: Correction | None = None

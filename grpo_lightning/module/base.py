@@ -29,7 +29,7 @@ from grpo_lightning.types import Prompt, Prompts
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Schedule = Callable[..., float]
+LRSchedule = Callable[..., float]
 
 
 class StepModule(LightningModule):
@@ -56,7 +56,7 @@ class StepModule(LightningModule):
         policy: Policy,
         validation: Validation,
         optimizer: OptimizerFactory,
-        schedule: Schedule,
+        schedule: LRSchedule,
         *,
         steps: int,
         seed: int,

@@ -6,14 +6,20 @@ from typing import Any
 
 import torch
 
-from grpo_lightning import varying
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.module.base import OptimizerFactory, Schedule, StepModule
+from grpo_lightning.module.base import LRSchedule, OptimizerFactory, StepModule
 from grpo_lightning.module.selfcheck import check_rollout
 from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
+from grpo_lightning.schedule import (
+    resolve_schedules,
+    restore_schedules,
+    schedule_state,
+    schedule_values,
+    update_schedules,
+)
 from grpo_lightning.types import Prompts, Scored
 from grpo_lightning.validation import Validation
 
@@ -47,7 +53,7 @@ class GRPOLightningModule(StepModule):
         loss: PolicyLoss,
         validation: Validation,
         optimizer: OptimizerFactory,
-        schedule: Schedule,
+        schedule: LRSchedule,
         *,
         ppo_epochs: int,
         minibatch_size: int | None,
@@ -88,13 +94,13 @@ class GRPOLightningModule(StepModule):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         # Its rewards are objects of their own, whose adaptive weights follow those of training.
-        varying.restore(self.validation.judge.rewards, varying.state(self.rollout.reward))
+        restore_schedules(self.validation.judge.rewards, schedule_state(self.rollout.reward))
 
     def training_step(self, prompts: Prompts) -> dict[str, Any]:
         step = self.completed_steps
         self.clock.restart()
-        numbers = varying.values(self._varying, step)
-        rollout, loss = varying.at(self.rollout, step), varying.at(self.loss, step)
+        numbers = schedule_values(self._varying, step)
+        rollout, loss = resolve_schedules(self.rollout, step), resolve_schedules(self.loss, step)
         with self.sampling(), self.gradient_step.blamed(step, "rollout"):
             collected = rollout.collect(
                 self.policy,
@@ -116,7 +122,7 @@ class GRPOLightningModule(StepModule):
             **mean_metrics(updates),
             **self.performance(collected.num_tokens, flops),
         }
-        varying.observe(self._varying, metrics)
+        update_schedules(self._varying, metrics)
         self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
         ratio = torch.cat([update.ratio for update in updates])
         made = {"collector": rollout, "collected": collected, "updates": updates}
@@ -150,12 +156,12 @@ class GRPOLightningModule(StepModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         carried = self.carried.state() if self.carried else None
-        checkpoint["grpo"] = {"varying": varying.state(self._varying), "carried": carried}
+        checkpoint["grpo"] = {"varying": schedule_state(self._varying), "carried": carried}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("grpo", {})  # supervised training leaves none
-        varying.restore(self._varying, state.get("varying", {}))
+        restore_schedules(self._varying, state.get("varying", {}))
         data: Any = getattr(self._trainer, "datamodule", None)
         then, carried = checkpoint.get("run", {}).get("data"), state.get("carried")
         if carried and then and hasattr(data, "fingerprint") and dict(then) != data.fingerprint():

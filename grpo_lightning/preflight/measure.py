@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 
-from grpo_lightning import varying
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.order import prompt_index
@@ -20,6 +19,7 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.engine import WeightSource
+from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Rollout, Scored
 
 _PHASES = ("rollout", "reward", "score")
@@ -57,7 +57,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         RuntimeError: The first rollout contradicts itself, see ``module.selfcheck``, or the update does not fit.
     """
     step = module.completed_steps
-    own = varying.at(module.rollout, step)
+    own = resolve_schedules(module.rollout, step)
     collector = replace(own, group_filter=None, max_tries=1, downsample=None)
     size = min(-(-data.prompts_per_step // processes), prompts)
     batches = list(_batches(data, step, size=size, number=max(1, min(-(-prompts // size), len(data.train) // size))))
@@ -136,7 +136,7 @@ def _trained(collector: Collector, collected: Collected) -> Rollout:
 
 def _update(module: GRPOLightningModule, rollout: Rollout, temperature: float, processes: int) -> float:
     """Seconds of all backward passes over a rollout; the gradients are dropped."""
-    loss = varying.at(module.loss, module.completed_steps)
+    loss = resolve_schedules(module.loss, module.completed_steps)
     size = max(1, (module.minibatch_size or len(rollout) * processes) // processes)
     parameters = list(module.policy.parameters())
     before = [parameter.grad for parameter in parameters]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning import varying
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
@@ -18,6 +17,7 @@ from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.schedule import resolve_schedules, restore_schedules, schedule_state
 from grpo_lightning.types import Rollout, Scored
 
 Build = Callable[[str, Any], Any]
@@ -66,8 +66,8 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
     loss: PolicyLoss = build("loss", config["loss"])
     numbers = {"loss": loss, "reward": rewards, "rollout": own}
     logged = header["updated"]
-    varying.restore(numbers, {path: logged.get(f"varying/{path}", v) for path, v in varying.state(numbers).items()})
-    loss, rewards, own = varying.at(loss, step), varying.at(rewards, step), varying.at(own, step)
+    restore_schedules(numbers, {path: logged.get(f"varying/{path}", v) for path, v in schedule_state(numbers).items()})
+    loss, rewards, own = resolve_schedules(loss, step), resolve_schedules(rewards, step), resolve_schedules(own, step)
     if not header["reference"] and (loss.kl_coef or own["kl_penalty"]):
         key, value = ("loss.kl_coef", loss.kl_coef) if loss.kl_coef else ("rollout.kl_penalty", own["kl_penalty"])
         raise ValueError(f"{key}={value}: allowed is 0: no log-probabilities of a reference were recorded")

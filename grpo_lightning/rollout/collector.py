@@ -54,7 +54,7 @@ class Collected:
 class Collector:
     """One rollout: ``group_size`` completions per prompt, judged against one another.
 
-    The fields are the keys of conf/rollout. Numbers may vary with the step, see `grpo_lightning.varying`.
+    The fields are the keys of conf/rollout. Numbers may vary with the step, see `grpo_lightning.schedule`.
     """
 
     reward: Mapping[str, Weighted]

@@ -25,7 +25,7 @@ from grpo_lightning.settings.values import REWARD, RULES
 _PARTS = ("callbacks", "loggers", "strategies", "plugins", "profilers", "accelerators", "trainer", "Trainer")
 _OWN = (
     *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "policy", "reference"),
-    *("reward", "rollout", "sampler", "schedule", "validation", "varying", "distributed.strategies"),
+    *("reward", "rollout", "sampler", "schedule", "validation", "distributed.strategies"),
     *("composition.part", "composition.overrides.part", "composition.sweep.Note", "checkpoint.io.AtomicCheckpointIO"),
 )
 """Parts of this package that settings build; its other functions are not meant for settings."""

@@ -141,7 +141,7 @@ RULES: dict[str, Rule] = {
 
 MAY_VARY = ("loss.", "correction.", "rollout.", "reward.")
 """Keys below which a number may vary with the step; every value that it takes is then checked."""
-VARYING = "grpo_lightning.varying."
+VARYING = "grpo_lightning.schedule."
 
 
 def rules_of(config: Mapping[str, Any]) -> dict[str, Rule]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, integer, is_pair, number, problems
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.varying import Varying
+from grpo_lightning.schedule import Schedule
 
 Score = float | tuple[tuple[int, float], ...] | None
 """What a completion gets: a number, (end, score) pairs of its steps, or None where the reward does not apply."""
@@ -52,7 +52,7 @@ class Weighted:
     """
 
     function: Reward
-    weight: float | Varying
+    weight: float | Schedule
     """Factor of the score in the total; negative for a penalty, 0 to watch a reward without training on it."""
     clip: Sequence[float] | None = None
     """The [lowest, highest] score that enters the total; others are cut to these."""
@@ -75,16 +75,16 @@ class Weighted:
         """The weight as a number.
 
         Raises:
-            TypeError: The weight varies; `grpo_lightning.varying.at` gives its value in a step.
+            TypeError: The weight varies; `grpo_lightning.schedule.resolve_schedules` gives its value in a step.
         """
-        if isinstance(self.weight, Varying):
+        if isinstance(self.weight, Schedule):
             raise TypeError(f"weight: {self.weight} varies; take its value of a step first")
         return float(self.weight)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r}")
-        fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Varying)}
+        fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Schedule)}
         if wrong := problems(RULES, fixed):
             raise ValueError("; ".join(wrong))
         if self.retries and not is_coroutine(self.function):
