@@ -22,8 +22,8 @@ from transformers import TrainerCallback
 
 from benchmarks.process import result
 from benchmarks.setting import Setting
-from grpo_lightning.reward.engine.scoring import Scoring
-from grpo_lightning.reward.engine.total import shaped, total
+from grpo_lightning.reward.scoring import Scoring
+from grpo_lightning.reward.spec import clip_scores, total
 from grpo_lightning.rollout.step_context import StepContext
 
 GOAL, EVERY, STEPS = 0.9, 1, 120
@@ -111,7 +111,7 @@ def theirs(style: str, seed: int, steps: int) -> Progress:
         columns = [json.loads(text) for text in row]
         given = {name: [column[name] for column in columns] for name in columns[0]}
         found = Scoring(rewards, prompts, given).finish(completions, completion_ids)
-        return total(rewards, shaped(rewards, found.values))
+        return total(rewards, clip_scores(rewards, found.values))
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_, **__):

@@ -15,7 +15,7 @@ from grpo_lightning import advantage, loss, schedule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.reference import frozen_copy, none
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation
@@ -32,7 +32,7 @@ def built(
 ) -> GRPOLightningModule:
     """A module that trains what is ``given``: a directory of weights, or a policy."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": setting.cap, "stop": []}
-    rewards = {"reward": Weighted(reward, 1.0)}
+    rewards = {"reward": RewardSpec(reward, 1.0)}
     return GRPOLightningModule(
         given if isinstance(given, HFPolicy) else policy(given, share_prompts=share_prompts),
         frozen_copy if setting.kl else none,

@@ -35,7 +35,7 @@ from grpo_lightning.output.redaction import redacted, redacted_words
 from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
-from grpo_lightning.reward.engine import event_loop
+from grpo_lightning.reward import coroutines
 from grpo_lightning.rollout.episodes import check_columns
 
 log = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class Run:
                     raise lost from error
                 raise
             finally:
-                event_loop.close()  # calls of rewards that nobody waits for any more
+                coroutines.close()  # calls of rewards that nobody waits for any more
                 summarize(status, problem)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric, Metric
 
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.step_context import StepContext
@@ -119,7 +119,7 @@ class Validation(nn.Module):
 
     def __init__(
         self,
-        reward: Mapping[str, Weighted],
+        reward: Mapping[str, RewardSpec],
         outcome: str | None,
         threshold: float,
         *,

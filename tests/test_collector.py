@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered, process
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.metrics import advantage_metrics
 from grpo_lightning.rollout.selection import max_variance, mixed
@@ -53,7 +53,7 @@ def lengths(completions):
 
 
 def collect(prompts, policy=None, *, rewards=None, reference=None, carried=None, group_size=2, **settings):
-    rewards = rewards or {"right": Weighted(starts_with_r, 1.0)}
+    rewards = rewards or {"right": RewardSpec(starts_with_r, 1.0)}
     settings = {"advantage": centered, "outcome": "right", "threshold": 1.0} | SAMPLING | settings
     collector = Collector(reward=rewards, group_size=group_size, **settings)
     policy = policy or Scripted()
@@ -98,7 +98,7 @@ def test_groups_beyond_those_wanted_are_carried_over_and_come_first():
     assert second.rollout.mask.sum(-1).tolist() == [2, 2, 1, 1]
 
 
-RIGHT, LENGTH = {"right": Weighted(starts_with_r, 1.0)}, {"length": Weighted(lengths, 0.0)}
+RIGHT, LENGTH = {"right": RewardSpec(starts_with_r, 1.0)}, {"length": RewardSpec(lengths, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_when_the_tries_are_spent_the_rest_is_filled_up_and_said(caplog):
 
 def test_the_filter_sees_the_outcome_and_not_the_shaped_total():
     rewards = {
-        "right": Weighted(starts_with_r, 1.0),
-        "length": Weighted(lambda completions: list(map(len, completions)), 0.1),
+        "right": RewardSpec(starts_with_r, 1.0),
+        "length": RewardSpec(lambda completions: list(map(len, completions)), 0.1),
     }
     found = collect([ALSO_DEAD, LIVE, LIVELY, DEAD, DEAD, DEAD], rewards=rewards, **DYNAMIC)
     assert ALSO_DEAD not in found.scored.prompts.texts  # its total varies, its outcome does not
@@ -154,7 +154,7 @@ def test_groups_carried_over_survive_a_checkpoint(tmp_path):
 
 
 def test_down_sampling_keeps_the_extremes_and_their_own_mean():
-    rewards = {"right": Weighted(lambda completions: [len(text) / 2 for text in completions], 1.0)}
+    rewards = {"right": RewardSpec(lambda completions: [len(text) / 2 for text in completions], 1.0)}
     found = collect(
         ["aa a aaaa aaa", "b bbbb bb bb"], group_size=4, rewards=rewards, downsample=partial(max_variance, size=2)
     )
@@ -197,7 +197,7 @@ def words(completions):
 
 
 def test_scores_of_steps_reach_the_tokens_where_they_end():
-    rewards = {"right": Weighted(starts_with_r, 3.0), "steps": Weighted(words, 2.0)}
+    rewards = {"right": RewardSpec(starts_with_r, 3.0), "steps": RewardSpec(words, 2.0)}
     found = collect(["rB wc"], rewards=rewards, advantage=partial(process, eps=0.0))
     # weighted: r 0, B 2, and 3 for the whole at the last token -> (0, 5); w 0, c 0 -> (0, 0)
     assert found.scored.steps.tolist() == [[0.0, 5.0], [0.0, 0.0]]
@@ -210,8 +210,8 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
 
 def test_scores_enter_clipped_and_are_logged_as_they_are():
     rewards = {
-        "right": Weighted(starts_with_r, 1.0),
-        "length": Weighted(lengths, 10.0, clip=[0.0, 2.0]),
+        "right": RewardSpec(starts_with_r, 1.0),
+        "length": RewardSpec(lengths, 10.0, clip=[0.0, 2.0]),
     }
     found = collect(["rrrr ww"], rewards=rewards)
     assert found.scored.rewards["length"].tolist() == [4.0, 2.0]
@@ -230,7 +230,7 @@ def test_rewards_with_a_timeout_start_while_others_are_still_sampled(tmp_path):
             assert [path.name for path in tmp_path.iterdir()] == ["r"]
             return super().sample(prompts, **arguments)
 
-    rewards = {"right": Weighted(partial(hostile.leaves_a_mark, directory=str(tmp_path)), 1.0, timeout=20.0)}
+    rewards = {"right": RewardSpec(partial(hostile.leaves_a_mark, directory=str(tmp_path)), 1.0, timeout=20.0)}
     found = collect(["r wa"], Slow(), rewards=rewards)
     assert found.scored.rewards["right"].tolist() == [1.0, 1.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "wa"]

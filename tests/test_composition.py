@@ -23,7 +23,7 @@ from grpo_lightning.advantage import leave_one_out
 from grpo_lightning.data import PromptData
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.settings import ConfigError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
@@ -111,7 +111,7 @@ def test_parts_are_replaced_whole(tmp_path):
         *SMALL,
         run_dir=tmp_path,
         advantage=leave_one_out,
-        reward={"letters": Weighted(letters, 2.0)},
+        reward={"letters": RewardSpec(letters, 2.0)},
         data={"train": ROWS[:4], "validation": ROWS[4:]},
         callbacks=[Watch()],
         logger=False,

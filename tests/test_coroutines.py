@@ -9,18 +9,17 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Scoring, Weighted, check_columns, score
-from grpo_lightning.reward.engine import coroutines, event_loop
+from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns, coroutines, score
 from tests.support import judges
 
 
 @pytest.fixture(autouse=True)
 def a_loop_of_its_own(monkeypatch):
     monkeypatch.setattr(coroutines, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(event_loop, "SLICE", 0.05)
-    monkeypatch.setattr(event_loop, "_num_left", 0)
+    monkeypatch.setattr(coroutines, "SLICE", 0.05)
+    monkeypatch.setattr(coroutines, "_num_left", 0)
     yield
-    event_loop.close()
+    coroutines.close()
     deadline = time.monotonic() + 5
     while (left := threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -32,7 +31,7 @@ def threads():
 
 
 def of(function, **settings):
-    return {"mine": Weighted(PerCompletion(function), 1.0, **{"timeout": 5.0, "max_failed": 0.0} | settings)}
+    return {"mine": RewardSpec(PerCompletion(function), 1.0, **{"timeout": 5.0, "max_failed": 0.0} | settings)}
 
 
 def scored(function, completions, poll=None, **settings):
@@ -68,7 +67,7 @@ FORMS = {
 @pytest.mark.parametrize("timeout", [None, 5.0])
 @pytest.mark.parametrize("function", FORMS.values(), ids=FORMS)
 def test_every_form_of_a_coroutine_scores(function, timeout):
-    weighted = Weighted(function, 1.0, timeout=timeout, max_failed=0.0)
+    weighted = RewardSpec(function, 1.0, timeout=timeout, max_failed=0.0)
     check_columns({"mine": weighted}, [])
     # characters / 10 + those of the prompt / 1000
     assert score({"mine": weighted}, ["ab", "c", ""], ["xyz", "", "abcde"], {}) == {"mine": [0.302, 0.001, 0.5]}
@@ -205,12 +204,12 @@ def test_asked_to_end_all_calls_are_cancelled_and_closed():
     def poll():
         raise Asked
 
-    scoring = Scoring({"mine": Weighted(functools.partial(Client()), 1.0, timeout=None)}, ["?"] * 3, {}, poll)
+    scoring = Scoring({"mine": RewardSpec(functools.partial(Client()), 1.0, timeout=None)}, ["?"] * 3, {}, poll)
     scoring.begin(0, "x", [1])
     start = time.monotonic()
     with pytest.raises(Asked):
         scoring.finish(["x"] * 3, None)
-    event_loop.close()
+    coroutines.close()
     assert ended == ["cancelled"] * 3 + ["closed"]
     assert threads() == []
     assert time.monotonic() - start < 2

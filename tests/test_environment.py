@@ -9,7 +9,7 @@ import pytest
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.environment import Environment, EpisodeError
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import workers
 from tests.support import environments
 from tests.support.environments import begun, told
 from tests.support.workers import limited
@@ -204,4 +204,4 @@ def test_a_signal_ends_the_wait_for_an_environment_that_hangs(monkeypatch):
     with pytest.raises(Preempted):
         episodes.reply(0)
     assert time.monotonic() - start < 30
-    pool.close()
+    workers.close()

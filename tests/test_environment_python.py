@@ -8,7 +8,7 @@ from grpo_lightning.composition.overrides import plain
 from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
-from grpo_lightning.sandbox.limits import Unavailable
+from grpo_lightning.sandbox.client import Unavailable
 from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import settings
 from tests.support.hostile_programs import GREEDY

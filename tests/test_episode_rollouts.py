@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from grpo_lightning import advantage
 from grpo_lightning.callbacks.samples import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
@@ -39,7 +39,7 @@ def scored_turns(turns, number):
 
 
 def judged(policy, function=scored_turns, *, rewards=None, context=None, **settings):
-    rewards = rewards or {"environment": Weighted(partial(of_environment), 1.0)}
+    rewards = rewards or {"environment": RewardSpec(partial(of_environment), 1.0)}
     environment = Environment(function, **{"max_turns": 9} | settings)
     judge = Judge(rewards, None, 1.0, environment)
     context = context or StepContext(seed=5)
@@ -71,7 +71,7 @@ def test_rewards_are_told_the_last_turn_and_ask_for_all(policy):
         seen.update(locals())
         return [float(len(own)) for own in turns]
 
-    scored, _ = judged(policy, rewards={"watching": Weighted(watching, 1.0)})
+    scored, _ = judged(policy, rewards={"watching": RewardSpec(watching, 1.0)})
     assert seen["turns"] == [list(own) for own in scored.sampled.turns]
     assert seen["replies"] == [list(own) for own in scored.sampled.replies]
     assert seen["completions"] == [own[-1] for own in scored.sampled.turns]
@@ -90,8 +90,10 @@ def test_the_length_of_an_episode_is_that_of_all_turns_and_replies(policy):
     """Which is what the limit is for; the last turn alone may be short in an episode that was cut."""
     limit = {"max_length": SAMPLING.max_new_tokens, "right": [1.0, 0.0], "wrong": [1.0, 0.0]}
     rewards = {
-        "overlong": Weighted(partial(soft_overlong, max_length=SAMPLING.max_new_tokens, buffer=0.5), 1.0),
-        "cosine": Weighted(partial(cosine_length, outcome=lambda completions: [0.0] * len(completions), **limit), 1.0),
+        "overlong": RewardSpec(partial(soft_overlong, max_length=SAMPLING.max_new_tokens, buffer=0.5), 1.0),
+        "cosine": RewardSpec(
+            partial(cosine_length, outcome=lambda completions: [0.0] * len(completions), **limit), 1.0
+        ),
     }
     scored, _ = judged(policy, rewards=rewards)
     lengths = [turns[-1][1] for turns in spans(scored.sampled.mask)]
@@ -107,7 +109,7 @@ def test_steps_of_other_rewards_lie_in_the_last_turn(policy):
     def half_way(completions):
         return [((max(1, len(text) // 2), 1.0), (len(text), 2.0)) if text else 0.0 for text in completions]
 
-    scored, _ = judged(policy, rewards={"half_way": Weighted(half_way, 1.0)})
+    scored, _ = judged(policy, rewards={"half_way": RewardSpec(half_way, 1.0)})
     for row, turns in enumerate(spans(scored.sampled.mask)):
         start, end = turns[-1]
         ids, text = scored.sampled.ids[row, -scored.sampled.mask.shape[1] :], scored.sampled.texts[row]
@@ -130,7 +132,7 @@ def failing(turns, number):
 
 def collected(policy, function, **settings):
     collector = Collector(
-        reward={"environment": Weighted(partial(of_environment), 1.0)},
+        reward={"environment": RewardSpec(partial(of_environment), 1.0)},
         advantage=advantage.centered,
         outcome=None,
         threshold=1.0,

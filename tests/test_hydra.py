@@ -28,7 +28,7 @@ reward:
     function:
       _target_: own_reward.score
   length:
-    _target_: grpo_lightning.reward.Weighted
+    _target_: grpo_lightning.reward.RewardSpec
     weight: 1.0
     clip: null
     timeout: null

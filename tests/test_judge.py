@@ -4,12 +4,9 @@ import json
 
 import pytest
 
-from grpo_lightning.reward import RewardError, Weighted
+from grpo_lightning.reward import RewardError, RewardSpec, coroutines
 from grpo_lightning.reward import score as scores_of
-from grpo_lightning.reward.engine import coroutines, event_loop
-from grpo_lightning.reward.judge import ChatJudge
-from grpo_lightning.reward.judge.answers import Answers
-from grpo_lightning.reward.judge.request import message
+from grpo_lightning.reward.judge import Answers, ChatJudge, message
 from grpo_lightning.settings import ConfigError, check
 from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
@@ -28,7 +25,7 @@ def quick(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     yield
-    event_loop.close()
+    coroutines.close()
 
 
 def judge(server, **settings):
@@ -41,10 +38,10 @@ def asked(server, completions=("an answer",), prompts=None, columns=None, settin
     mine = judge(server, **settings or {})
     try:
         return scores_of(
-            {"judge": Weighted(mine, 1.0, **own)}, prompts or ["?"] * len(completions), completions, columns or {}
+            {"judge": RewardSpec(mine, 1.0, **own)}, prompts or ["?"] * len(completions), completions, columns or {}
         )["judge"]
     finally:
-        event_loop.close()
+        coroutines.close()
 
 
 def test_what_is_asked_and_what_comes_out():

@@ -38,7 +38,7 @@ def key(monkeypatch):
 
 
 def test_a_run_bears_a_bad_judge_and_writes_no_secret(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.reward.engine.coroutines._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("grpo_lightning.reward.coroutines._FIRST_WAIT", 0.01)
     bad = [Reply(status=500), Reply(text=f"\x1b[2J{KEY} SCORE: 99"), Reply(hangs_up=True)]
 
     def mixed(number, text):

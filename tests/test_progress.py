@@ -123,7 +123,7 @@ def test_every_combination_fits_the_bar_and_the_line():
 def test_lines_fit_into_80_columns(tmp_path, capsys):
     long = "a_reward_whose_name_is_longer_than_a_line_of_a_terminal"
     function = "{_target_: tests.support.rewards.vowels, _partial_: true}"
-    reward = f"+reward.{long}={{_target_: grpo_lightning.reward.Weighted, function: {function}, weight: 1.0}}"
+    reward = f"+reward.{long}={{_target_: grpo_lightning.reward.RewardSpec, function: {function}, weight: 1.0}}"
     own = (reward, f"rollout.outcome={long}")
     small_run(tmp_path, "steps=3", "callbacks.progress.every=1", "validation.every=2", *own)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]

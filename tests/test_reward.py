@@ -5,14 +5,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, Weighted, check_columns, score, total
+from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, check_columns, score, total
 from grpo_lightning.reward.accuracy import exact
 
 COLUMNS = {"answer": ["1", "2"], "level": [3, 4]}
 
 
 def scored(function, completions=("a", "b"), columns=COLUMNS, name="mine"):
-    return score({name: Weighted(function, 1.0)}, ["p", "q"][: len(completions)], completions, columns)[name]
+    return score({name: RewardSpec(function, 1.0)}, ["p", "q"][: len(completions)], completions, columns)[name]
 
 
 # --- what a function is called with
@@ -61,7 +61,7 @@ def test_a_reward_cannot_reorder_what_the_next_one_sees():
         answer.clear()
         return [0, 0]
 
-    rewards = {"rude": Weighted(rude, 1.0), "exact": Weighted(exact, 1.0)}
+    rewards = {"rude": RewardSpec(rude, 1.0), "exact": RewardSpec(exact, 1.0)}
     assert score(rewards, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
 
 
@@ -94,18 +94,18 @@ def test_per_completion_needs_a_place_for_the_completion(function):
 def test_a_parameter_that_is_no_column_is_found_before_anything_runs(function):
     message = r"reward 'mine': parameter 'solution' is no column of the data; there are \['answer', 'level'\]"
     with pytest.raises(RewardError, match=message):
-        check_columns({"mine": Weighted(function, 1.0)}, ["level", "answer"])
+        check_columns({"mine": RewardSpec(function, 1.0)}, ["level", "answer"])
     with pytest.raises(RewardError, match=message):
         scored(function)
-    check_columns({"mine": Weighted(function, 1.0)}, ["solution"])
+    check_columns({"mine": RewardSpec(function, 1.0)}, ["solution"])
 
 
 def test_all_problems_are_named_at_once():
     rewards = {
-        "one": Weighted(lambda completions, x: [], 1.0),
-        "two": Weighted(lambda y, z=1: [], 1.0),
-        "three": Weighted(lambda completions, answer, *, tolerance: [], 1.0),
-        "four": Weighted(type, 1.0),
+        "one": RewardSpec(lambda completions, x: [], 1.0),
+        "two": RewardSpec(lambda y, z=1: [], 1.0),
+        "three": RewardSpec(lambda completions, answer, *, tolerance: [], 1.0),
+        "four": RewardSpec(type, 1.0),
     }
     with pytest.raises(RewardError) as error:
         check_columns(rewards, ["prompts"])
@@ -120,7 +120,7 @@ def test_all_problems_are_named_at_once():
 
 def test_whatever_is_a_finite_number_becomes_a_float():
     values = [True, np.float32(0.5), np.int64(3), np.bool_(False), Fraction(1, 4), 2, None]
-    result = score({"m": Weighted(lambda completions: iter(values), 1.0)}, ["p"] * 7, ["t"] * 7, {})["m"]
+    result = score({"m": RewardSpec(lambda completions: iter(values), 1.0)}, ["p"] * 7, ["t"] * 7, {})["m"]
     assert result == [1.0, 0.5, 3.0, 0.0, 0.25, 2.0, None]
     assert {type(value) for value in result} == {float, type(None)}
 
@@ -146,7 +146,7 @@ def test_an_exception_names_the_first_row_that_raises():
         return [1 / (len(text) - int(right)) for text, right in zip(completions, answer, strict=True)]
 
     with pytest.raises(RewardError) as error:
-        score({"picky": Weighted(picky, 1.0)}, list("pqr"), ["a", "bb", "cc"], {"answer": [4, 2, 2]})
+        score({"picky": RewardSpec(picky, 1.0)}, list("pqr"), ["a", "bb", "cc"], {"answer": [4, 2, 2]})
     division = "ZeroDivisionError: division by zero"
     assert str(error.value).startswith(
         f"reward 'picky' raised {division}; row 1 raises {division}, completion 'bb'. (reward.picky.timeout=SECONDS "
@@ -163,7 +163,7 @@ def test_an_exception_that_no_row_causes_alone_says_so():
 
 
 def test_total_adds_what_applies():
-    rewards = {"a": Weighted(len, 2.0), "b": Weighted(len, -0.5), "c": Weighted(len, 0.0)}
+    rewards = {"a": RewardSpec(len, 2.0), "b": RewardSpec(len, -0.5), "c": RewardSpec(len, 0.0)}
     scores = {"a": [1.0, None, None, 0.25, 0.0], "b": [3.0, 4.0] + [None] * 3, "c": [7.0, None, None, 1.0, None]}
     assert total(rewards, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25, 0.0]
 
@@ -171,4 +171,4 @@ def test_total_adds_what_applies():
 @pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
 def test_a_weight_is_a_finite_number(weight):
     with pytest.raises(ValueError, match="weight=.*: allowed is a finite number"):
-        Weighted(len, weight)
+        RewardSpec(len, weight)

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 
 from grpo_lightning import compose
-from grpo_lightning.reward import RewardError, Scoring, Weighted
+from grpo_lightning.reward import RewardError, RewardSpec, Scoring, workers
 from grpo_lightning.reward.code import code, program
-from grpo_lightning.reward.engine import pool
 from grpo_lightning.sandbox import client
 from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import composed
@@ -131,7 +130,7 @@ def test_tests_are_checked(tests, message):
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_program_that_fails_is_no_failure_of_the_reward(timeout):
-    rewards = {"code": Weighted(partial(code, **SETTINGS), 1.0, timeout=timeout, max_failed=0.0)}
+    rewards = {"code": RewardSpec(partial(code, **SETTINGS), 1.0, timeout=timeout, max_failed=0.0)}
     texts = [fenced(RIGHT), fenced("import os; os._exit(3)"), "nothing", fenced("import os; os.kill(os.getppid(), 9)")]
     with limited(2):
         found = Scoring(rewards, ["p"] * 4, {"tests": [DOUBLES] * 4}).finish(texts, None)
@@ -142,8 +141,8 @@ def test_a_program_that_fails_is_no_failure_of_the_reward(timeout):
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_sandbox_that_cannot_start_is_one(timeout):
     client.close()
-    pool.close()  # whose workers may have one that runs
-    rewards = {"code": Weighted(without_landlock, 1.0, timeout=timeout, max_failed=0.4)}
+    workers.close()  # whose workers may have one that runs
+    rewards = {"code": RewardSpec(without_landlock, 1.0, timeout=timeout, max_failed=0.4)}
     with pytest.raises(RewardError, match=r"Unavailable: the sandbox cannot start: it needs Landlock"):
         Scoring(rewards, ["p"] * 2, {"tests": [DOUBLES] * 2}).finish([fenced(RIGHT)] * 2, None)
     client.close()

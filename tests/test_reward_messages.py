@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.reward import RewardError, Weighted, check_columns, score
+from grpo_lightning.reward import RewardError, RewardSpec, check_columns, score
 from grpo_lightning.settings import check
 from tests.support import rewards
 from tests.support.composed import build, composed
@@ -20,7 +20,7 @@ def one_worker():
 
 
 def scored(function, prompts, completions, *, columns=None, ids=None, **settings):
-    weighted = Weighted(function, 1.0, **{"messages": True, "max_failed": 0.0, **settings})
+    weighted = RewardSpec(function, 1.0, **{"messages": True, "max_failed": 0.0, **settings})
     return score({"mine": weighted}, prompts, completions, columns or {}, ids)["mine"]
 
 
@@ -51,7 +51,7 @@ def test_a_reward_cannot_change_what_the_next_one_sees():
         return [0.0] * len(completions)
 
     chat = [dict(message) for message in CHAT]
-    both = {"rude": Weighted(rude, 1.0, messages=True), "next": Weighted(rewards.of_messages, 1.0, messages=True)}
+    both = {"rude": RewardSpec(rude, 1.0, messages=True), "next": RewardSpec(rewards.of_messages, 1.0, messages=True)}
     assert score(both, [chat, chat], ["a", "b"], {})["next"] == [3.0, 3.0]
     assert chat == CHAT
 
@@ -102,7 +102,7 @@ def test_trl_accuracy(timeout):
     found = scored(accuracy, [CHAT, PLAIN, CHAT], texts, columns={"solution": solutions}, timeout=timeout)
     assert found == [1.0, 0.0, None]
     with pytest.raises(RewardError, match="reward 'mine': parameter 'solution' is no column of the data"):
-        check_columns({"mine": Weighted(accuracy, 1.0, messages=True)}, ["answer"])
+        check_columns({"mine": RewardSpec(accuracy, 1.0, messages=True)}, ["answer"])
 
 
 @WHERE

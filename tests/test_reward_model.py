@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from grpo_lightning.reward import RewardError, Weighted, score
+from grpo_lightning.reward import RewardError, RewardSpec, score
 from grpo_lightning.reward.model import RewardModel, _holders
 from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
 
@@ -180,7 +180,7 @@ def test_a_wrong_path_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"reward.model.function.path='{tmp_path}': transformers cannot read a seq"):
         model(["a"], ["b"])
     with pytest.raises(RewardError, match=r"reward 'model' raised ValueError: reward.model.function.path="):
-        score({"model": Weighted(model, 1.0)}, ["a"], ["b"], {})
+        score({"model": RewardSpec(model, 1.0)}, ["a"], ["b"], {})
 
 
 def test_a_language_model_is_no_reward_model(tmp_path):

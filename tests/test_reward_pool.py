@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.reward import RewardError, Scoring, Weighted, score
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import RewardError, RewardSpec, Scoring, score, workers
 from tests.support import hostile
 from tests.support.workers import limited
 
@@ -53,12 +52,12 @@ class SlowVerifier:
         return 1 / entry["metadata"]["value"]
 
 
-def workers():
-    return [*pool._pool._pool_manager.worker_manager.workers]
+def processes():
+    return [*workers._pool._pool_manager.worker_manager.workers]
 
 
 def run(function, rows, seconds=5.0):
-    return pool.submit(function, rows, seconds=seconds).result()
+    return workers.submit(function, rows, seconds=seconds).result()
 
 
 def test_values_come_in_the_order_of_their_rows():
@@ -72,14 +71,14 @@ def test_a_row_that_takes_too_long_is_ended_and_the_others_are_not():
     found = run(hostile.naps, [{"seconds": s} for s in (0.0, 60.0, 0.1, 60.0, 0.0)], seconds=1.0)
     assert time.monotonic() - start < 20
     assert [found[i] for i in (0, 2, 4)] == [0.0, 0.1, 0.0]
-    assert found[1] == found[3] == pool.Failure("timeout", "took longer than 1 s")
+    assert found[1] == found[3] == workers.Failure("timeout", "took longer than 1 s")
 
 
 @pytest.mark.parametrize("hang", [hostile.hangs_in_c, never_lets_python_run])
 def test_hangs_in_c_code_are_ended_and_hold_nobody_up(hang):
     run(hostile.double, [{"value": 1}] * 2)
     start = time.monotonic()
-    hanging = pool.submit(hang, [{"value": 0}] * 2, seconds=0.5)
+    hanging = workers.submit(hang, [{"value": 0}] * 2, seconds=0.5)
     assert run(hostile.double, [{"value": 1}]) == [2]
     assert [found.kind for found in hanging.result()] == ["timeout"] * 2
     assert time.monotonic() - start < 2.5  # 0.5 s for both at once; asking them to end first would take 3 s
@@ -107,7 +106,7 @@ def test_whatever_happens_in_a_worker_is_a_failure_of_its_row(how, kind, message
 
 
 def test_a_function_that_no_worker_can_import_is_the_users_mistake():
-    pending = pool.submit(OnlyThere(), [{"value": 0}] * 3, seconds=5.0)
+    pending = workers.submit(OnlyThere(), [{"value": 0}] * 3, seconds=5.0)
     with pytest.raises(ValueError, match="OnlyThere.*cannot run in a worker process: OSError: not here; allowed"):
         pending.result()
     assert run(hostile.double, [{"value": 1}]) == [2]
@@ -116,22 +115,22 @@ def test_a_function_that_no_worker_can_import_is_the_users_mistake():
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks up a process id")
 def test_signals_that_reach_all_processes_are_for_the_trainer_alone():
     run(hostile.double, [{"value": 1}] * 4)
-    pending = pool.submit(hostile.naps, [{"seconds": 0.5}] * 2, seconds=5.0)
+    pending = workers.submit(hostile.naps, [{"seconds": 0.5}] * 2, seconds=5.0)
     time.sleep(0.2)
-    before = workers()
+    before = processes()
     server = forkserver._forkserver._forkserver_pid
     for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         for pid in [*before, server]:
             os.kill(pid, getattr(signal, number))
     assert pending.result() == [0.5, 0.5]
-    assert workers() == before
+    assert processes() == before
     assert alive(server)
-    assert not set(pool._FOR_TRAINER) & signal.pthread_sigmask(signal.SIG_BLOCK, [])  # which still gets them
+    assert not set(workers._FOR_TRAINER) & signal.pthread_sigmask(signal.SIG_BLOCK, [])  # which still gets them
 
 
 def test_rows_survive_workers_that_are_killed_from_outside():
     run(hostile.double, [{"value": 1}] * 4)
-    for pid in workers():
+    for pid in processes():
         os.kill(pid, signal.SIGKILL)
     assert run(hostile.double, [{"value": value} for value in range(20)]) == [2 * value for value in range(20)]
 
@@ -139,7 +138,7 @@ def test_rows_survive_workers_that_are_killed_from_outside():
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import workers
 from tests.support import hostile
 from tests.test_reward_pool import never_lets_python_run
 
@@ -148,12 +147,12 @@ def hangs(path):
     never_lets_python_run()
 
 if __name__ == "__main__":
-    pool.MOST_WORKERS = 2
-    pool.submit(hostile.double, [{"value": 1}] * 4, seconds=9).result()
-    workers = pool._pool._pool_manager.worker_manager.workers
+    workers.MOST_WORKERS = 2
+    workers.submit(hostile.double, [{"value": 1}] * 4, seconds=9).result()
+    workers = workers._pool._pool_manager.worker_manager.workers
     Path(sys.argv[1] + ".idle").write_text(" ".join(map(str, workers)))
     if len(sys.argv) > 2:
-        pool.submit(hangs, [{"path": sys.argv[1]}], seconds=2)
+        workers.submit(hangs, [{"path": sys.argv[1]}], seconds=2)
     time.sleep(100)
 """
 
@@ -203,26 +202,26 @@ def output_of(tmp_path, text):
 def test_a_forked_process_starts_workers_of_its_own(tmp_path):
     text = """
 import os
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import workers
 from tests.support import hostile
 if __name__ == "__main__":
-    pool.MOST_WORKERS = 1
-    pool.submit(hostile.misbehaves, [{"how": "print"}], seconds=5).result()  # is not shown
-    print(pool.submit(hostile.double, [{"value": 1}], seconds=5).result(), flush=True)
+    workers.MOST_WORKERS = 1
+    workers.submit(hostile.misbehaves, [{"how": "print"}], seconds=5).result()  # is not shown
+    print(workers.submit(hostile.double, [{"value": 1}], seconds=5).result(), flush=True)
     child = os.fork()
     if not child:
-        print(pool.submit(hostile.double, [{"value": 2}], seconds=5).result(), flush=True)
-        pool.close()
+        print(workers.submit(hostile.double, [{"value": 2}], seconds=5).result(), flush=True)
+        workers.close()
         os._exit(0)
     os.waitpid(child, 0)
-    print(pool.submit(hostile.double, [{"value": 3}], seconds=5).result(), flush=True)
+    print(workers.submit(hostile.double, [{"value": 3}], seconds=5).result(), flush=True)
 """
     assert output_of(tmp_path, text)[0] == "[2]\n[4]\n[6]\n"
 
 
 # --- rewards with a timeout
 
-TIMED = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0)}
+TIMED = {"slow": RewardSpec(hostile.odd_sleeps, 1.0, timeout=1.0)}
 
 
 @pytest.mark.slow
@@ -231,12 +230,12 @@ def test_a_hanging_reward_is_ended_and_counted_and_scores_what_is_set():
     found = Scoring(TIMED, ["p"] * 3, columns).finish(texts, [[1]] * 3)
     assert found.values == {"slow": [1.0, 0.0, 0.0]}
     assert found.failed == {"slow": pytest.approx(1 / 3)}
-    rewards = {"slow": Weighted(hostile.odd_sleeps, 1.0, timeout=1.0, failed_score=None)}
+    rewards = {"slow": RewardSpec(hostile.odd_sleeps, 1.0, timeout=1.0, failed_score=None)}
     assert score(rewards, ["p"] * 3, texts, columns) == {"slow": [1.0, None, 0.0]}
 
 
 def test_more_failures_than_allowed_end_the_run_with_the_cause():
-    rewards = {"odd": Weighted(hostile.odd_raises, 1.0, timeout=5.0, max_failed=0.5)}
+    rewards = {"odd": RewardSpec(hostile.odd_raises, 1.0, timeout=5.0, max_failed=0.5)}
     assert score(rewards, ["p"] * 4, ["a", "", "", "bb"], {}) == {"odd": [1.0, 0.0, 0.0, 0.5]}
     with pytest.raises(RewardError) as error:
         score(rewards, ["p"] * 3, ["a", "", ""], {})
@@ -248,7 +247,7 @@ def test_more_failures_than_allowed_end_the_run_with_the_cause():
 
 def test_a_wrong_count_in_a_worker_is_a_mistake_of_the_function():
     with pytest.raises(RewardError, match="'two': expected a list with one score for one completion"):
-        score({"two": Weighted(hostile.two_scores, 1.0, timeout=5.0)}, ["p"], ["a"], {})
+        score({"two": RewardSpec(hostile.two_scores, 1.0, timeout=5.0)}, ["p"], ["a"], {})
 
 
 @pytest.mark.parametrize(
@@ -262,4 +261,4 @@ def test_a_wrong_count_in_a_worker_is_a_mistake_of_the_function():
 )
 def test_impossible_settings_are_refused(setting, value, allowed):
     with pytest.raises(ValueError, match=re.escape(f"{setting}={value}: allowed is {allowed}")):
-        Weighted(len, 1.0, **{setting: value})
+        RewardSpec(len, 1.0, **{setting: value})

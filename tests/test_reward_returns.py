@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from grpo_lightning.reward import RewardError, Scoring, Weighted, score
+from grpo_lightning.reward import RewardError, RewardSpec, Scoring, score
 from tests.support import rewards
 from tests.support.composed import ROOT
 from tests.support.workers import limited
@@ -20,7 +20,7 @@ def one_worker():
 
 
 def scored(function, timeout, texts=("ab", "abcd")):
-    weighted = Weighted(function, 1.0, timeout=timeout, max_failed=0.0)
+    weighted = RewardSpec(function, 1.0, timeout=timeout, max_failed=0.0)
     return score({"mine": weighted}, ["p"] * len(texts), texts, {})["mine"]
 
 
@@ -34,7 +34,7 @@ def test_numbers_are_taken_however_they_are_packed(kind, timeout):
 @WHERE
 def test_steps_are_taken_however_they_are_packed(timeout):
     texts = ("ab", "abcd")
-    weighted = Weighted(rewards.as_steps, 1.0, timeout=timeout, max_failed=0.0)
+    weighted = RewardSpec(rewards.as_steps, 1.0, timeout=timeout, max_failed=0.0)
     scores = Scoring({"mine": weighted}, ["p", "p"], {}).finish(texts, None)
     assert scores.values["mine"] == [((1, 0.25), (2, 0.5)), ((1, 0.25), (4, 0.5))]
 
@@ -59,9 +59,9 @@ def test_a_reward_cannot_end_the_program(timeout):
 def test_the_trainer_needs_no_torch_to_read_scores():
     code = """if __name__ == "__main__":
         import sys
-        from grpo_lightning.reward import Weighted, score
+        from grpo_lightning.reward import RewardSpec, score
         from tests.support import rewards
-        weighted = Weighted(rewards.as_tensor, 1.0, timeout=60.0, max_failed=0.0)
+        weighted = RewardSpec(rewards.as_tensor, 1.0, timeout=60.0, max_failed=0.0)
         print(score({"mine": weighted}, ["p"], ["abcd"], {}), "torch" in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stdout == "{'mine': [1.0]} False\n", done.stderr

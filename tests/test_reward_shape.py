@@ -5,13 +5,11 @@ import time
 
 import pytest
 
-from grpo_lightning.reward import pattern
+from grpo_lightning.reward import format as shape
 from grpo_lightning.reward.accuracy import exact
-from grpo_lightning.reward.format import reasoning_steps
-from grpo_lightning.reward.json_schema import json_schema
+from grpo_lightning.reward.format import json_schema, keyword, reasoning_steps
+from grpo_lightning.reward.format import pattern as pattern_reward
 from grpo_lightning.reward.length import cosine_length, repetition, soft_overlong
-from grpo_lightning.reward.pattern import keyword
-from grpo_lightning.reward.pattern import pattern as pattern_reward
 
 # --- steps
 
@@ -107,7 +105,7 @@ def test_pattern():
 
 
 def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
-    pattern.timed_out.clear()
+    shape.timed_out.clear()
     began = time.perf_counter()
     with caplog.at_level(logging.WARNING):
         texts = ["a" * 100 + "b", "a" * 100 + "b", "aa"]
@@ -115,7 +113,7 @@ def test_a_search_without_end_scores_zero_and_is_logged_once(caplog):
     assert time.perf_counter() - began < 2
     assert len(caplog.records) == 1
     assert "more than 0.05 s" in caplog.text
-    assert dict(pattern.timed_out) == {"^(a|aa|aaa)+$": 2}
+    assert dict(shape.timed_out) == {"^(a|aa|aaa)+$": 2}
 
 
 # --- JSON

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.policy import Policy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.selection import mixed, on_policy
@@ -62,8 +62,8 @@ class Fixed(Policy):
 
 Fixed.__abstractmethods__ = frozenset()
 REWARDS = {
-    "has_answer": Weighted(lambda completions, answer: [float(a in t) for t, a in zip(completions, answer)], 1.0),
-    "length": Weighted(lambda completions: [float(len(t)) if t else None for t in completions], 0.5),
+    "has_answer": RewardSpec(lambda completions, answer: [float(a in t) for t, a in zip(completions, answer)], 1.0),
+    "length": RewardSpec(lambda completions: [float(len(t)) if t else None for t in completions], 0.5),
 }
 PROMPTS = Prompts(("p", "q"), {"answer": ("a", "b")})
 
@@ -141,8 +141,8 @@ NAMES = [
 
 @pytest.mark.parametrize("names, outcome, expected", NAMES)
 def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_rewards(names, outcome, expected):
-    never = Weighted(lambda completions: [0.0] * len(completions), 100.0)
-    rewards = dict.fromkeys(names, never) | {expected: Weighted(LENGTH.function, 0.0)}
+    never = RewardSpec(lambda completions: [0.0] * len(completions), 100.0)
+    rewards = dict.fromkeys(names, never) | {expected: RewardSpec(LENGTH.function, 0.0)}
     policy = Fixed()
     scored, failures = Judge(rewards, outcome, 2.0).score(
         policy, PROMPTS, group_size=3, sampling=SAMPLING, context=make_context(seed=11)

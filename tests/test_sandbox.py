@@ -14,8 +14,7 @@ import pebble
 import pytest
 
 from grpo_lightning.sandbox import client, seccomp
-from grpo_lightning.sandbox.client import check, run
-from grpo_lightning.sandbox.limits import Limits, Outcome, Unavailable
+from grpo_lightning.sandbox.client import Limits, Outcome, Unavailable, check, run
 from tests.support.composed import ROOT
 from tests.support.honest_programs import PROGRAMS
 from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
@@ -237,7 +236,7 @@ def test_the_server_hears_no_signals_of_the_trainer():
 @pytest.mark.slow
 def test_a_program_ends_with_the_trainer(tmp_path):
     script = (
-        "from grpo_lightning.sandbox import client; from grpo_lightning.sandbox.limits import Limits\n"
+        "from grpo_lightning.sandbox import client; from grpo_lightning.sandbox.client import Limits\n"
         "print(client._started()._process.pid, flush=True)\n"
         "client.run('while True: pass', '', Limits(seconds=99.0, cpu_seconds=99, memory_mb=99))\n"
     )

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, k3
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.schedule import (
     Cosine,
     Linear,
@@ -78,7 +78,7 @@ def parts():
     coefficient = Proportional(start=0.1, metric="policy/kl_divergence", target=0.05, rate=0.5)
     return {
         "loss": PolicyLoss(surrogate, k3, completion_mean, coefficient, 0.0),
-        "rewards": {"a": Weighted(len, Linear(1.0, 0.0, steps=10)), "b": Weighted(len, 2.0)},
+        "rewards": {"a": RewardSpec(len, Linear(1.0, 0.0, steps=10)), "b": RewardSpec(len, 2.0)},
         "sampling": Sampling(
             temperature=Linear(1.0, 0.6, steps=4), top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=Linear(8, 16, steps=4)
         ),

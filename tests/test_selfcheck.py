@@ -7,7 +7,7 @@ from grpo_lightning.advantage import centered
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.scratch import character_llama
 from grpo_lightning.reference import frozen_copy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.types import Prompts, Sampling
@@ -26,7 +26,7 @@ def policy():
 
 
 def check(policy, reference=None, sampling=SAMPLING, **changed):
-    reward = Weighted(lambda completions: [float(len(t)) for t in completions], 1.0)
+    reward = RewardSpec(lambda completions: [float(len(t)) for t in completions], 1.0)
     settings = {"reward": {"r": reward}, "advantage": centered, "outcome": "r", "threshold": 1.0, "group_size": 2}
     collector = Collector(**settings, **vars(SAMPLING))
     prompts = Prompts(("1 + 1", "a longer prompt"), {})

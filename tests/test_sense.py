@@ -8,9 +8,9 @@ import pytest
 import grpo_lightning as grpo
 from grpo_lightning.allowed import local_or_hub
 from grpo_lightning.reference import another_model
-from grpo_lightning.reward import PerCompletion, Weighted
-from grpo_lightning.reward.engine.scoring import score
+from grpo_lightning.reward import PerCompletion, RewardSpec
 from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.reward.scoring import score
 from tests.support.columns import Judge, per_completion
 from tests.support.running import SMALL
 
@@ -96,7 +96,7 @@ def test_any_other_column_reaches_rewards_of_every_kind(timeout):
     columns = dict.fromkeys([*odd, "completion", "func", "keywords", "text"], (1, 2))
     kinds = {"method": Judge().method, "object": Judge(), "partial": partial(Judge.method, Judge())}
     kinds |= {"single": PerCompletion(per_completion), "bound": partial(PerCompletion(per_completion))}
-    rewards = {name: Weighted(function, 1.0, timeout=timeout) for name, function in kinds.items()}
+    rewards = {name: RewardSpec(function, 1.0, timeout=timeout) for name, function in kinds.items()}
     assert score(rewards, ("p", "q"), ("ab", "abc"), columns) == {name: [2.0, 3.0] for name in kinds}
 
 

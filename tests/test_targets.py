@@ -30,7 +30,7 @@ REFUSED = (
     "lightning.fabric.plugins.io.TorchCheckpointIO.load_checkpoint",
     "grpo_lightning.settings.targets.resolve",
     "grpo_lightning.output.files.replace",
-    "grpo_lightning.reward.engine.pool._unpickled",
+    "grpo_lightning.reward.workers._unpickled",
 )
 again = eval  # of this file by its name, and of Python by its home
 

@@ -26,7 +26,7 @@ from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.recording import files
 from grpo_lightning.reference import frozen_copy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.transformer.logprobs import separate
@@ -347,7 +347,7 @@ def test_micro_batches_change_no_gradient(policy):
 def collector(**settings):
     return Collector(
         **NUCLEUS | {"stop": [], "advantage": centered, "outcome": None, "threshold": 1.0, "group_size": 4} | settings,
-        reward={"long": Weighted(lambda completions: [float(len(text)) for text in completions], 1.0)},
+        reward={"long": RewardSpec(lambda completions: [float(len(text)) for text in completions], 1.0)},
     )
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.schedule import Linear
 from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation
@@ -38,7 +38,7 @@ def test_metrics_by_hand():
 
 
 def test_batches_add_up_and_computing_starts_over():
-    made = validation({"r": Weighted(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
+    made = validation({"r": RewardSpec(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
     for _ in range(2):
         made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
     assert made.compute()["val/pass@1"].item() == pytest.approx(1 / 6)
@@ -50,14 +50,14 @@ def test_batches_add_up_and_computing_starts_over():
 
 
 def test_without_an_outcome_accuracy_decides():
-    never, always = (Weighted(lambda completions, score=score: [score] * 6, 1.0) for score in (0.0, 1.0))
+    never, always = (RewardSpec(lambda completions, score=score: [score] * 6, 1.0) for score in (0.0, 1.0))
     made = validation({"format": never, "accuracy": always}, outcome=None)
     made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
     assert made.compute()["val/pass@1"] == 1.0
 
 
 def test_varying_weights_are_those_of_the_next_step():
-    made = validation({"r": Weighted(lambda completions: [1.0] * 6, Linear(1.0, 3.0, steps=4))}, outcome=None)
+    made = validation({"r": RewardSpec(lambda completions: [1.0] * 6, Linear(1.0, 3.0, steps=4))}, outcome=None)
     made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=1, context=make_context(seed=0))
     assert made.compute()["val/reward/total"].item() == 1.5
 

@@ -18,7 +18,7 @@ from grpo_lightning.environment import Environment, Played
 from grpo_lightning.environment.played import is_generator
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 
 PARTS = (
     *("policy", "data", "reward", "advantage", "loss", "rollout", "sampler", "reference", "validation", "optimizer"),
@@ -146,13 +146,13 @@ def _reward(made: Choices, value: Any, overrides: Sequence[str]) -> None:
             raise ValueError(
                 f"reward[{name!r}]: allowed are names like those of variables that {listed} does not choose"
             )
-        if isinstance(one, Weighted):
+        if isinstance(one, RewardSpec):
             made.overrides.append(f"+reward.{name}={made.put(f'reward.{name}', one)}")
         elif callable(one):
             made.overrides.extend([f"+reward@reward.{name}=live", f"reward.{name}.function.name=reward.{name}"])
             made.objects[f"reward.{name}"] = one
         else:
-            raise ValueError(f"reward[{name!r}]={one!r:.80}: allowed are functions and Weighted objects")
+            raise ValueError(f"reward[{name!r}]={one!r:.80}: allowed are functions and RewardSpec objects")
 
 
 def _environment(made: Choices, value: Any) -> None:

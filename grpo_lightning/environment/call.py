@@ -10,8 +10,8 @@ from typing import Any
 from grpo_lightning.environment.answer import Answer, AnswerError, read
 from grpo_lightning.environment.played import Played, called
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine.pool import Failure
-from grpo_lightning.reward.engine.weighted import arguments
+from grpo_lightning.reward.spec import arguments
+from grpo_lightning.reward.workers import Failure
 
 ARGUMENTS = ("turns", "replies", "prompt", "rng")
 """What every environment may name, beside the columns."""

@@ -10,7 +10,7 @@ from grpo_lightning.environment.answer import shown
 from grpo_lightning.environment.call import attribute, name_of
 from grpo_lightning.environment.episodes import Episodes
 from grpo_lightning.environment.played import is_generator
-from grpo_lightning.reward.engine.weighted import is_coroutine
+from grpo_lightning.reward.spec import is_coroutine_function
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
@@ -72,7 +72,7 @@ class Environment:
                 f"function: {name_of(self.function)} is a generator function (it has yield), which environment=played "
                 "and grpo_lightning.environment.Played take"
             )
-        if is_coroutine(self.function):
+        if is_coroutine_function(self.function):
             raise ValueError(
                 f"function: {name_of(self.function)} is a coroutine function (async def): allowed are functions that "
                 "return their answer"

@@ -11,8 +11,8 @@ from grpo_lightning.environment.answer import Answer, shown
 from grpo_lightning.environment.call import ARGUMENTS, Asked, taken
 from grpo_lightning.output.activity import doing
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine import pool
-from grpo_lightning.reward.engine.foreign import described
+from grpo_lightning.reward import workers
+from grpo_lightning.reward.spec import describe_error
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.environment.environment import Environment
@@ -67,10 +67,10 @@ class _Episode:
     scores: list[tuple[int, float]] = field(default_factory=list)
     is_ended: bool = False
     """Whether the environment has ended it."""
-    failure: pool.Failure | None = None
+    failure: workers.Failure | None = None
     is_asked: bool = False
     """Whether the answer to the last turn is still to come."""
-    pending: pool.Pending | None = None
+    pending: workers.Pending | None = None
     reply: str | None = None
     """To the last turn."""
 
@@ -136,7 +136,7 @@ class Episodes:
         episode.is_asked = True
         if self._environment.timeout is not None:
             # Its own pickles say what cannot be pickled: an error of the settings, not of the row.
-            episode.pending = pool.submit(self._asked, [self._call(row)], seconds=self._environment.timeout)
+            episode.pending = workers.submit(self._asked, [self._call(row)], seconds=self._environment.timeout)
 
     def reply(self, row: int) -> str | None:
         """What the model is told; None: the episode is over, by the environment, a failure, or ``max_turns``.
@@ -151,7 +151,7 @@ class Episodes:
     def unread(self, row: int, problem: str) -> None:
         """The policy cannot read the last reply to completion ``row``: its episode has failed."""
         episode = self._episodes[row]
-        episode.failure, episode.reply = pool.Failure("reply", problem), None
+        episode.failure, episode.reply = workers.Failure("reply", problem), None
         episode.replies.pop()
 
     @property
@@ -233,7 +233,7 @@ class Episodes:
         finally:
             self.seconds += perf_counter() - began
         episode.is_asked, episode.pending, episode.reply = False, None, None
-        if isinstance(answer, pool.Failure):
+        if isinstance(answer, workers.Failure):
             episode.failure = answer
             return
         self._num_bad_calls += answer.is_bad_call
@@ -245,13 +245,13 @@ class Episodes:
             episode.replies.append(answer.reply)
             episode.reply = answer.reply
 
-    def _here(self, row: int) -> Answer | pool.Failure:
+    def _here(self, row: int) -> Answer | workers.Failure:
         """The answer of a function that is called in this process."""
         with doing(f"environment {self._environment.name}"):
             try:
                 answer = self._asked(**self._call(row))
             except (Exception, SystemExit) as error:
-                answer = pool.Failure("exception", described(error))
+                answer = workers.Failure("exception", describe_error(error))
         signals.current().check()  # a signal may have come while the environment took long
         return answer
 

@@ -10,8 +10,7 @@ from grpo_lightning.allowed import flag, integer, problems
 from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.environment.tools.calls import Malformed, calls
 from grpo_lightning.reward.text import fenced_blocks, without_thoughts
-from grpo_lightning.sandbox.client import run
-from grpo_lightning.sandbox.limits import Limits, Outcome
+from grpo_lightning.sandbox.client import Limits, Outcome, run
 
 RULES = {"max_output": integer(100), "as_tool": flag()}
 """What each setting may be, beside the limits of the sandbox."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_lightning.allowed import integer, number, problems
-from grpo_lightning.reward.engine.weighted import bound_arguments, is_coroutine
+from grpo_lightning.reward.spec import bound_arguments, is_coroutine_function
 
 RULES = {"max_turns": integer(1), "discount": number(lambda v: 0 <= v <= 1, "a number from 0 to 1")}
 """What each setting may be."""
@@ -37,7 +37,7 @@ class Retry:
     ) -> None:
         if wrong := problems(RULES, {"max_turns": max_turns, "discount": discount}):
             raise ValueError("; ".join(wrong))
-        if not callable(verifier) or is_coroutine(verifier):
+        if not callable(verifier) or is_coroutine_function(verifier):
             raise ValueError(
                 f"verifier: expected a function (`_partial_: true` in YAML, and no async def), got {verifier!r:.80}"
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
@@ -105,7 +105,9 @@ def losses(loss: PolicyLoss, rollout: Rollout, found: Restored) -> dict[str, Ten
     return {f"loss/{name}": value for name, value in parts.items()}
 
 
-def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[dict[str, Weighted], list[str] | None]:
+def _rewards(
+    found: Restored, config: Mapping[str, Any], build: Build
+) -> tuple[dict[str, RewardSpec], list[str] | None]:
     """The rewards as set, and the names of those that have to be called; None if all is as it was recorded."""
     then: Mapping[str, Any] = found.header["settings"].get("reward") or {}
     before: Mapping[str, Any] = found.header["settings"].get("rollout") or {}
@@ -120,10 +122,10 @@ def _rewards(found: Restored, config: Mapping[str, Any], build: Build) -> tuple[
             if key not in ("_target_", "function")
         }
         if is_known and name in found.header["rewards"]:
-            made[name] = Weighted(_recalled(found.scored, name), **own | {"timeout": None, "retries": 0})
+            made[name] = RewardSpec(_recalled(found.scored, name), **own | {"timeout": None, "retries": 0})
         else:
             called.append(name)
-            made[name] = Weighted(build(f"reward.{name}.function", node["function"]), **own)
+            made[name] = RewardSpec(build(f"reward.{name}.function", node["function"]), **own)
     return made, None if is_judged_alike and list(now.items()) == list(then.items()) else called
 
 

@@ -4,24 +4,23 @@ A process reward gives (end, score) pairs instead: the score of each step of the
 step ends, in characters. Nothing here needs torch but the reward model: worker processes import it.
 """
 
-from grpo_lightning.reward.engine.coroutines import Later, Refused
-from grpo_lightning.reward.engine.scoring import Scores, Scoring, check_columns, score
-from grpo_lightning.reward.engine.total import scalar, shaped, total
-from grpo_lightning.reward.engine.weighted import PerCompletion, Reward, RewardError, Score, Weighted
+from grpo_lightning.reward.coroutines import PermanentError, RetryableError
+from grpo_lightning.reward.scoring import Scores, Scoring, check_columns, score
+from grpo_lightning.reward.spec import PerCompletion, Reward, RewardError, RewardSpec, Score, clip_scores, scalar, total
 
 __all__ = [
-    "Later",
     "PerCompletion",
-    "Refused",
+    "PermanentError",
+    "RetryableError",
     "Reward",
     "RewardError",
+    "RewardSpec",
     "Score",
     "Scores",
     "Scoring",
-    "Weighted",
     "check_columns",
+    "clip_scores",
     "scalar",
     "score",
-    "shaped",
     "total",
 ]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lightning.reward.text import FENCE, answer_text, fenced_blocks, tag
-from grpo_lightning.sandbox.client import run
-from grpo_lightning.sandbox.limits import Limits, Outcome
+from grpo_lightning.sandbox.client import Limits, Outcome, run
 
 _LONGEST = 100_000  # characters of a program
 _LANGUAGES = ("", "py", "python", "python3")

@@ -1,8 +1,16 @@
 """Rewards for the shape of a completion: ``<think>…</think><answer>…</answer>``, and steps in it."""
 
+import json
+import logging
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import regex
+
+from grpo_lightning.reward.text import answer_text
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _STEP = re.compile(
@@ -67,3 +75,139 @@ def _is_formatted(text: str) -> bool:
         return False
     between = text[text.find("</think>") + len("</think>") : text.find("<answer>")]
     return text.find("</think>") < text.find("<answer>") and not between.strip()
+
+
+_LOG = logging.getLogger(__name__)
+
+timed_out: Counter[str] = Counter()
+"""How many searches for each expression were given up in this process."""
+
+
+def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
+    """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts.
+
+    Args:
+        completions: [B]
+        words: The words to look for; at least one.
+
+    Returns:
+        [B] in [0, 1]
+
+    Raises:
+        ValueError: ``words`` is no list of text, or empty, or one of them is.
+    """
+    if isinstance(words, str) or not words or not all(isinstance(word, str) and word for word in words):
+        raise ValueError(f"words: expected a list of at least one text, none of them empty, got {words!r:.80}")
+    folded = [word.casefold() for word in words]
+    texts = [completion.casefold() for completion in completions]
+    return [sum(word in text for word in folded) / len(folded) for text in texts]
+
+
+def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_: Any) -> list[float | None]:
+    """1.0 if the regular expression is found in the completion, else 0.0.
+
+    Args:
+        completions: [B]
+        expression: The regular expression, in the syntax of the package regex; (?i) at its beginning ignores case.
+        seconds: How long the search in one completion may take, more than 0. Then it scores 0.0, which is counted and,
+            the first time, logged.
+
+    Returns:
+        [B] 0.0 or 1.0
+
+    Raises:
+        ValueError: ``expression`` is no regular expression, or ``seconds`` is not more than 0.
+    """
+    if not (isinstance(seconds, int | float) and seconds > 0):
+        raise ValueError(f"seconds: expected a number > 0, got {seconds!r:.80}")
+    try:
+        compiled = regex.compile(expression)
+    except (regex.error, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"expression: expected a regular expression, got {expression!r:.80}: {error}") from error
+    return [float(_is_found(compiled, completion, seconds)) for completion in completions]
+
+
+def _is_found(compiled: "regex.Pattern[str]", text: str, seconds: float) -> bool:
+    try:
+        return compiled.search(text, timeout=seconds) is not None
+    except TimeoutError:
+        if not timed_out[compiled.pattern]:
+            _LOG.warning(
+                "pattern %.80r: a search took more than %s s, which scores 0; further ones are only counted",
+                compiled.pattern,
+                seconds,
+            )
+        timed_out[compiled.pattern] += 1
+        return False
+
+
+_LONGEST = 20_000  # characters of an answer
+
+
+def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, **_: Any) -> list[float | None]:
+    """1.0 if the answer text is JSON that is valid under the schema, else 0.0.
+
+    A fence of ```json … ``` around all of it is ignored. NaN and Infinity are no JSON, and neither is what has more
+    than 20,000 characters, is nested too deeply for Python or has an integer of more than 4,300 digits.
+    JSON Schema, json-schema.org, of the draft that ``$schema`` names, else the newest; nothing is fetched for a $ref.
+
+    Args:
+        completions: [B]
+        schema: The schema, or the path of a JSON file that holds it.
+
+    Returns:
+        [B] 0.0 or 1.0
+
+    Raises:
+        ValueError: ``schema`` is no schema, its file cannot be read, or a $ref or pattern in it is broken.
+    """
+    validator = _validator(schema)
+    return [float(_is_valid(validator, answer_text(completion), schema)) for completion in completions]
+
+
+def _validator(schema: Mapping[str, Any] | str) -> Any:
+    from jsonschema import SchemaError
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
+
+    loaded: Any = schema
+    if isinstance(schema, str):
+        try:
+            loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"schema: expected a mapping or the path of a JSON file, got {schema!r}: {error}"
+            ) from error
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"schema: expected a mapping or the path of a JSON file that holds one, got {schema!r:.80}")
+    kind = validator_for(loaded, default=Draft202012Validator)
+    try:
+        kind.check_schema(loaded)
+    except SchemaError as error:
+        raise ValueError(f"schema: expected a JSON schema, got {schema!r:.80}: {error.message:.200}") from error
+    return kind(loaded, registry=Registry())
+
+
+def _is_valid(validator: Any, text: str, schema: Any) -> bool:
+    from referencing.exceptions import Unresolvable
+
+    if len(text) > _LONGEST:
+        return False
+    try:
+        value = json.loads(_unfenced(text), parse_constant=_refuse)
+        return bool(validator.is_valid(value))
+    except (Unresolvable, re.error) as error:
+        raise ValueError(f"schema: a $ref or pattern in it is broken, got {schema!r:.80}: {error}") from error
+    except (ValueError, ArithmeticError, RecursionError):
+        return False
+
+
+def _unfenced(text: str) -> str:
+    if not (text.startswith("```") and text.endswith("```")):
+        return text
+    language, newline, rest = text[3:-3].partition("\n")
+    return rest if newline and language.strip().lower() in ("json", "") else text[3:-3]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lightning.reward.engine.total import scalar
-from grpo_lightning.reward.engine.weighted import Reward, arguments
+from grpo_lightning.reward.spec import Reward, arguments, scalar
 
 
 def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import workers
 
 Scorer = Callable[..., float]
 
@@ -168,12 +168,12 @@ class _Timed:
         return self.begin(**arguments)()
 
     def begin(self, **arguments: Any) -> Callable[[], float]:
-        return partial(_finished, pool.submit(self._verifier, [arguments], seconds=_MOST_SECONDS))
+        return partial(_finished, workers.submit(self._verifier, [arguments], seconds=_MOST_SECONDS))
 
 
-def _finished(pending: pool.Pending) -> float:
+def _finished(pending: workers.Pending) -> float:
     (outcome,) = pending.result()
-    if isinstance(outcome, pool.Failure):
+    if isinstance(outcome, workers.Failure):
         raise (TimeoutError if outcome.kind == "timeout" else RuntimeError)(outcome.message)
     return float(outcome)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
-from grpo_lightning.reward import Weighted
+from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout.judge import Judge
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.selection import top_entropy
@@ -57,7 +57,7 @@ class Collector:
     The fields are the keys of conf/rollout. Numbers may vary with the step, see `grpo_lightning.schedule`.
     """
 
-    reward: Mapping[str, Weighted]
+    reward: Mapping[str, RewardSpec]
     """Name -> function and weight."""
     environment: Environment | None = None
     """Whom the model talks to; None: completions have one turn."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_lightning import environment, reward
 from grpo_lightning.environment import Environment, EpisodeError, Episodes
-from grpo_lightning.reward import Score, Weighted
+from grpo_lightning.reward import RewardSpec, Score
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.types import Prompt, Sampled, spans
@@ -22,7 +22,9 @@ COLUMNS = ("turns", "replies", "episode_tokens", "turn_scores")
 """What rewards may ask for besides the columns of the data."""
 
 
-def check_columns(rewards: Mapping[str, Weighted], partner: Environment | None, column_names: Collection[str]) -> None:
+def check_columns(
+    rewards: Mapping[str, RewardSpec], partner: Environment | None, column_names: Collection[str]
+) -> None:
     """Check that every reward and the environment can be called with these columns.
 
     Args:
@@ -87,7 +89,10 @@ def columns(sampled: Sampled, episodes: Episodes | None) -> dict[str, Sequence[A
 
 
 def without_failed(
-    values: Mapping[str, Sequence[Score]], rewards: Mapping[str, Weighted], failed: Sequence[bool], score: float | None
+    values: Mapping[str, Sequence[Score]],
+    rewards: Mapping[str, RewardSpec],
+    failed: Sequence[bool],
+    score: float | None,
 ) -> dict[str, list[Score]]:
     """What the rewards gave, where no reward applies to episodes in which the environment has failed.
 
@@ -106,7 +111,7 @@ def without_failed(
     }
 
 
-def is_own(reward: Weighted) -> bool:
+def is_own(reward: RewardSpec) -> bool:
     """Whether a reward is what the environment itself gives."""
     function: Callable[..., Any] = reward.function
     return (function.func if isinstance(function, partial) else function) is of_environment

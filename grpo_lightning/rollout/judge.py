@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_lightning.environment import Environment, Episodes
 from grpo_lightning.policy import Policy
-from grpo_lightning.reward import Score, Scoring, Weighted, scalar, shaped, total
+from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
 from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.types import Prompts, Sampled, Sampling, Scored
@@ -39,7 +39,7 @@ class Judge:
         environment: Whom the model talks to; None: completions have one turn.
     """
 
-    rewards: Mapping[str, Weighted]
+    rewards: Mapping[str, RewardSpec]
     outcome: str | None
     threshold: float
     environment: Environment | None = None
@@ -176,7 +176,7 @@ class Judge:
             if talk is not None and self.environment is not None:
                 failed = [problem is not None for problem in talk.failed]
                 values = episodes.without_failed(values, self.rewards, failed, self.environment.failed_score)
-            entering = shaped(self.rewards, values)
+            entering = clip_scores(self.rewards, values)
             raw = {name: [scalar(value) for value in given] for name, given in values.items()}
             named = raw | {"total": total(self.rewards, entering)}
             rewards = {name: _tensor(given) for name, given in named.items()}

@@ -102,7 +102,7 @@ def check_built(config: Mapping[str, Any]) -> None:
 def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
     from grpo_lightning.sandbox import client
-    from grpo_lightning.sandbox.limits import Unavailable
+    from grpo_lightning.sandbox.client import Unavailable
 
     for key, node in each_target(config):
         if node["_target_"] in _SANDBOXED:

@@ -11,9 +11,9 @@ from grpo_lightning.output.terminal import one_line
 TRIED = {
     f"grpo_lightning.{name}"
     for name in (
-        "reward.pattern.pattern",
-        "reward.pattern.keyword",
-        "reward.json_schema.json_schema",
+        "reward.format.pattern",
+        "reward.format.keyword",
+        "reward.format.json_schema",
         "reward.length.length",
         "reward.length.repetition",
         "reward.format.reasoning_steps",

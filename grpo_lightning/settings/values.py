@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_lightning.allowed import DATA, REPLY_ROLES, Rule, choice, flag, integer, model_path, number
 from grpo_lightning.environment.environment import RULES as ENVIRONMENT
-from grpo_lightning.reward.engine.weighted import RULES as REWARD
+from grpo_lightning.reward.spec import RULES as REWARD
 from grpo_lightning.sampler.vllm.arguments import RULES as SAMPLER
 
 __all__ = ["MAY_VARY", "REWARD", "RULES", "VARYING", "rules_of"]

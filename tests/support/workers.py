@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grpo_lightning.reward.engine import pool
+from grpo_lightning.reward import workers
 
 
 @contextmanager
 def limited(number: int) -> Iterator[None]:
     """Inside, rewards have at most so many workers, started anew."""
-    pool.close()
-    before, pool.MOST_WORKERS = pool.MOST_WORKERS, number
+    workers.close()
+    before, workers.MOST_WORKERS = workers.MOST_WORKERS, number
     yield
-    pool.close()
-    pool.MOST_WORKERS = before
+    workers.close()
+    workers.MOST_WORKERS = before

@@ -2,12 +2,13 @@
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from grpo_lightning.allowed import Rule, flag, integer, is_pair, number, problems
+from grpo_lightning.output.redaction import hide
 from grpo_lightning.output.terminal import one_line
 from grpo_lightning.schedule import Schedule
 
@@ -44,7 +45,7 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True)
-class Weighted:
+class RewardSpec:
     """A reward function, its weight in the total, and how it is called.
 
     Raises:
@@ -87,7 +88,7 @@ class Weighted:
         fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Schedule)}
         if wrong := problems(RULES, fixed):
             raise ValueError("; ".join(wrong))
-        if self.retries and not is_coroutine(self.function):
+        if self.retries and not is_coroutine_function(self.function):
             raise ValueError(
                 f"retries={self.retries}: allowed is 0 for {self.function!r:.80}, which is no coroutine function "
                 "(async def)"
@@ -156,7 +157,7 @@ def bound_arguments(function: Any) -> Collection[str]:
     return function.keywords if isinstance(function, partial) else ()
 
 
-def is_coroutine(function: Callable[..., Any]) -> bool:
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
     """Whether ``function``, or what a partial or a `PerCompletion` calls, is an ``async def``."""
     called = innermost(function)
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
@@ -167,3 +168,86 @@ def innermost(function: Any) -> Any:
     while isinstance(function, partial | PerCompletion):
         function = function.func if isinstance(function, partial) else function.function
     return function
+
+
+def scalar(value: Score) -> float | None:
+    """A score as one number: the mean over the steps where it has steps, None where it has none."""
+    if isinstance(value, tuple):
+        return sum(step for _, step in value) / len(value) if value else None
+    return value
+
+
+def clip_scores(rewards: Mapping[str, RewardSpec], values: Mapping[str, Sequence[Score]]) -> dict[str, list[Score]]:
+    """The scores as they enter the total: cut to ``clip``.
+
+    Args:
+        rewards: Name -> function and weight.
+        values: Name -> [B] what the functions returned.
+
+    Returns:
+        Name -> [B] scores.
+    """
+    return {name: [_cut(value, rewards[name].clip) for value in scores] for name, scores in values.items()}
+
+
+def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score]]) -> list[float | None]:
+    """The total reward, Σ weight · score over the rewards that apply to a row; None where none does.
+
+    Where a reward scores steps, their mean is its score.
+
+    Args:
+        rewards: Name -> function and weight.
+        scores: Name -> [B] as returned by `score` or `clip_scores`.
+
+    Returns:
+        [B] finite numbers or None.
+
+    Raises:
+        RewardError: A sum is too large for a float.
+    """
+    totals: list[float | None] = []
+    for row, values in enumerate(zip(*scores.values(), strict=True)):
+        named = {name: scalar(value) for name, value in zip(scores, values, strict=True)}
+        terms = [rewards[name].factor * value for name, value in named.items() if value is not None]
+        totals.append(sum(terms) if terms else None)
+        if not math.isfinite(sum(terms)):
+            raise RewardError(f"row {row}: the weighted sum of {named} is not finite")
+    return totals
+
+
+def _cut(value: Score, clip: Sequence[float] | None) -> Score:
+    """``value``, or each step's score, within ``clip``."""
+    if clip is None or value is None:
+        return value
+    if isinstance(value, tuple):
+        return tuple((end, min(max(step, clip[0]), clip[1])) for end, step in value)
+    return min(max(value, clip[0]), clip[1])
+
+
+_MOST_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
+_SHOWN_CHARACTERS = 300
+
+
+def to_plain(value: Any, nested: int = _MOST_NESTED) -> Any:
+    """What a function returned, as it can be pickled, and read without torch.
+
+    Tensors, arrays, generators and other iterables become lists; inside, a tensor of one number becomes that number.
+    """
+    if hasattr(value, "tolist"):  # of torch, numpy and others, of which none is imported here
+        listed = value.tolist()
+        while nested < _MOST_NESTED and isinstance(listed, list) and len(listed) == 1:
+            listed = listed[0]
+        # Row by row, since a row of one number counts as that number.
+        value = value if nested == _MOST_NESTED and isinstance(listed, list) else listed
+    if nested == 0 or not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        return value
+    return [to_plain(one, nested - 1) for one in value]
+
+
+def describe_error(error: BaseException) -> str:
+    """The beginning of what an exception of foreign code says, with its type, in one line and without secrets."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}: its text cannot be shown"
+    return one_line(hide(text)[:_SHOWN_CHARACTERS])

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.output.activity import doing
-from grpo_lightning.reward.engine import coroutines, pool
-from grpo_lightning.reward.engine.foreign import described, plain
-from grpo_lightning.reward.engine.total import scalar
-from grpo_lightning.reward.engine.weighted import (
+from grpo_lightning.reward import coroutines, workers
+from grpo_lightning.reward.spec import (
     ARGUMENTS,
     RewardError,
+    RewardSpec,
     Score,
-    Weighted,
     arguments,
-    is_coroutine,
+    describe_error,
+    is_coroutine_function,
+    scalar,
+    to_plain,
 )
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
@@ -27,7 +28,7 @@ _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80
 
 
-def check_columns(rewards: Mapping[str, Weighted], column_names: Collection[str]) -> None:
+def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[str]) -> None:
     """Check that every reward can be called with these columns; needs no data, so that a run can do it first.
 
     Raises:
@@ -72,7 +73,7 @@ class Scoring:
 
     def __init__(
         self,
-        rewards: Mapping[str, Weighted],
+        rewards: Mapping[str, RewardSpec],
         prompts: "Sequence[Prompt]",
         columns: Mapping[str, Sequence[Any]],
         poll: Callable[[], None] | None = None,
@@ -89,9 +90,9 @@ class Scoring:
                 name, one.function, seconds=one.timeout, retries=one.retries, concurrency=one.concurrency
             )
             for name, one in rewards.items()
-            if is_coroutine(one.function)
+            if is_coroutine_function(one.function)
         }
-        self._begun: dict[str, dict[int, pool.Pending | coroutines.Pending]] = {
+        self._begun: dict[str, dict[int, workers.Pending | coroutines.Pending]] = {
             name: {} for name in rewards if rewards[name].timeout or name in self._calls
         }
 
@@ -141,14 +142,14 @@ class Scoring:
                 calls.cancel()
         return Scores(scores, failed)
 
-    def _awaited(self, name: str, weighted: Weighted, completions: Sequence[str]) -> tuple[list[Score], float]:
+    def _awaited(self, name: str, weighted: RewardSpec, completions: Sequence[str]) -> tuple[list[Score], float]:
         """What a reward gives that is called for each completion by itself, and the fraction on which it failed."""
         outcomes: list[Any] = []
-        failures: list[tuple[int, pool.Failure]] = []
+        failures: list[tuple[int, workers.Failure]] = []
         most = weighted.max_failed * len(completions)
         for row in range(len(completions)):
             outcomes += self._begun[name][row].result(self._poll)
-            if isinstance(outcomes[row], pool.Failure):
+            if isinstance(outcomes[row], workers.Failure):
                 failures.append((row, outcomes[row]))
             if len(failures) > most and name in self._calls:
                 break  # each of the others might take its time, too
@@ -163,7 +164,7 @@ class Scoring:
             )
         values = checked(name, single(name, outcomes), completions)
         kept = [
-            weighted.failed_score if isinstance(outcome, pool.Failure) else value
+            weighted.failed_score if isinstance(outcome, workers.Failure) else value
             for outcome, value in zip(outcomes, values, strict=True)
         ]
         return kept, len(failures) / max(len(completions), 1)
@@ -175,7 +176,7 @@ class Scoring:
         self._begun[name][row] = (
             self._calls[name].submit(call)
             if name in self._calls
-            else pool.submit(weighted.function, [call], seconds=weighted.timeout or 0.0)
+            else workers.submit(weighted.function, [call], seconds=weighted.timeout or 0.0)
         )
 
 
@@ -190,7 +191,7 @@ class Scores:
 
 
 def score(
-    rewards: Mapping[str, Weighted],
+    rewards: Mapping[str, RewardSpec],
     prompts: "Sequence[Prompt]",
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
@@ -205,14 +206,14 @@ def score(
     return {name: [scalar(value) for value in values] for name, values in scores.values.items()}
 
 
-def _call(name: str, weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
+def _call(name: str, weighted: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward in this process; an exception becomes one that names the first row that raises by itself."""
     with doing(f"reward {name!r}"):
         try:
             scores = _invoke(weighted, inputs)
         except (Exception, SystemExit) as error:
             raise RewardError(
-                f"reward {name!r} raised {described(error)}; {_culprit(weighted, inputs)}. "
+                f"reward {name!r} raised {describe_error(error)}; {_culprit(weighted, inputs)}. "
                 f"(reward.{name}.timeout=SECONDS scores completions in worker processes, where up to "
                 "reward.NAME.max_failed of them may fail)"
             ) from error
@@ -220,15 +221,15 @@ def _call(name: str, weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) ->
     return scores
 
 
-def _invoke(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> Any:
+def _invoke(weighted: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """What the function returns, as plain values: a generator raises only when it is read."""
     passed = _passed(weighted, inputs)
     parameters = inspect.signature(weighted.function).parameters.values()
     first = [passed.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in passed]
-    return plain(weighted.function(*first, **passed))
+    return to_plain(weighted.function(*first, **passed))
 
 
-def _passed(weighted: Weighted, known: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def _passed(weighted: RewardSpec, known: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """The arguments that the function takes, copied, so that one reward cannot reorder what the next one sees."""
     passed = {name: list(values) for name, values in arguments(weighted.function, known)[1].items()}
     if weighted.messages:
@@ -245,12 +246,12 @@ def _messages(given: "Prompt", role: str) -> list[dict[str, str]]:
     return [dict(one) if isinstance(one, dict) else {"role": role, "content": str(one)} for one in given]
 
 
-def _culprit(weighted: Weighted, inputs: Mapping[str, Sequence[Any]]) -> str:
+def _culprit(weighted: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> str:
     for row, text in enumerate(inputs["completions"]):
         try:
             _invoke(weighted, {name: values[row : row + 1] for name, values in inputs.items()})
         except (Exception, SystemExit) as error:
-            return f"row {row} raises {described(error)}, completion {beginning(text)}"
+            return f"row {row} raises {describe_error(error)}, completion {beginning(text)}"
     return "no row raises when it is scored alone"
 
 
@@ -258,7 +259,7 @@ def single(name: str, outcomes: Sequence[Any]) -> list[Any]:
     """What a function returned that was called with one completion at a time; None for failures."""
     values = []
     for outcome in outcomes:
-        listed = [None] if isinstance(outcome, pool.Failure) else outcome
+        listed = [None] if isinstance(outcome, workers.Failure) else outcome
         if not isinstance(listed, list | tuple) or len(listed) != 1:
             raise RewardError(f"reward {name!r}: expected a list with one score for one completion, got {listed!r:.80}")
         values.append(listed[0])
@@ -266,7 +267,7 @@ def single(name: str, outcomes: Sequence[Any]) -> list[Any]:
 
 
 def checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
-    """``result`` as plain floats, steps and Nones, one per completion."""
+    """``result`` as to_plain floats, steps and Nones, one per completion."""
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
         raise RewardError(f"reward {name!r}: expected a list with a number or None per completion, got {result!r:.80}")
     values = list(result)

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from grpo_lightning.output.redaction import HIDDEN, hide
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.engine.coroutines import Later, Refused
-from grpo_lightning.reward.engine.weighted import RewardError
+from grpo_lightning.reward.coroutines import PermanentError, RetryableError
+from grpo_lightning.reward.spec import RewardError
 
 if TYPE_CHECKING:
     import httpx2
@@ -57,8 +57,8 @@ class Endpoint:
             body: JSON.
 
         Raises:
-            Later: It is busy or broken, or cannot be reached.
-            Refused: It does not answer this request.
+            RetryableError: It is busy or broken, or cannot be reached.
+            PermanentError: It does not answer this request.
             ValueError: What it answers is no chat completion.
             RewardError: It would not answer any request: redirects, a key that does not count, an address without it.
         """
@@ -74,12 +74,12 @@ class Endpoint:
         if 200 <= status < 300:
             return _content(text)
         if status in _TEMPORARY or status >= 500:
-            raise Later(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
+            raise RetryableError(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
         told = f"{self.url} answers {status}: {_shown(text)}"
         if 300 <= status < 400:
             place = _shown(response.headers.get("location", "").replace(key or HIDDEN, HIDDEN))
             told += f" a redirect to {place}, which is not followed: base_url has to be where it leads"
-        raise (Refused if status in _ABOUT_THE_REQUEST else RewardError)(told)
+        raise (PermanentError if status in _ABOUT_THE_REQUEST else RewardError)(told)
 
     async def aclose(self) -> None:
         """Close its connections, if they are of the loop that this runs on."""

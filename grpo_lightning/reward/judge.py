@@ -4,8 +4,11 @@ import asyncio
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from string import Formatter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,9 +16,8 @@ import regex
 
 from grpo_lightning.allowed import is_pair
 from grpo_lightning.output.terminal import one_line
-from grpo_lightning.reward.judge.answers import Answers
-from grpo_lightning.reward.judge.endpoint import Endpoint
-from grpo_lightning.reward.judge.request import columns, message
+from grpo_lightning.reward.chat_client import Endpoint
+from grpo_lightning.reward.spec import RewardError
 
 _SEARCH_SECONDS = 1.0
 _OF_THE_JUDGE = ("model", "messages", "stream", "n", "tools")
@@ -32,7 +34,7 @@ class ChatJudge:
         base_url: Of the server, such as https://api.openai.com/v1.
         model: Its name there.
         rubric: What completions are judged by.
-        template: The message; see `grpo_lightning.reward.judge.request.message`. Columns that it names are required.
+        template: The message; see `message`. Columns that it names are required.
         scale: The [lowest, highest] score, which become 0 and 1.
         pattern: A regular expression of the package regex with one group, the score: its last match counts.
         request: Further fields of the request, such as temperature.
@@ -148,3 +150,124 @@ def _request(given: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"request: expected what JSON can hold, got {given!r:.80}: {error}") from error
     return dict(given)
+
+
+class Answers:
+    """A file of answers, one JSON object per line; unfinished and damaged lines count as absent.
+
+    Args:
+        path: It is made at the first answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, str] = {}
+        self._read = 0  # bytes, up to the end of a line
+
+    def get(self, request: str) -> str | None:
+        """The answer to a request, given by its hash; None if there is none."""
+        if request not in self._known:
+            self._refresh()
+        return self._known.get(request)
+
+    def put(self, request: str, answer: str, **more: Any) -> str:
+        """Write an answer down.
+
+        Args:
+            request: The hash of what was asked.
+            answer: The text.
+            more: What else a reader may want to know.
+
+        Returns:
+            The answer that counts: another process may have been first.
+
+        Raises:
+            RewardError: The file cannot be written.
+        """
+        line = json.dumps({"request": request, **more, "answer": answer}).encode() + b"\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(line)
+        except OSError as error:
+            message = f"{self._path}, the judge's answers, cannot be written: {error.strerror or error}"
+            raise RewardError(message) from error
+        self._refresh()
+        return self._known.setdefault(request, answer)
+
+    def _refresh(self) -> None:
+        """Read what was added since the last time."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as lines:
+            lines.seek(self._read)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # not written to its end
+                self._read += len(line)
+                with suppress(ValueError, KeyError, TypeError):
+                    found = json.loads(line)
+                    self._known.setdefault(found["request"], found["answer"])
+
+
+FENCED = ("prompt", "completion")
+"""Fields of a template whose texts stand between fences."""
+_OWN = ("rubric", "fence", "lowest", "highest")
+"""Fields that are no column."""
+_SHORTEST_FENCE = 8
+_TURN = re.compile(
+    r"<(?=[|\uff5c]|\w{1,40}[|\uff5c]>|/?s>|(?:start|end)_of_turn>|/?(?:bos|eos|pad)>|</?SYS>>)|\[(?=/?[A-Z_]{3,}\])",
+    re.IGNORECASE,
+)
+"""The first character of what servers take for the beginning or the end of a message."""
+
+
+def columns(template: str) -> list[str]:
+    """The fields of a template that columns fill; each field is a plain name in braces.
+
+    Raises:
+        ValueError: It has other braces, or no place for the completion.
+    """
+    try:
+        parsed = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(template)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"template: expected text with fields such as {{prompt}}, got {template!r:.80}: {error}"
+        ) from None
+    named = [name for name, _, _ in parsed if name is not None]
+    if any(spec or conversion for _, spec, conversion in parsed) or not all(name.isidentifier() for name in named):
+        raise ValueError(
+            f"template: expected fields that are names in braces, and {{{{ and }}}} for braces, got {template!r:.80}"
+        )
+    if "completion" not in named or {"prompts", "completions", "completion_ids"} & {*named}:
+        raise ValueError(f"template: expected a text with {{completion}} and names of columns, got {template!r:.80}")
+    return [name for name in dict.fromkeys(named) if name not in (*FENCED, *_OWN)]
+
+
+def message(template: str, texts: Mapping[str, Any], *, rubric: str, scale: Sequence[float]) -> str:
+    """A template with its fields filled.
+
+    Prompt and completion stand between two lines, the fence, that stand nowhere in any of the texts, however they are
+    written: as many ~ as it takes. In them, what a server would read as the end of the message is broken up by a space.
+
+    Args:
+        template: With {completion}, and with {prompt}, {rubric}, {fence}, {lowest}, {highest} and columns if it likes.
+        texts: Field -> a text, chat messages, or what a column holds.
+        rubric: What the completion is judged by.
+        scale: Lowest and highest score.
+    """
+    plain = {name: _sendable(value) for name, value in texts.items()}
+    longest = max((len(run) for text in plain.values() for run in re.findall("~+", text)), default=0)
+    fence = "~" * max(_SHORTEST_FENCE, longest + 1)
+    own = {"rubric": rubric, "fence": fence, "lowest": f"{scale[0]:g}", "highest": f"{scale[1]:g}"}
+    filled = {name: f"{fence}\n{text}\n{fence}" if name in FENCED else text for name, text in plain.items()}
+    return template.format(**filled, **own)
+
+
+def _sendable(value: Any) -> str:
+    """A value as text that can be sent: of chat messages, who says what."""
+    if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
+        said = [f"{one.get('role', '')}: {one.get('content', '')}" for one in value]
+        value = said[0].partition(": ")[2] if len(said) == 1 else "\n\n".join(said)
+    text = str(value).encode("utf-8", errors="replace").decode()
+    return _TURN.sub(lambda found: f"{found[0]} ", text)

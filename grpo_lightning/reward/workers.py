@@ -23,7 +23,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
-from grpo_lightning.reward.engine.foreign import described, plain
+from grpo_lightning.reward.spec import describe_error, to_plain
 
 MOST_WORKERS = 8
 _MOST_MEMORY = 4 * 2**30  # bytes that one worker may allocate
@@ -116,7 +116,7 @@ class Pending:
             ended_by_alarm = hasattr(signal, "SIGALRM") and error.exitcode == -signal.SIGALRM
             return late if ended_by_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
         except Exception as error:
-            return Failure("exception", described(error))
+            return Failure("exception", describe_error(error))
         if value.kind == "import":
             raise _not_importable(self._function, value.message)
         return value
@@ -141,7 +141,7 @@ def submit(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], *, s
         packed = pickle.dumps(function)
         tasks = [(packed, pickle.dumps(dict(row)), seconds) for row in rows]
     except Exception as error:
-        raise _not_importable(function, described(error)) from error
+        raise _not_importable(function, describe_error(error)) from error
     return Pending(function, tasks)
 
 
@@ -231,12 +231,12 @@ def _run(function: bytes, row: bytes, seconds: float) -> bytes | Failure:
         _alarm(_SPARE_SECONDS)
         call = _unpickled(function)
     except BaseException as error:
-        return Failure("import", described(error))
+        return Failure("import", describe_error(error))
     try:
         _alarm(seconds)
-        return pickle.dumps(plain(call(**pickle.loads(row))))
+        return pickle.dumps(to_plain(call(**pickle.loads(row))))
     except BaseException as error:  # sys.exit too: whatever it is, the next row is another one's
-        return Failure("exception", described(error))
+        return Failure("exception", describe_error(error))
     finally:
         _alarm(0)
 

@@ -1,1 +1,0 @@
-"""How rewards are called, checked, weighted and run in worker processes."""
