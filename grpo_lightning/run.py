@@ -16,10 +16,12 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from grpo_lightning import __version__, preflight, settings
+from grpo_lightning import __version__, preflight
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume
 from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.config import check_config, check_runtime, config_warnings
+from grpo_lightning.config.redaction import redact_config, redact_overrides
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals
@@ -31,7 +33,6 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import closing
-from grpo_lightning.output.redaction import redacted, redacted_words
 from grpo_lightning.output.summary import now, sweep_value
 from grpo_lightning.output.summary import write as write_summary
 from grpo_lightning.output.terminal import say, sentence
@@ -74,11 +75,11 @@ class Run:
         choices: Mapping[str, Any] | None = None,
         written: Mapping[str, Any] | None = None,
     ) -> None:
-        settings.check(config)
-        settings.check_built(config)
+        check_config(config)
+        check_runtime(config)
         check_processes(config, directory_given=directory_given, multirun=multirun)
         self.config = config
-        self._written = redacted(written or config)
+        self._written = redact_config(written or config)
         self.directory = Path(config["run_dir"])
         self._build = build
         self._overrides = list(overrides)
@@ -135,7 +136,7 @@ class Run:
         alone = lock.all_held(self.config, self.directory) if is_first_process() else nullcontext()
         with alone, self._recorded("fit") as checkpoint:
             if is_first_process():
-                for caution in settings.cautions(self.config):
+                for caution in config_warnings(self.config):
                     log.warning("%s", caution)
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
@@ -224,7 +225,7 @@ class Run:
             checkpoint = resume.chosen(given, self.directory, directory_given=named, overrides=self._overrides)
         steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
         began = first or now()
-        overrides = redacted_words(self._overrides)
+        overrides = redact_overrides(self._overrides)
         activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
         if mode == "fit" and is_first_process():
             own = checkpoint is not None and resume.is_own(checkpoint, self.directory)

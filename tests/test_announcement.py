@@ -2,9 +2,9 @@
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.config.shell import command_name
 from grpo_lightning.output.announcement import fitted, greeting, opening
 from grpo_lightning.output.ending import closing, label, outcome
-from grpo_lightning.output.shell import program
 
 DEFAULTS = {"algorithm": "grpo", "loss": "grpo", "policy": "tiny", "reward": ["accuracy", "format"]}
 CONFIG = {"mode": "fit", "steps": 120, "seed": 0, "checkpoint": None, "run_dir": "runs/a", "sweep_metric": "val/pass@1"}
@@ -108,4 +108,4 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
 
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
     command = continue_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=80)
-    assert command == f"{program()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"
+    assert command == f"{command_name()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"

@@ -50,11 +50,11 @@ USED_BY = {
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
-    "yaml": {"data", "report", "settings"},
+    "yaml": {"data", "report", "config"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {
-    "allowed",
+    "config",
     "clock",
     "composition",
     "environment",
@@ -120,7 +120,7 @@ def test_nothing_below_knows_what_is_above():
     for above, below in (("run", "module"), ("module", "rollout"), ("rollout", "policy"), ("policy", "sampler")):
         assert order.index(above) > order.index(below)
     for leaf in ("clock", "schedule", "memory", "advantage", "transformer", "loss"):
-        assert not known.get(leaf, set()) & {"policy", "rollout", "module", "settings", "run"}, leaf
+        assert not known.get(leaf, set()) & {"policy", "rollout", "module", "run"}, leaf
     assert not any("composition" in used for part, used in known.items() if part != "replay")  # a program of its own
 
 

@@ -18,8 +18,8 @@ from grpo_lightning.callbacks.samples import _clean, completions_table, fence, i
 from grpo_lightning.checkpoint import tensorboard
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.composition.sweep import is_done
+from grpo_lightning.config.redaction import escape_control
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.output.terminal import printable
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.records import read_run
 from grpo_lightning.types import Prompts, Scored
@@ -89,7 +89,7 @@ HOSTILE = [
 
 def test_a_completion_cannot_leave_its_fence():
     for text in HOSTILE:
-        fenced = fence(printable(text))
+        fenced = fence(escape_control(text))
         opening, *body, closing = fenced.split("\n")
         marks = opening.removesuffix("text")
         assert set(marks) == {"`"}
@@ -140,13 +140,13 @@ def test_no_part_of_a_secret_is_left_by_a_cut():
 
 def test_a_completion_in_a_table_is_shown_and_nothing_else():
     for text in (*HOSTILE, "a | b |\n|---|\n", "![x](http://e.vil/p.png)", "<img src=x>", "&lt;b&gt;"):
-        page = markdown_to_safe_html(f"| completion | end |\n|---|---:|\n| {inert(printable(text))} | cut |")
+        page = markdown_to_safe_html(f"| completion | end |\n|---|---:|\n| {inert(escape_control(text))} | cut |")
         cells = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
         assert len(cells) == 2, page
         assert cells[1] == "cut"
         assert not re.findall(r"<(?!br\b)", cells[0])
         shown = html.unescape(re.sub(r"<br ?/?>", "\n", cells[0]))
-        assert shown.split() == printable(text).split()
+        assert shown.split() == escape_control(text).split()
 
 
 def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():

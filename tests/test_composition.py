@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lightning as grpo
 from grpo_lightning.advantage import leave_one_out
+from grpo_lightning.config import ConfigError
 from grpo_lightning.data import PromptData
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.settings import ConfigError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
 from tests.support.sampling import generate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.settings import check
+from grpo_lightning.config import check_config
 from tests.support.composed import CONF, composed
 
 MULTIPLE = {"reward", "logger"}
@@ -48,7 +48,7 @@ CHOICES = sorted(
 @pytest.mark.parametrize("group, name", CHOICES, ids=["=".join(choice) for choice in CHOICES])
 def test_choice_matches_the_code(group, name):
     choice = f"{group}=[{name}]" if group in MULTIPLE else f"{group}={name}"
-    check(composed(*NAMED.get((group, name), [choice]), *NEEDS.get((group, name), [])))
+    check_config(composed(*NAMED.get((group, name), [choice]), *NEEDS.get((group, name), [])))
 
 
 def test_every_file_says_what_it_is():

@@ -14,11 +14,11 @@ import torch
 from torch.testing import assert_close
 
 import grpo_lightning as grpo
+from grpo_lightning.config import ConfigError, check_config, config_warnings
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, correction, k3, token_mean
 from grpo_lightning.loss.correction import corrections, mismatch
 from grpo_lightning.module.update import accumulate
-from grpo_lightning.settings import ConfigError, cautions, check
 from grpo_lightning.transformer import head
 from grpo_lightning.types import Rollout
 from tests.support.composed import build, composed
@@ -297,14 +297,14 @@ def test_wrong_bounds_are_refused_by_key():
         (("geometric_mask", "correction.high=1.0"), "correction.high=1.0: allowed is a ratio > 1"),
     ):
         with pytest.raises(ConfigError) as refused:
-            check(composed(f"correction={words[0]}", *words[1:]))
+            check_config(composed(f"correction={words[0]}", *words[1:]))
         assert len(refused.value.problems) == 1
         assert message in refused.value.problems[0]
 
 
 def test_a_truncation_that_does_nothing_is_told():
     several = ("module.ppo_epochs=2", "correction=token_truncation")
-    [told] = cautions(composed(*several))
+    [told] = config_warnings(composed(*several))
     assert told.startswith("correction=token_truncation has no effect with several optimizer steps per rollout")
     for words in (("module.ppo_epochs=2", "correction=token_mask"), several[1:], several[:1]):
-        assert cautions(composed(*words)) == []
+        assert config_warnings(composed(*words)) == []

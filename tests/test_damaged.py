@@ -12,7 +12,7 @@ import torch
 from grpo_lightning.checkpoint import leftovers
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.checkpoint.resume import chosen
-from grpo_lightning.output.shell import program
+from grpo_lightning.config.shell import command_name
 from tests.support.composed import composed
 from tests.support.running import small_run
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_named_and_the_best_one_offered(name, run, tmp_p
         config, given = CONFIG | {"mode": mode}, ["steps=4", "checkpoint=last"]
         with pytest.raises(ValueError, match=rf"checkpoint={run / LAST} {expected}") as refusal:
             chosen(config, run, directory_given=True, overrides=given)
-        command = f"{program()} steps=4 hydra.run.dir={run} checkpoint={run}/checkpoints/best.ckpt"
+        command = f"{command_name()} steps=4 hydra.run.dir={run} checkpoint={run}/checkpoints/best.ckpt"
         assert str(refusal.value).endswith(f"best.ckpt of step {step}, is continued by: {command}")
     with pytest.raises(ValueError, match=expected):
         chosen(CONFIG | {"checkpoint": str(run / LAST)}, tmp_path / "other", directory_given=True)

@@ -11,9 +11,9 @@ from pydoc import locate
 import pytest
 import yaml
 
+from grpo_lightning.config import check_config
+from grpo_lightning.config.rules import REWARD, RULES
 from grpo_lightning.environment.tools import Tools
-from grpo_lightning.settings import check
-from grpo_lightning.settings.values import REWARD, RULES
 from tests.support import prepared
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.running import small_run
@@ -145,7 +145,7 @@ def test_the_examples_of_ready_made_environments_run_as_printed(tmp_path, monkey
     assert rows[3]["prompt"].startswith("Game 3. Walk from S to G")
     assert "\n[S]FFF\n" in rows[3]["prompt"]
     (line,) = [line for line in page.splitlines() if line.startswith("python train.py environment=gymnasium")]
-    check(composed(*shlex.split(line.replace("=FILE", "=lake.jsonl"))[2:]))
+    check_config(composed(*shlex.split(line.replace("=FILE", "=lake.jsonl"))[2:]))
     names: dict = {}
     exec(tool, names)
     told = Tools([names["weather"]])

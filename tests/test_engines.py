@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.sampler.vllm import arguments
+from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.sampler.vllm.inside import VLLM
-from grpo_lightning.settings import ConfigError, check
 from tests.support import stand_in
 from tests.support.composed import composed
 from tests.support.episodes import Played, chatty
@@ -32,7 +31,7 @@ def vllm(monkeypatch):
 
 def problems(*overrides):
     try:
-        check(composed(*overrides))
+        check_config(composed(*overrides))
     except ConfigError as error:
         return error.problems
     return ()
@@ -201,7 +200,7 @@ def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
 
 
 def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
+    monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda _: None)
     sentence = (
         "sampler=vllm: vLLM is not installed; allowed is sampler=own, or an environment of its own with: "
         "pip install -r requirements-vllm.txt"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from grpo_lightning.config import check_runtime
 from grpo_lightning.environment import BadCall, Environment
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
-from grpo_lightning.settings import check_built
 from tests.support import corridors
 from tests.support.composed import build, composed
 
@@ -132,4 +132,4 @@ def test_the_settings_make_it():
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
     own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
-    check_built(composed(*own))
+    check_runtime(composed(*own))

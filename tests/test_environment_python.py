@@ -5,11 +5,11 @@ import time
 import pytest
 
 from grpo_lightning.composition.overrides import plain
+from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Unavailable
-from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import settings
 from tests.support.hostile_programs import GREEDY
 from tests.test_environment_tools import call
@@ -176,5 +176,5 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
-        check_built(config)
+        check_runtime(config)
     client.close()

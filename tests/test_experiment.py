@@ -10,8 +10,8 @@ import datasets
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_lightning.config import check_config
 from grpo_lightning.run import Run
-from grpo_lightning.settings import check
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.composed import CONF, build, composed, with_directories
 
@@ -189,7 +189,7 @@ def test_the_commands_in_the_headers_work(tmp_path, monkeypatch):
         (command,) = re.findall(r"^# Command +python train\.py (.+)$", text, re.MULTILINE)
         arguments = shlex.split(command)
         assert f"experiment={name}" in arguments
-        check(with_directories(composed(*arguments), tmp_path))
+        check_config(with_directories(composed(*arguments), tmp_path))
 
 
 def test_a_recipe_wins_over_the_sizes_that_a_policy_sets():

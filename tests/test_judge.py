@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from grpo_lightning.config import ConfigError, check_config
+from grpo_lightning.config.consistency import key_problems
 from grpo_lightning.reward import RewardError, RewardSpec, coroutines
 from grpo_lightning.reward import score as scores_of
 from grpo_lightning.reward.judge import Answers, ChatJudge, message
-from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.rewards import key_problems
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
 
@@ -277,7 +277,7 @@ def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
 )
 def test_settings_that_cannot_work_are_named_by_key(setting, value, allowed):
     with pytest.raises(ConfigError, match=rf"reward.judge.function.{setting}=.*allowed is {allowed}") as error:
-        check(composed(*OVERRIDES, f"++reward.judge.function.{setting}={value}"))
+        check_config(composed(*OVERRIDES, f"++reward.judge.function.{setting}={value}"))
     assert "secret1" not in str(error.value)
 
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.policy.hf import load
 from grpo_lightning.reference import frozen_copy
-from grpo_lightning.settings import ConfigError, check_built
 from grpo_lightning.transformer import offload
 from grpo_lightning.transformer.offload import Moved, Offload
 from grpo_lightning.types import Sampling
@@ -118,9 +118,9 @@ def test_nothing_is_left_after_the_backward_pass(monkeypatch):
 
 def test_on_a_cpu_it_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"policy.activation_offload=true: activations on a CPU are in CPU RAM"):
-        check_built(composed("policy.activation_offload=true", "trainer=cpu"))
+        check_runtime(composed("policy.activation_offload=true", "trainer=cpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    check_built(composed("policy.activation_offload=true", "trainer=auto"))
+    check_runtime(composed("policy.activation_offload=true", "trainer=auto"))
 
 
 def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkpoint, monkeypatch):

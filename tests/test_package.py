@@ -22,7 +22,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_all_that_a_run_needs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"grpo_lightning/conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")} <= names
-    assert "grpo_lightning/settings/names.yaml" in names
+    assert "grpo_lightning/config/aliases.yaml" in names
     for needed in ("py.typed", "policy/tiny/model.safetensors", "policy/tiny/chat_template.jinja"):
         assert f"grpo_lightning/{needed}" in names
     assert not any(name.startswith(("tests/", "benchmarks/", "conf/")) for name in names)

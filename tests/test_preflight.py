@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.preflight.groups import teaching_share
 from grpo_lightning.preflight.look import best_size, look, step_seconds
 from grpo_lightning.preflight.verdict import page, verdict
 from grpo_lightning.run import Run
-from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import build, composed
 from tests.support.running import SMALL
 
@@ -197,7 +197,7 @@ def test_what_it_cannot_do_is_refused_early(tmp_path, more, said):
 def test_supervised_training_has_no_preflight(tmp_path):
     config = composed("module=sft", "data=demonstrations", "data.path=x.jsonl", "mode=preflight", f"run_dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"mode=preflight: allowed with module=sft are fit, validate and export"):
-        check(config)
+        check_config(config)
 
 
 def group(teaching, mixed, seconds, size):

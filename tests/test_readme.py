@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from grpo_lightning.settings import check
+from grpo_lightning.config import check_config
 from tests.support.composed import ROOT, composed, with_directories
 
 README = ROOT / "README.md"
@@ -48,11 +48,11 @@ def test_every_command_composes(tmp_path, monkeypatch):
     (tmp_path / "my_tools.py").write_text("def weather(city: str) -> dict:\n    return {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("grpo_lightning.sampler.vllm.arguments.find_spec", lambda name: name)  # as if it were installed
+    monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda name: name)  # as if it were installed
     wrong = {}
     for words in sorted({tuple(arguments(command)) for command in COMMANDS}):
         try:
-            check(with_directories(composed(*words), tmp_path))
+            check_config(with_directories(composed(*words), tmp_path))
         except Exception as error:  # of all of them at once
             wrong[words] = repr(error)
     assert wrong == {}

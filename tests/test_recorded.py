@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning import Callback
 
+from grpo_lightning.config import ConfigError
 from grpo_lightning.recording import files
-from grpo_lightning.settings import ConfigError
 from tests.support.running import small_run
 
 COMMON = ("steps=4", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=4")

@@ -5,7 +5,7 @@ import time
 import pytest
 
 import grpo_lightning as grpo
-from grpo_lightning.output.redaction import HIDDEN, hide, redacted, redacted_words
+from grpo_lightning.config.redaction import REDACTED, redact, redact_config, redact_overrides
 from tests.support.running import SMALL
 
 
@@ -14,11 +14,11 @@ def test_values_of_keys_that_name_secrets_are_hidden():
         *("token", "hf_token", "HF_TOKEN", "api_key", "apikey", "api_keys", "secret", "client_secret", "password"),
         *("private_key", "ssh_key", "access_key", "auth", "authorization", "credentials", "bearer", "tokens", "cookie"),
     ):
-        shown = redacted({"logger": {key: "abc1"}, "listed": [{key: ["one1", 22]}], key: {"deep": {"er": "x"}}})
+        shown = redact_config({"logger": {key: "abc1"}, "listed": [{key: ["one1", 22]}], key: {"deep": {"er": "x"}}})
         assert shown == {
-            "logger": {key: HIDDEN},
-            "listed": [{key: [HIDDEN, HIDDEN]}],
-            key: {"deep": {"er": HIDDEN}},
+            "logger": {key: REDACTED},
+            "listed": [{key: [REDACTED, REDACTED]}],
+            key: {"deep": {"er": REDACTED}},
         }, key
 
 
@@ -27,9 +27,9 @@ def test_other_keys_keep_their_values():
         *("max_new_tokens", "microbatch_tokens", "batch_tokens", "special_tokens", "eos_token", "num_tokens", "author"),
         *("tokenizer", "keyword", "keywords", "monkey", "checkpoint", "key", "path", "token_mean"),
     ):
-        assert redacted({"a": {key: 7, "x": {key: "value"}}}) == {"a": {key: 7, "x": {key: "value"}}}, key
+        assert redact_config({"a": {key: 7, "x": {key: "value"}}}) == {"a": {key: 7, "x": {key: "value"}}}, key
     kept = {"auth": "${oc.env:KEY}", "token": None}
-    assert redacted(kept) == kept
+    assert redact_config(kept) == kept
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_other_keys_keep_their_values():
     ],
 )
 def test_keys_of_well_known_services_are_hidden_wherever_they_stand(text):
-    assert hide(f"a {text} b") == f"a {HIDDEN} b"
-    assert redacted({"listed": [f"--with={text}"]}) == {"listed": [f"--with={HIDDEN}"]}
+    assert redact(f"a {text} b") == f"a {REDACTED} b"
+    assert redact_config({"listed": [f"--with={text}"]}) == {"listed": [f"--with={REDACTED}"]}
 
 
 def test_what_stands_behind_a_name_is_hidden():
@@ -57,7 +57,7 @@ def test_what_stands_behind_a_name_is_hidden():
         ("['+x.token=abc', 'y.z=2']", "['+x.token=<H>', 'y.z=2']"),
         ("rollout.max_new_tokens=32 and token=count(x)", "rollout.max_new_tokens=32 and token=count(x)"),
     ):
-        assert hide(text) == told.replace("<H>", HIDDEN)
+        assert redact(text) == told.replace("<H>", REDACTED)
 
 
 def test_overrides_lose_the_values_of_secret_keys():
@@ -72,13 +72,13 @@ def test_overrides_lose_the_values_of_secret_keys():
         ("x={n: {max_new_tokens: 1}}", "x={n: {max_new_tokens: 1}}"),
         ("x='your token: yes'", "x='your token: yes'"),
     ):
-        assert redacted_words([word]) == [told.replace("H", HIDDEN)]
+        assert redact_overrides([word]) == [told.replace("H", REDACTED)]
 
 
 def test_a_key_in_a_mapping_is_hidden_and_a_models_text_is_read_in_linear_time():
-    assert hide("x={'api_key': 'Zx9errA', 'b': 1}: allowed is 2") == "x={'api_key': REDACTED, 'b': 1}: allowed is 2"
+    assert redact("x={'api_key': 'Zx9errA', 'b': 1}: allowed is 2") == "x={'api_key': REDACTED, 'b': 1}: allowed is 2"
     start = time.process_time()
-    hide("-a" * 16000 + "-eyJ" * 8000)  # a quadratic pattern takes 20 s
+    redact("-a" * 16000 + "-eyJ" * 8000)  # a quadratic pattern takes 20 s
     assert time.process_time() - start < 3
 
 

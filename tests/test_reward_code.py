@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 
 from grpo_lightning import compose
+from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.reward import RewardError, RewardSpec, Scoring, workers
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.sandbox import client
-from grpo_lightning.settings import ConfigError, check_built
 from tests.support.composed import composed
 from tests.support.sandboxed import SETTINGS, without_landlock
 from tests.support.workers import limited
@@ -150,13 +150,13 @@ def test_a_sandbox_that_cannot_start_is_one(timeout):
 
 def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     config = composed("reward=[code]", "data=jsonl", "data.path=x.jsonl")
-    check_built(config)
+    check_runtime(config)
     monkeypatch.setattr(client, "_ATTEMPTS", "print('read a file')#OUTSIDE")
     with pytest.raises(
         ConfigError, match=r"reward\.code\.function: the sandbox does not hold on this machine; .*read a file"
     ):
-        check_built(config)
-    check_built(composed("reward=[accuracy]"))
+        check_runtime(config)
+    check_runtime(composed("reward=[accuracy]"))
 
 
 @pytest.mark.slow

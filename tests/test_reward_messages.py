@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_lightning.config import check_config
 from grpo_lightning.reward import RewardError, RewardSpec, check_columns, score
-from grpo_lightning.settings import check
 from tests.support import rewards
 from tests.support.composed import build, composed
 from tests.support.workers import limited
@@ -76,7 +76,7 @@ def test_steps_end_at_characters_of_the_text():
 
 def test_the_setting_reaches_the_reward():
     overrides = ["reward=custom", "reward.custom.function._target_=tests.support.rewards.letters"]
-    check(composed(*overrides, "reward.custom.messages=true"))
+    check_config(composed(*overrides, "reward.custom.messages=true"))
     chosen = build(*overrides, "reward.custom.messages=true")("reward")
     assert score(chosen, [PLAIN], ["two"], {}) == {"custom": [3.0]}
     assert build(*overrides)("reward")["custom"].messages is False

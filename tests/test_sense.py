@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 import grpo_lightning as grpo
-from grpo_lightning.allowed import local_or_hub
+from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.reference import another_model
 from grpo_lightning.reward import PerCompletion, RewardSpec
 from grpo_lightning.reward.model import RewardModel

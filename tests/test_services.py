@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import grpo_lightning
-from grpo_lightning import settings
+from grpo_lightning import config as settings
+from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.logger.guarded import keep_id, known_id
-from grpo_lightning.settings import ConfigError, check
 from tests.support.composed import composed
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
@@ -145,15 +145,15 @@ def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it
     monkeypatch.setattr(settings, "find_spec", lambda package: None if package == name else find(package))
     expected = rf"logger.{name}: needs the package {name}; pip install 'grpo-lightning\[{name}\]' brings it"
     with pytest.raises(ConfigError, match=expected):
-        check(composed(f"logger=[csv,{name}]"))
-    check(composed("logger=[csv,tensorboard]"))
+        check_config(composed(f"logger=[csv,{name}]"))
+    check_config(composed("logger=[csv,tensorboard]"))
 
 
 def test_settings_of_a_logger_that_was_not_chosen_are_refused():
     with pytest.raises(
         ConfigError, match=r"logger.csv: no such logger was chosen; allowed is 'logger=\[tensorboard,csv\]'"
     ):
-        check(composed("+logger.csv.name=x"))
+        check_config(composed("+logger.csv.name=x"))
 
 
 @pytest.mark.slow

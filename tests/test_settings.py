@@ -8,10 +8,17 @@ import sys
 import pytest
 import torch
 
-from grpo_lightning.allowed import DATA
-from grpo_lightning.settings import TOP, ConfigError, arithmetic, cautions, check, check_built, obstacle
-from grpo_lightning.settings.metrics import OF_GRPO, OF_SFT
-from grpo_lightning.settings.rewards import TRIED
+from grpo_lightning.config import (
+    TOP,
+    ConfigError,
+    check_config,
+    check_runtime,
+    config_warnings,
+    describe_sizes,
+    directory_obstacle,
+)
+from grpo_lightning.config.consistency import OF_GRPO, OF_SFT, TRIED
+from grpo_lightning.config.rules import DATA
 from tests.support.composed import CONF, ROOT, composed, settings
 
 HEAVY = {"torch", "lightning", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "reasoning_gym", "sympy"}
@@ -27,8 +34,8 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 
 def check_all(config) -> None:
-    check(config)
-    check_built(config)
+    check_config(config)
+    check_runtime(config)
 
 
 def each_is_told(rows: dict[str, str]) -> None:
@@ -40,8 +47,8 @@ def each_is_told(rows: dict[str, str]) -> None:
 
 
 def test_the_defaults_are_right():
-    check(composed())
-    check_built(composed())
+    check_config(composed())
+    check_runtime(composed())
 
 
 def test_values_of_a_wrong_type_or_out_of_range():
@@ -123,11 +130,11 @@ def test_settings_that_contradict_one_another():
     config = composed()
     config["module"]["loss"] = config["loss"] | {"kl_coef": -1}
     with pytest.raises(ConfigError, match=r"module.loss: allowed is what loss says, such as loss=NAME"):
-        check(config)
+        check_config(config)
     config = composed()
     config["reward"]["mine"] = 1.0
     with pytest.raises(ConfigError, match=r"reward\.mine=1\.0: allowed are the settings of a reward, such as its"):
-        check(config)
+        check_config(config)
 
 
 def test_targets_and_their_arguments():
@@ -179,7 +186,7 @@ def test_what_is_right_passes():
         "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1}",
         "debug=default|algorithm=dapo",
     ):
-        check(composed(*words.split("|")))
+        check_config(composed(*words.split("|")))
 
 
 def test_files_of_ones_own_that_choose_nothing_are_told():
@@ -189,7 +196,7 @@ def test_files_of_ones_own_that_choose_nothing_are_told():
         ("loss", {"kl_coef": 0.0}, "loss: no _target_ says what it is; allowed is a file of conf/loss"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check(composed() | {part: value})
+            check_config(composed() | {part: value})
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path, monkeypatch):
@@ -200,10 +207,10 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints").write_text("")
     (found,) = problems(f"run_dir={tmp_path}/run")
     assert found.startswith(f"callbacks.checkpoint.directory={tmp_path}/run/checkpoints: allowed is a directory")
-    check(composed(f"run_dir={tmp_path}/run", "mode=validate"))
+    check_config(composed(f"run_dir={tmp_path}/run", "mode=validate"))
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    assert obstacle(tmp_path / "link" / "run") == f"{tmp_path}/link is a link to nothing"
-    assert obstacle(tmp_path / "new" / "run") is None
+    assert directory_obstacle(tmp_path / "link" / "run") == f"{tmp_path}/link is a link to nothing"
+    assert directory_obstacle(tmp_path / "new" / "run") is None
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     if os.geteuid() == 0:  # who may write everywhere
         monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & stat.S_IWUSR))
@@ -216,7 +223,7 @@ def devices(monkeypatch, count: int, *overrides: str) -> tuple[str, ...]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ConfigError) as error:
-        check_built(composed(*overrides))
+        check_runtime(composed(*overrides))
     return error.value.problems
 
 
@@ -232,27 +239,27 @@ def test_devices_that_are_not_there(monkeypatch):
         "trainer.devices=3: this machine has 2 GPUs",
     )
     for fine in (["trainer=ddp"], ["trainer=cpu", "trainer.devices=3"], ["trainer=ddp", "trainer.devices='1,'"]):
-        check_built(composed(*fine))
+        check_runtime(composed(*fine))
 
 
 def test_arithmetic():
     config = composed("steps=10", "data.prompts_per_step=4", "rollout.group_size=6")
-    assert arithmetic(config) == (
+    assert describe_sizes(config) == (
         "4 prompts x 6 completions = 24 completions per rollout; 1 optimizer step per rollout; "
         "10 rollouts = 240 completions, 10 optimizer steps in total"
     )
     config["module"] |= {"ppo_epochs": 3, "minibatch_size": 12}
-    assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in arithmetic(config)
+    assert "6 optimizer steps per rollout; 10 rollouts = 240 completions, 60 optimizer steps" in describe_sizes(config)
     kept = composed("rollout=max_variance", "data.prompts_per_step=4", "rollout.group_size=6", "steps=10")
-    assert "= 24 completions per rollout, of which 16 are trained on" in arithmetic(kept)
+    assert "= 24 completions per rollout, of which 16 are trained on" in describe_sizes(kept)
 
 
 def test_groups_too_small_to_compare_are_warned_about():
-    assert cautions(composed("rollout.group_size=3"))[0].startswith("rollout.group_size=3: the mean of so few")
+    assert config_warnings(composed("rollout.group_size=3"))[0].startswith("rollout.group_size=3: the mean of so few")
     shrinking = "rollout.group_size={" + LINEAR + ", start: 8, end: 2, steps: 9}"
-    assert cautions(composed(shrinking))[0].startswith("rollout.group_size=2: ")
-    assert cautions(composed()) == cautions(composed("rollout.group_size=4", "rollout.top_p=0.9")) == []
-    assert cautions(composed("module=sft", "data=demonstrations", "rollout.group_size=2")) == []
+    assert config_warnings(composed(shrinking))[0].startswith("rollout.group_size=2: ")
+    assert config_warnings(composed()) == config_warnings(composed("rollout.group_size=4", "rollout.top_p=0.9")) == []
+    assert config_warnings(composed("module=sft", "data=demonstrations", "rollout.group_size=2")) == []
 
 
 def test_metrics_have_the_names_that_are_documented():
@@ -279,8 +286,8 @@ def test_settings_are_checked_without_importing_anything_heavy(tmp_path):
         "config = composed('reward=[accuracy,custom]', own, 'steps=0',\n"
         "    'optimizer.betas=[1]', 'sweep_metric=x', '+trainer.max_steps=3',\n"
         "    'optimizer=adamw_8bit', 'loss.surrogate.epsilon_low=2', 'trainer.devices=0')\n"
-        "from grpo_lightning.settings import ConfigError, check, arithmetic, cautions\n"
-        "try:\n    check(config)\n"
+        "from grpo_lightning.config import ConfigError, check_config, describe_sizes, config_warnings\n"
+        "try:\n    check_config(config)\n"
         "except ConfigError as error:\n    print(*error.problems, sep='\\n')\n"
         f"for name in {sorted(TRIED)!r}:\n    importlib.import_module(name.rpartition('.')[0])\n"
         f"assert not {HEAVY!r} & {{name.split('.')[0] for name in sys.modules}}\n"

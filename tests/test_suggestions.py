@@ -7,10 +7,17 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import grpo_lightning as grpo
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.contradictions import lookup
-from grpo_lightning.settings.suggestions import explain, known_keys, names_of_others, nearest, nearest_key, translated
-from grpo_lightning.settings.values import RULES
+from grpo_lightning.config import ConfigError
+from grpo_lightning.config.rules import RULES
+from grpo_lightning.config.suggestions import (
+    aliases,
+    explain_compose_error,
+    known_keys,
+    nearest,
+    nearest_key,
+    translate_key,
+)
+from grpo_lightning.config.tree import value_at
 from tests.support.composed import CONF, ROOT, composed
 
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -50,7 +57,7 @@ def test_an_override_that_cannot_be_applied_is_explained():
     for override, message in EXPLAINED.items():
         with pytest.raises((HydraException, OmegaConfBaseException)) as error:
             composed(override)
-        said = explain(error.value, CONF, words=[override])
+        said = explain_compose_error(error.value, CONF, words=[override])
         assert message in said, override
         assert not {"\n", "\x1b"} & {*said}, override
         assert "hydra.cc" not in said, override
@@ -93,11 +100,11 @@ def test_a_file_chooses_among_its_defaults(tmp_path):
 
 def test_keys_are_those_of_the_files_unless_they_are_given():
     known = known_keys(CONF)
-    assert {key for key in RULES if lookup(composed(), key) is not KeyError} <= known
+    assert {key for key in RULES if value_at(composed(), key) is not KeyError} <= known
     assert {"reward.pattern.function.expression", "callbacks.reference.alpha", "rollout.downsample.size"} <= known
     assert not {key for key in known if key.startswith(("hydra", "defaults")) or "_target_" in key}
     error = ConfigCompositionException("Could not override 'my.own.kee'.")
-    said = explain(error, CONF, ["my.own.key"], ["my.own.kee=3"])
+    said = explain_compose_error(error, CONF, ["my.own.key"], ["my.own.kee=3"])
     assert said == "my.own.kee=3: unknown; the nearest is my.own.key=3"
 
 
@@ -129,15 +136,15 @@ EQUAL = {"rollout.temperature", "data.max_prompt_length"}
 def test_names_of_others_are_those_of_the_page():
     words = {word for cell in cells(1) + cells(2) for word in re.findall(r"`([^`]+)`", cell)}
     names = {part.split("=")[0] for word in words for part in re.split(r" \W ", word)} - VALUES - SHORTENED - EQUAL
-    assert [name for name in sorted(names) if not translated(name)] == []
+    assert [name for name in sorted(names) if not translate_key(name)] == []
     assert len(names) > 60
 
 
 def test_what_others_are_told_to_use_exists():
-    same, similar = names_of_others().values()
+    same, similar = aliases().values()
     for theirs, key in same.items():
         assert key in known_keys(CONF), theirs
         assert f"`{key}`" in SETTINGS or key == "loss.surrogate.dual_clip", theirs
     assert not same.keys() & similar.keys()
-    assert translated("num_generations") == "allowed here is rollout.group_size, as this project calls it"
-    assert translated("no_such_setting") is None
+    assert translate_key("num_generations") == "allowed here is rollout.group_size, as this project calls it"
+    assert translate_key("no_such_setting") is None

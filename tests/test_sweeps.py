@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning.composition import sweep
-from grpo_lightning.settings import check
-from grpo_lightning.settings.suggestions import explain
+from grpo_lightning.config import check_config
+from grpo_lightning.config.suggestions import explain_compose_error
 from tests.support.composed import CONF, ROOT, composed
 from tests.support.running import SMALL
 
@@ -182,7 +182,7 @@ def test_a_job_that_cannot_begin_leaves_its_sentence_and_takes_no_others(tmp_pat
     ],
 )
 def test_a_missing_plug_in_is_said_with_its_package(path, message):
-    assert explain(ValueError(f"Could not find '{path}'"), CONF).startswith(message)
+    assert explain_compose_error(ValueError(f"Could not find '{path}'"), CONF).startswith(message)
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_ready_sweep_has_jobs_that_work():
         params = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
         found = sweep.jobs(config(params=dict(params)))
         assert len(found) == number
-        check(composed(f"sweep={name}", *found[-1]))
+        check_config(composed(f"sweep={name}", *found[-1]))
 
 
 def test_directories_of_jobs_are_named_by_what_differs():

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from grpo_lightning.settings import ConfigError, check, check_built
-from grpo_lightning.settings.targets import resolve
+from grpo_lightning.config import ConfigError, check_config, check_runtime
+from grpo_lightning.config.targets import import_target
 from tests.support import prepared
 from tests.support.composed import ROOT, composed
 
@@ -23,12 +23,12 @@ REFUSED = (
     "sympy.sympify",
     "lightning.pytorch.callbacks.model_checkpoint.os.system",
     "grpo_lightning.run.sys.exit",
-    "grpo_lightning.settings.targets.importlib.import_module",
+    "grpo_lightning.config.targets.importlib.import_module",
     "hydra.utils.instantiate",
     "tests.test_targets.sys.exit",
     "tests.test_targets.again",
     "lightning.fabric.plugins.io.TorchCheckpointIO.load_checkpoint",
-    "grpo_lightning.settings.targets.resolve",
+    "grpo_lightning.config.targets.import_target",
     "grpo_lightning.output.files.replace",
     "grpo_lightning.reward.workers._unpickled",
 )
@@ -42,14 +42,14 @@ def refused(*overrides: str) -> str:
 
 
 def check_all(config) -> None:
-    check(config)
-    check_built(config)
+    check_config(config)
+    check_runtime(config)
 
 
 def test_code_that_settings_may_not_name_is_refused_by_its_key():
     for path in REFUSED:
         with pytest.raises(ValueError, match="allowed are parts of this package|this is a method"):
-            resolve(path)
+            import_target(path)
     config = composed()
     for path in REFUSED:
         config["loss"]["kl"]["_target_"] = config["module"]["loss"]["kl"]["_target_"] = path
@@ -109,14 +109,14 @@ def test_the_users_own_code_and_trusted_packages_may_be_named(tmp_path, monkeypa
     for place in (tmp_path, tmp_path / "site-packages"):
         monkeypatch.syspath_prepend(str(place))
     for name in ("reward", "Scorer", "Scorer.made", "part", "cached", "scorer"):
-        assert callable(resolve(f"own_code.{name}"))
+        assert callable(import_target(f"own_code.{name}"))
     for path in ("theirs.reward", "own_code.theirs"):
         with pytest.raises(ValueError, match="packages that trusted"):
-            resolve(path)
-        assert resolve(path, trusted=("theirs",)) is sys.modules["theirs"].reward
+            import_target(path)
+        assert import_target(path, trusted=("theirs",)) is sys.modules["theirs"].reward
     with pytest.raises(ValueError, match=r"not found \(own_code has no member 'f'\)"):
-        resolve("own_code.f")
-    check(composed("reward=[custom]", "reward.custom.function._target_=theirs.reward", "trusted=[theirs]"))
+        import_target("own_code.f")
+    check_config(composed("reward=[custom]", "reward.custom.function._target_=theirs.reward", "trusted=[theirs]"))
 
 
 def test_parts_of_python_are_not_trusted():
@@ -137,4 +137,4 @@ def test_libraries_that_settings_may_name():
         "lightning.pytorch.accelerators.CPUAccelerator",
         "transformers.Adafactor",
     ):
-        assert callable(resolve(path)), path
+        assert callable(import_target(path)), path

@@ -12,19 +12,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.output.shell import hydra_text, shell_word, typed
+from grpo_lightning.config import ConfigError
+from grpo_lightning.config.redaction import escape_control, single_line
+from grpo_lightning.config.shell import format_override, quote_value, shell_quote
 from grpo_lightning.output.terminal import (
     FileFormatter,
     Lasting,
     TerminalFormatter,
     TerminalHandler,
-    one_line,
-    printable,
     say,
     sentence,
     unseen,
 )
-from grpo_lightning.settings import ConfigError
 
 TOKEN = "hf_" + 24 * "a"
 
@@ -40,8 +39,8 @@ def test_control_characters_are_shown_as_escapes():
         ("abc\u202edef", "abc\\u202edef"),
         ("\x00\x7f", "\\x00\\x7f"),
     ):
-        assert printable(text) == shown
-    assert one_line("a\nb\x1b") == "a\\nb\\x1b"
+        assert escape_control(text) == shown
+    assert single_line("a\nb\x1b") == "a\\nb\\x1b"
 
 
 def test_errors_are_sentences():
@@ -135,9 +134,9 @@ def test_offered_words_are_what_a_shell_and_hydra_read_back():
         "1e-4",
         "ä",
     ):
-        [word] = shlex.split(typed("a.b", value))
+        [word] = shlex.split(format_override("a.b", value))
         found = OmegaConf.create({"x": parser.parse_override(word).value()})
         assert str(getattr(found.x, "text", found.x)) in (value, str(float(value)) if value == "1e-4" else value)
-    assert typed("reward", ["exact", "format"]) == "'reward=[exact,format]'"
-    assert shell_word("a") == "a"
-    assert hydra_text("a b") == '"a b"'
+    assert format_override("reward", ["exact", "format"]) == "'reward=[exact,format]'"
+    assert shell_quote("a") == "a"
+    assert quote_value("a b") == '"a b"'

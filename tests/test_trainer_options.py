@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.settings import ConfigError, check
-from grpo_lightning.settings.trainer import OPTIONS
+from grpo_lightning.config import ConfigError, check_config
+from grpo_lightning.config.consistency import OPTIONS
 from tests.support.composed import CONF, composed
 from tests.test_settings import problems
 
@@ -28,7 +28,7 @@ def test_options_that_end_or_thin_a_run_are_refused():
         ("max_epochs", None),
     ]:
         with pytest.raises(ConfigError) as error:
-            check(with_option(option, value))
+            check_config(with_option(option, value))
         (found,) = error.value.problems
         said = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
         assert found.startswith(f"trainer.{option}={said}: allowed is ")
@@ -38,12 +38,12 @@ def test_options_that_end_or_thin_a_run_are_refused():
 @pytest.mark.slow
 def test_what_the_settings_files_have_and_what_changes_nothing_is_allowed():
     for trainer in (path.stem for path in (CONF / "trainer").glob("*.yaml")):
-        check(composed(f"trainer={trainer}"))
+        check_config(composed(f"trainer={trainer}"))
     for option, (allowed, _) in OPTIONS.items():
         for value in allowed:
-            check(with_option(option, value))
+            check_config(with_option(option, value))
     for option, value in {"detect_anomaly": True, "benchmark": True, "deterministic": "warn"}.items():
-        check(with_option(option, value))
+        check_config(with_option(option, value))
 
 
 def test_an_option_of_the_command_line_is_refused():

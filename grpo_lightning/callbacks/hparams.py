@@ -8,9 +8,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
+from grpo_lightning.config.tree import value_at
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.output import activity
-from grpo_lightning.settings.contradictions import lookup
 
 Value = float | str
 
@@ -59,10 +59,10 @@ def columns(
     keys = [word.partition("=")[0].lstrip("+").partition("@")[0] for word in overrides if not word.startswith("~")]
     shown: dict[str, Value] = {}
     for key in (*keys, *parts):
-        value = choices.get(key, lookup(settings, key))
+        value = choices.get(key, value_at(settings, key))
         if key == "reward":  # an algorithm may have added some
             value = "+".join(settings.get("reward") or {})
-        if key.startswith(_NO_RESULT) or value in (None, KeyError) or isinstance(value, Mapping):
+        if key.startswith(_NO_RESULT) or value is None or isinstance(value, Mapping):
             continue
         shown[key] = value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
     return shown

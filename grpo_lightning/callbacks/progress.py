@@ -11,9 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.output import activity
 from grpo_lightning.output.ending import label
-from grpo_lightning.output.terminal import WIDTH, bare, brief, one_line, say
+from grpo_lightning.output.terminal import WIDTH, bare, brief, say
 
 _LONGEST = 24
 """Characters of a metric's name on a line, which a user's reward may be longer than."""
@@ -61,7 +62,7 @@ def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
     if name is not None:
         number = brief(metrics[name], 2)
         longest = max(0, min(_LONGEST, room - len(number) - 1))
-        parts.append(f"{one_line(label(name))[:longest]} {number}".strip())
+        parts.append(f"{single_line(label(name))[:longest]} {number}".strip())
     is_new = module.validated_at == module.completed_steps
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"

@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from grpo_lightning.allowed import integer, number, problems
+from grpo_lightning.config.rules import integer, number, problems
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
 from grpo_lightning.types import Prompt, Scored

@@ -8,8 +8,8 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from grpo_lightning import __version__
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.output.terminal import one_line
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import fingerprint, lines
 from grpo_lightning.rollout.collector import Collected
@@ -72,7 +72,7 @@ class RecordRollouts(Callback):
                 self._told = True
                 log.warning(
                     "%s: the rollout of step %d was not recorded (%s): training goes on, and rollouts may be missing",
-                    *(self.directory, module.completed_steps, one_line(str(error))[:300]),
+                    *(self.directory, module.completed_steps, single_line(str(error))[:300]),
                 )
 
     def _is_due(self, step: int) -> bool:

@@ -12,9 +12,8 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
+from grpo_lightning.config.redaction import escape_control, redact
 from grpo_lightning.logger.guarded import attempt
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import printable
 from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.types import Prompt, Scored
 
@@ -204,8 +203,8 @@ def fence(text: str) -> str:
 
 def _clean(text: str, max_characters: int) -> str:
     """``text`` without secrets, cut, control characters as escapes."""
-    text = hide(text)  # before it is cut
-    return printable(text[:max_characters] + (" […]" if len(text) > max_characters else ""))
+    text = redact(text)  # before it is cut
+    return escape_control(text[:max_characters] + (" […]" if len(text) > max_characters else ""))
 
 
 def as_text(prompt: Prompt) -> str:

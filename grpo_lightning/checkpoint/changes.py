@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_lightning.settings.walk import leaves
+from grpo_lightning.config.tree import leaves
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.output.redaction import redacted_words
-from grpo_lightning.output.shell import hydra_text, program_words, search_words, shell_word
+from grpo_lightning.config.redaction import redact_overrides
+from grpo_lightning.config.shell import command_words, config_path_words, quote_value, shell_quote
 
 _REPLACED = re.compile(r"\+{0,2}(checkpoint|hydra\.run\.dir|run_dir)=")
 
@@ -24,9 +24,9 @@ def continue_command(
     Returns:
         A line for a shell, with what the shell and Hydra would read otherwise in quotes, and secrets masked.
     """
-    kept = [word for word in redacted_words(overrides) if not _REPLACED.match(word)]
-    own = [f"hydra.run.dir={hydra_text(str(directory))}", f"checkpoint={hydra_text(checkpoint)}"]
+    kept = [word for word in redact_overrides(overrides) if not _REPLACED.match(word)]
+    own = [f"hydra.run.dir={quote_value(str(directory))}", f"checkpoint={quote_value(checkpoint)}"]
     if steps is not None:
         kept = [word for word in kept if word.partition("=")[0].lstrip("+") != "steps"]
         own = [f"steps={steps}", *own]
-    return " ".join(map(shell_word, [*program_words(), *search_words(), *kept, *own]))
+    return " ".join(map(shell_quote, [*command_words(), *config_path_words(), *kept, *own]))

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.settings.contradictions import lookup
+from grpo_lightning.config.tree import value_at
 
 NAME = ".lock"
 PATIENCE = 3.0
@@ -39,7 +39,7 @@ def all_held(config: Mapping[str, Any], directory: Path) -> Iterator[None]:
     """
     places = {directory.resolve(): "hydra.run.dir"}
     for key in _OF_ONE_RUN:
-        place = lookup(config, key)
+        place = value_at(config, key)
         if isinstance(place, str) and not Path(place).resolve().is_relative_to(directory.resolve()):
             places.setdefault(Path(place).resolve(), key)
     with ExitStack() as stack:

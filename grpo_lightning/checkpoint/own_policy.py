@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.allowed import LIVE
 from grpo_lightning.checkpoint.changes import differences
 from grpo_lightning.checkpoint.io import read, weights
-from grpo_lightning.output.redaction import HIDDEN
-from grpo_lightning.settings.contradictions import lookup
-from grpo_lightning.settings.walk import leaves
+from grpo_lightning.config.redaction import REDACTED
+from grpo_lightning.config.rules import LIVE
+from grpo_lightning.config.tree import leaves, value_at
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +80,10 @@ def own_settings(
         _check_taken(part, own, given)
         updates[part] = own
         for key in numbers:
-            value = lookup(recorded, key)
+            value = value_at(recorded, key, default="")
             is_number = value is None or isinstance(value, int | float)
             # Sampling lengths of validation follow those of training unless they were given apart.
-            follows = key == "validation.max_new_tokens" and value == lookup(recorded, "rollout.max_new_tokens")
+            follows = key == "validation.max_new_tokens" and value == value_at(recorded, "rollout.max_new_tokens")
             if is_number and key not in given and not follows and current(key) != value:
                 updates[key] = value
     return updates
@@ -111,7 +110,7 @@ def _check_taken(part: str, own: Mapping[str, Any], given: Sequence[str]) -> Non
         if key not in given
         and isinstance(value, str)
         and (
-            any(sign in value for sign in (HIDDEN, "${"))
+            any(sign in value for sign in (REDACTED, "${"))
             or (key.endswith("attn_implementation") and "/" in value)  # a kernel of the hub
         )
     }

@@ -10,7 +10,7 @@ from lightning import Trainer
 
 from grpo_lightning.checkpoint.command import continue_command
 from grpo_lightning.checkpoint.io import read
-from grpo_lightning.distributed.devices import uses_fsdp
+from grpo_lightning.config.consistency import uses_fsdp
 from grpo_lightning.distributed.sharding import trainer_shards
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import program, shell_word
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, show
+from grpo_lightning.config.redaction import redact, single_line
+from grpo_lightning.config.shell import command_name, shell_quote
+from grpo_lightning.output.terminal import last_through_closed_pipes, show
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + 2, as a shell reports it."""
@@ -27,7 +27,7 @@ def main() -> None:
 
     asked, others = get_args_parser().parse_known_args()
     if others:
-        sys.exit(hide(_not_read(sys.argv[1:], others)))
+        sys.exit(redact(_not_read(sys.argv[1:], others)))
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
     if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
@@ -51,15 +51,15 @@ def _not_read(words: Sequence[str], others: Sequence[str]) -> str:
         others: Those that are not read.
     """
     from grpo_lightning.composition import CONF
-    from grpo_lightning.settings.suggestions import known_keys, unknown_option
+    from grpo_lightning.config.suggestions import known_keys, unknown_option
 
     if options := [word for word in others if word.startswith("-")]:
         following = words[words.index(options[0]) + 1 :]
         return unknown_option(options[0], next(iter(following), None), known_keys(CONF))
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     first = [word for word in words if word not in overrides]
-    told = " ".join(map(shell_word, [*first, *overrides]))
-    return f"{one_line(others[0])}: options stand before overrides; allowed is {program()} {told}"
+    told = " ".join(map(shell_quote, [*first, *overrides]))
+    return f"{single_line(others[0])}: options stand before overrides; allowed is {command_name()} {told}"
 
 
 def _end(*_: object) -> None:

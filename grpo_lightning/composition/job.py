@@ -16,16 +16,15 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_lightning import settings
 from grpo_lightning.composition import CONF, supervised, sweep
 from grpo_lightning.composition.overrides import chosen, made, plain, write_settings
+from grpo_lightning.config import ConfigError, check_config, describe_sizes
+from grpo_lightning.config.redaction import redact_overrides
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.output import activity, announcement
-from grpo_lightning.output.redaction import redacted_words
 from grpo_lightning.output.summary import now
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence, show
-from grpo_lightning.settings import ConfigError
 
 log = logging.getLogger(__name__)
 _opened: list[str] = []
@@ -49,7 +48,7 @@ def _hydra_job(cfg: DictConfig) -> float:
         if before and (directory / "checkpoints" / "last.ckpt").exists():
             OmegaConf.update(cfg, "checkpoint", "last")
         config = plain(cfg)
-        settings.check(config)
+        check_config(config)
     except Exception as error:
         if is_sweep:
             sweep.fail(directory, overrides, sentence(error))
@@ -88,7 +87,7 @@ def _hydra_job(cfg: DictConfig) -> float:
         status, facts = supervised.supervised(lambda: _accounted(execute, directory, is_sweep=False))
     except supervised.Crash as crash:
         if config["mode"] == "fit":
-            supervised.write_summary(directory, activity.noted(), crash, overrides=redacted_words(overrides))
+            supervised.write_summary(directory, activity.noted(), crash, overrides=redact_overrides(overrides))
         return _failed(crash, directory, is_sweep)
     if status == 1 and is_sweep:
         raise JobFailed(facts.get("error", "the job failed"))
@@ -102,7 +101,7 @@ def _open(choices: dict[str, str | list[str]], words: dict[str, list[str]], conf
     if _opened:
         lines = [f"directory: {config['run_dir']}"]
     else:
-        defaults, arithmetic = chosen(words["hydra"], name=name), settings.arithmetic(config)
+        defaults, arithmetic = chosen(words["hydra"], name=name), describe_sizes(config)
         lines = [announcement.greeting(config)]
         lines += announcement.opening(choices, defaults, words["task"], config, arithmetic)
     _opened.append(config["run_dir"])

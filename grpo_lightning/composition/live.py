@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from grpo_lightning.allowed import LIVE
+from grpo_lightning.config.rules import LIVE
 from grpo_lightning.data import PromptData
 from grpo_lightning.environment import Environment, Played
 from grpo_lightning.environment.played import is_generator

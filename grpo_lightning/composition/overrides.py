@@ -25,12 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
+from grpo_lightning.config import ConfigError
+from grpo_lightning.config.redaction import redact_config, redact_overrides
+from grpo_lightning.config.suggestions import explain_compose_error, known_keys
+from grpo_lightning.config.targets import with_targets
 from grpo_lightning.distributed.devices import default_precision
-from grpo_lightning.output import redaction
 from grpo_lightning.output.files import replace
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.suggestions import explain, known_keys
-from grpo_lightning.settings.targets import with_targets
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
@@ -151,7 +151,7 @@ def composing(words: Sequence[str]) -> Iterator[None]:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain(error, CONF, known_keys(CONF), words)]) from error
+        raise ConfigError([explain_compose_error(error, CONF, known_keys(CONF), words)]) from error
     finally:
         GlobalHydra.instance().hydra = state
         for name in set(_RESOLVERS) - set(had):
@@ -180,7 +180,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         config: Any = with_targets(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
-        raise ConfigError([explain(error, CONF)]) from error
+        raise ConfigError([explain_compose_error(error, CONF)]) from error
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
         trainer["precision"] = default_precision(trainer)
@@ -394,12 +394,12 @@ def write_settings(
     """
     place = directory / ".hydra"
     place.mkdir(parents=True, exist_ok=True)
-    pages: dict[str, Any] = {"config": cfg, "overrides": redaction.redacted_words(overrides)}
+    pages: dict[str, Any] = {"config": cfg, "overrides": redact_overrides(overrides)}
     if hydra is not None:
         pages["hydra"] = {"hydra": OmegaConf.to_container(hydra, resolve=False)}
         own = pages["hydra"]["hydra"]["overrides"]
-        own.update({name: redaction.redacted_words(own[name]) for name in ("hydra", "task")})
+        own.update({name: redact_overrides(own[name]) for name in ("hydra", "task")})
     for name, page in pages.items():
         kept: Any = OmegaConf.to_container(page, resolve=False) if isinstance(page, DictConfig) else page
-        hidden = redaction.redacted(kept) if isinstance(kept, dict) else kept
+        hidden = redact_config(kept) if isinstance(kept, dict) else kept
         replace(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(hidden)), by=f".{name}.yaml")

@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.composition import CONF
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import typed
-from grpo_lightning.settings import place_problems, targets
-from grpo_lightning.settings.suggestions import explain, known_keys
+from grpo_lightning.config import directory_problems, targets
+from grpo_lightning.config.redaction import redact
+from grpo_lightning.config.shell import format_override
+from grpo_lightning.config.suggestions import explain_compose_error, known_keys
 
 _LOGGING = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter", "logging.Filter"),
@@ -44,15 +44,15 @@ def check(asked: argparse.Namespace) -> None:
                 name, words, run_mode=RunMode.MULTIRUN, from_shell=True, validate_sweep_overrides=False
             )
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(hide(explain(error, CONF, known_keys(CONF), asked.overrides)))
+        sys.exit(redact(explain_compose_error(error, CONF, known_keys(CONF), asked.overrides)))
     is_sweep = asked.multirun or composed.hydra.mode == RunMode.MULTIRUN
     place = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
     if wrong := [
         *_of_hydra(composed),
         *_without_effect(asked.overrides, is_sweep),
-        *place_problems({place: OmegaConf.select(composed, place)}),
+        *directory_problems({place: OmegaConf.select(composed, place)}),
     ]:
-        sys.exit(hide("the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong)))
+        sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {one}" for one in wrong)))
 
 
 def _search_path(asked: argparse.Namespace) -> list[str]:
@@ -69,11 +69,11 @@ def _of_hydra(composed: DictConfig) -> list[str]:
     """What is wrong with the code that Hydra's own settings name: it is run before a job's settings are checked."""
     trusted = targets.trusted_packages({"trusted": _plain(composed.get("trusted"))})
     own = {part: _plain(composed.hydra[part]) for part in ("callbacks", "launcher", "sweeper")}
-    allowed = (*targets.LIBRARIES, *targets.OF_HYDRA)
-    wrong = list(targets.name_problems({"hydra": own, "trusted": list(trusted)}, allowed))
+    allowed = (*targets.ALLOWED_TARGETS, *targets.HYDRA_TARGETS)
+    wrong = list(targets.target_problems({"hydra": own, "trusted": list(trusted)}, allowed))
     for key, name in () if wrong else targets.find_targets(own, "hydra"):
         try:
-            targets.resolve(name, trusted, allowed)
+            targets.import_target(name, trusted, allowed)
         except ValueError as error:
             wrong.append(f"{key}={name}: {error}")
     for part in ("job_logging", "hydra_logging"):
@@ -108,4 +108,4 @@ def _without_effect(overrides: Sequence[str], is_sweep: bool) -> list[str]:
     own, other = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
     named = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith(f"{other}=")]
     told = f"has no effect {'with' if is_sweep else 'without'} -m; allowed is"
-    return [f"{other}={value}: {told} {typed(own, value)}" for value in named]
+    return [f"{other}={value}: {told} {format_override(own, value)}" for value in named]

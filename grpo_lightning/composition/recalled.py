@@ -9,11 +9,10 @@ from hydra import compose as hydra_compose
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
-from grpo_lightning import settings
 from grpo_lightning.composition.overrides import cause_of, composing, instantiated, select
-from grpo_lightning.output import redaction
-from grpo_lightning.settings import ConfigError
-from grpo_lightning.settings.targets import find_targets, resolve, trusted_packages
+from grpo_lightning.config import ConfigError, check_config, sandbox_problems
+from grpo_lightning.config.redaction import REDACTED
+from grpo_lightning.config.targets import find_targets, import_target, trusted_packages
 
 _NOT_NEEDED = re.compile(r"[+~]*(callbacks|logger|trainer|sweep|mode|checkpoint)\b")
 
@@ -39,16 +38,16 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
     with composing(words):
         cfg = hydra_compose("train", words)
         config = {name: select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
-    settings.check(config)
+    check_config(config)
     trusted = trusted_packages(config)
 
     def build(key: str, node: Any) -> Any:
         for place, name in find_targets(node, key):
             try:
-                resolve(name, trusted)
+                import_target(name, trusted)
             except ValueError as error:
                 raise ConfigError([f"{place}={name}: {error}"]) from error
-        if problems := list(settings.sandbox_problems({key: node})):
+        if problems := list(sandbox_problems({key: node})):
             raise ConfigError(problems)
         try:
             return instantiated({"built": node})["built"]
@@ -60,7 +59,7 @@ def recalled(directory: Path, overrides: Sequence[str], parts: Sequence[str]) ->
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run is one of what is computed now: a part that is chosen anew begins afresh."""
-    if _NOT_NEEDED.match(word) or redaction.HIDDEN in word:
+    if _NOT_NEEDED.match(word) or REDACTED in word:
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):

@@ -20,11 +20,11 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from grpo_lightning.config.redaction import redact, redact_overrides, single_line
+from grpo_lightning.config.shell import format_override, shell_quote
 from grpo_lightning.output import summary
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.redaction import hide, redacted_words
-from grpo_lightning.output.shell import shell_word, typed
-from grpo_lightning.output.terminal import one_line, show
+from grpo_lightning.output.terminal import show
 
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
@@ -52,7 +52,7 @@ class Note(Callback):
         directory = Path(config.hydra.sweep.dir)
         _begun.append((directory, str(config.sweep_metric)))
         name_by_differences(config)
-        page = {"command": shlex.join(redacted_words(sys.argv)), "jobs": jobs(config)}
+        page = {"command": shlex.join(redact_overrides(sys.argv)), "jobs": jobs(config)}
         directory.mkdir(parents=True, exist_ok=True)
         replace(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
 
@@ -73,7 +73,7 @@ def name_by_differences(config: DictConfig) -> None:
         swept = [str(one.input_line) for one in parsed if one.is_sweep_override()]
         is_default = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"] == _BY_DIFFERENCES  # type: ignore[call-overload,index]
         if is_default and any(
-            "/" in word or len(word) > _LONGEST or redacted_words([word]) != [word] for word in swept
+            "/" in word or len(word) > _LONGEST or redact_overrides([word]) != [word] for word in swept
         ):
             config.hydra.overrides.hydra.append("hydra.sweep.subdir=${hydra.job.num}")
 
@@ -90,7 +90,7 @@ def jobs(config: DictConfig) -> list[list[str]] | None:
         [batch] = BasicSweeper.split_arguments(parsed, None)
     except (HydraException, ValueError):
         return None  # such as glob(*), of which only Hydra knows the choices
-    return [redacted_words(filter_overrides(job)) for job in batch]
+    return [redact_overrides(filter_overrides(job)) for job in batch]
 
 
 def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
@@ -108,10 +108,10 @@ def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     from grpo_lightning.report.records import read_run
 
     record = read_run(directory)
-    if _essential(record.overrides) != _essential(redacted_words(overrides)):
+    if _essential(record.overrides) != _essential(redact_overrides(overrides)):
         raise ValueError(
-            f"{directory} holds another job ({one_line(' '.join(record.overrides))}): allowed is the sweep that it is "
-            "of, or another hydra.sweep.dir="
+            f"{directory} holds another job ({single_line(' '.join(record.overrides))}): allowed is the sweep that it "
+            "is of, or another hydra.sweep.dir="
         )
     return record
 
@@ -136,7 +136,7 @@ def skip(record: "RunRecord", metric: str) -> float:
 def fail(directory: Path, overrides: Sequence[str], error: str) -> None:
     """Leave a summary of a job that could not begin, unless there is something of a run."""
     if not any((directory / name).exists() for name in (_SUMMARY, ".hydra", ".lock")):
-        facts = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": redacted_words(overrides)}
+        facts = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": redact_overrides(overrides)}
         summary.write(directory, {**facts, "status": "failed", "error": error})
 
 
@@ -163,14 +163,16 @@ def close(status: int) -> int:
         print(of_sweep(runs, metric), end="")
     except ReportError as error:
         show(str(error))
-    show(f"this table again: python -m grpo_lightning.report {shell_word(str(directory))}")
+    show(f"this table again: python -m grpo_lightning.report {shell_quote(str(directory))}")
     if status or failed:
-        show(f"what is not finished is continued by the same command with {typed('hydra.sweep.dir', directory)}")
+        show(
+            f"what is not finished is continued by the same command and {format_override('hydra.sweep.dir', directory)}"
+        )
     return status or int(failed)
 
 
 def _hide_in(file: Path) -> None:
     """Take the secrets out of what Hydra has written of a sweep."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (hidden := hide(text)) != text:
+    if (hidden := redact(text)) != text:
         replace(file, hidden, by=f".{file.name}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import turns_fault
+from grpo_lightning.config.rules import messages_problem
 from grpo_lightning.data import PromptData, Row, Source
 from grpo_lightning.data.jsonl import JsonLines, checked_prompt
 
@@ -53,7 +53,7 @@ def _demonstration(row: Row, where: str, column: str) -> Row:
     )
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
         messages: Any = checked_prompt(completion, place)
-        if fault := turns_fault(messages):
+        if fault := messages_problem(messages):
             raise ValueError(f"{place}: {fault}; {allowed}")
         completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:

@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetGenerationError
 
-from grpo_lightning.allowed import local_or_hub
+from grpo_lightning.config.redaction import single_line
+from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.jsonl import Rows
-from grpo_lightning.output.terminal import one_line
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
@@ -115,7 +115,7 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> data
         return datasets.load_dataset(place, name, split=split, revision=revision)
     except Exception as error:  # of the network, of a format, or of YAML
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None  # which says what went wrong
-        told = one_line(" ".join(str(cause or error).split()))
+        told = single_line(" ".join(str(cause or error).split()))
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
 
 

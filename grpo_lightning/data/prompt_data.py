@@ -9,7 +9,7 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from grpo_lightning.allowed import DATA, problems
+from grpo_lightning.config.rules import DATA, problems
 from grpo_lightning.data.order import StepSampler, even_batches
 from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
 from grpo_lightning.types import Prompts

@@ -10,12 +10,6 @@ _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Driver files of NVIDIA, AMD and WSL; without any of them Linux has no GPU that PyTorch calls CUDA."""
 
 
-def uses_fsdp(trainer: Mapping[str, Any]) -> bool:
-    """Whether the settings of a trainer are those of ``trainer=fsdp``."""
-    strategy = trainer.get("strategy")
-    return isinstance(strategy, Mapping) and "FullySharded" in str(strategy.get("_target_"))
-
-
 def default_precision(trainer: Mapping[str, Any]) -> str:
     """The precision for ``trainer.precision=null``: "bf16-mixed" on a CUDA device, else "32-true"."""
     accelerator = trainer.get("accelerator", "auto")

@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from grpo_lightning.config.shell import command_words
 from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.sharding import readable_parts
-from grpo_lightning.output.shell import program_words
 
 _LET_GO = 0.1
 """Seconds in which threads of gloo's take Python's lock for the last time: FSDP keeps them after the end of a group."""
@@ -220,7 +220,7 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
                 "of its own"
             )
     elif multirun and (devices := num_processes(config["trainer"])) > 1:
-        *python, name = program_words()
+        *python, name = command_words()
         script = shlex.quote(name) if python else f"--no-python {name}"
         raise ValueError(
             f"trainer.devices={config['trainer']['devices']}: allowed is 1 in a sweep (-m), since each further process "

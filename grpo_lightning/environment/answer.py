@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
 
 ALLOWED = "text (a reply), a finite number (over, with this score), None (over) or (text, finite number)"
 _SHOWN_CHARACTERS = 80
@@ -18,7 +18,7 @@ class AnswerError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(single_line(message))
 
 
 class BadCall(str):

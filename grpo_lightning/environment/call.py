@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.environment.answer import Answer, AnswerError, read
 from grpo_lightning.environment.played import Played, called
-from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward.spec import arguments
 from grpo_lightning.reward.workers import Failure
 
@@ -71,7 +71,7 @@ def name_of(function: Any) -> str:
         function = function.function if isinstance(function, Played) else function.func
     if not hasattr(function, "__qualname__"):
         function = type(function)
-    return one_line(f"{function.__module__}.{function.__qualname__}")
+    return single_line(f"{function.__module__}.{function.__qualname__}")
 
 
 def attribute(function: Any, name: str) -> Any:

@@ -1,11 +1,10 @@
 """An environment with its settings."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.allowed import REPLY_ROLES, Rule, integer, number, problems
+from grpo_lightning.config.rules import ENVIRONMENT, problems
 from grpo_lightning.environment.answer import shown
 from grpo_lightning.environment.call import attribute, name_of
 from grpo_lightning.environment.episodes import Episodes
@@ -14,16 +13,6 @@ from grpo_lightning.reward.spec import is_coroutine_function
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
-
-RULES = {
-    "max_turns": integer(1),
-    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
-    "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
-    "failed_score": number(math.isfinite, "a finite number", null=True),
-    "max_reply": integer(100),
-    "role": Rule(lambda v: v in REPLY_ROLES, f"one of {', '.join(REPLY_ROLES)}", null=True),
-}
-"""What each setting of an environment may be."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ class Environment:
                 f"function: {name_of(self.function)} is a coroutine function (async def): allowed are functions that "
                 "return their answer"
             )
-        if wrong := problems(RULES, {**vars(self), "role": self.reply_role}):
+        if wrong := problems(ENVIRONMENT, {**vars(self), "role": self.reply_role}):
             raise ValueError("; ".join(wrong))
         if self.tools is not None and not _are_schemas(self.tools):
             raise ValueError(

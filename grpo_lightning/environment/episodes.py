@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.distributed import signals
 from grpo_lightning.environment.answer import Answer, shown
 from grpo_lightning.environment.call import ARGUMENTS, Asked, taken
 from grpo_lightning.output.activity import doing
-from grpo_lightning.output.terminal import one_line
 from grpo_lightning.reward import workers
 from grpo_lightning.reward.spec import describe_error
 
@@ -31,7 +31,7 @@ class EpisodeError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(single_line(message))
 
 
 def check_columns(environment: "Environment", column_names: Collection[str]) -> None:
@@ -214,7 +214,7 @@ class Episodes:
             raise EpisodeError(told)
         if (environment.name, failure.kind) not in _told:
             _told.add((environment.name, failure.kind))
-            log.warning("%s; they are counted as episode/failed from now on", one_line(told))
+            log.warning("%s; they are counted as episode/failed from now on", single_line(told))
 
     def _settled(self) -> list[_Episode]:
         """All episodes, without answers that are still to come."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lightning.allowed import flag, integer, problems
+from grpo_lightning.config.rules import flag, integer, problems
 from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.environment.tools.calls import Malformed, calls
 from grpo_lightning.reward.text import fenced_blocks, without_thoughts

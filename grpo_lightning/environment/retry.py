@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_lightning.allowed import integer, number, problems
+from grpo_lightning.config.rules import integer, number, problems
 from grpo_lightning.reward.spec import bound_arguments, is_coroutine_function
 
 RULES = {"max_turns": integer(1), "discount": number(lambda v: 0 <= v <= 1, "a number from 0 to 1")}

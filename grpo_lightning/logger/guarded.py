@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 _warned: "weakref.WeakSet[Logger]" = weakref.WeakSet()
@@ -29,7 +29,7 @@ def attempt(logger: Logger) -> Iterator[None]:
             place = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or "its service"
             log.warning(
                 "%s of %s failed (%s): training goes on, checkpoints are saved, and logs may have gaps",
-                *(type(logger).__name__, place, one_line(f"{type(error).__name__}: {error}")[:300]),
+                *(type(logger).__name__, place, single_line(f"{type(error).__name__}: {error}")[:300]),
             )
         if isinstance(logger, Guarded):
             logger.reset()

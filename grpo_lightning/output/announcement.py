@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning import __version__
-from grpo_lightning.output.redaction import redacted_words
+from grpo_lightning.config.redaction import redact_overrides
 from grpo_lightning.output.terminal import WIDTH
 
 _Choices = Mapping[str, str | list[str]]
@@ -32,7 +32,7 @@ def opening(
         config: The settings.
         arithmetic: What they amount to, in words.
     """
-    settings = dict(_setting(word) for word in redacted_words(overrides))
+    settings = dict(_setting(word) for word in redact_overrides(overrides))
     parts = {group: _listed(names) for group, names in choices.items()}
     usual = {group: _listed(names) for group, names in defaults.items()}
     everything = settings | parts

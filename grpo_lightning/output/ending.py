@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.config.shell import shell_quote
 from grpo_lightning.output.terminal import WIDTH, brief
 
 _LABELS = {"reward/total": "reward", "loss/total": "loss"}
@@ -66,7 +66,7 @@ def closing(
     if (directory / "export").is_dir():
         lines += _pointed("exported to", str(directory / "export"))
     if (directory / "tensorboard").is_dir():
-        lines += _pointed("look at it with:", f"tensorboard --logdir {shell_word(str(directory))}")
+        lines += _pointed("look at it with:", f"tensorboard --logdir {shell_quote(str(directory))}")
     if (directory / "checkpoints" / "last.ckpt").exists():
         lines += _pointed("continue with:", command)
     return lines

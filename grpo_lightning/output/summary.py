@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.output.files import replace
-from grpo_lightning.output.terminal import one_line
 
 log = logging.getLogger(__name__)
 
@@ -53,5 +53,5 @@ def sweep_value(metrics: Mapping[str, float], config: Mapping[str, Any]) -> floa
     if math.isfinite(value):
         return value
     if config["mode"] in ("fit", "validate"):
-        log.warning("sweep_metric=%s was not measured; there are %s", name, one_line(", ".join(metrics)))
+        log.warning("sweep_metric=%s was not measured; there are %s", name, single_line(", ".join(metrics)))
     return -sys.float_info.max

@@ -3,30 +3,14 @@
 import errno
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.config.redaction import escape_control, redact
 
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    r"""``text`` with its control characters as escapes, such as ``\x1b``; tabs and ends of lines stay.
-
-    Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
-    direction of writing around.
-    """
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
-
-
-def one_line(text: str) -> str:
-    r"""`printable`, with ends of lines as ``\n``."""
-    return "\\n".join(printable(text).splitlines())
 
 
 def brief(value: float, digits: int) -> str:
@@ -43,7 +27,7 @@ def bare(number: str) -> str:
 
 def show(line: str) -> None:
     """Print a line to stderr."""
-    print(hide(printable(line)), file=sys.stderr, flush=True)
+    print(redact(escape_control(line)), file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
@@ -56,14 +40,14 @@ def sentence(error: BaseException) -> str:
     """What an exception says, in words that can stand alone: other kinds than ValueError are named."""
     text, kind = str(error).strip(), type(error)
     is_plain = kind.__module__.startswith("grpo_lightning") or kind in (ValueError, RuntimeError, FloatingPointError)
-    return hide(printable(text if text and is_plain else f"{kind.__name__}: {text}" if text else kind.__name__))
+    return redact(escape_control(text if text and is_plain else f"{kind.__name__}: {text}" if text else kind.__name__))
 
 
 class FileFormatter(logging.Formatter):
     """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(printable(super().format(record)))
+        return redact(escape_control(super().format(record)))
 
 
 class TerminalFormatter(FileFormatter):

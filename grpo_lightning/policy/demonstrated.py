@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.allowed import turns_fault
+from grpo_lightning.config.rules import messages_problem
 from grpo_lightning.policy.loading import check_ids
 from grpo_lightning.policy.replies import Replies
 from grpo_lightning.types import Message, Sampled
@@ -48,7 +48,7 @@ def demonstrated(
         [ids] = tokenizer([completion], add_special_tokens=False)["input_ids"]
         check_ids([completion], [ids], embeddings)
         return Demonstrated([*ids, end], [True] * (len(ids) + 1), completion)
-    if fault := turns_fault(completion):
+    if fault := messages_problem(completion):
         raise ValueError(f"column 'completion': {fault}")
     texts = [message["content"] for message in completion[::2]]
     said = [(message["content"], message["role"]) for message in completion[1::2]]

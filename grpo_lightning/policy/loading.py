@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
-from grpo_lightning.allowed import local_or_hub
+from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.policy.adapted import without_adapters
 from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 from grpo_lightning.types import Prompt

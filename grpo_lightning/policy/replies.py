@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_lightning.allowed import REPLY_ROLES
+from grpo_lightning.config.rules import REPLY_ROLES
 from grpo_lightning.types import Message
 
 log = logging.getLogger(__name__)

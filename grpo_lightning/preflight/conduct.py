@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_lightning import memory
+from grpo_lightning.config.redaction import redact_config
 from grpo_lightning.data import PromptData
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.output.announcement import fitted
-from grpo_lightning.output.redaction import redacted
 from grpo_lightning.output.summary import write_json
 from grpo_lightning.output.terminal import say
 from grpo_lightning.preflight.look import look
@@ -51,7 +51,7 @@ def conduct(
     if module.reference is not None and module.reference.idle_device is None:
         module.reference.to(device)
     with trainer.precision_plugin.train_step_context():
-        facts = redacted(look(module, data, prompts=prompts, processes=trainer.world_size, predicted=predicted))
+        facts = redact_config(look(module, data, prompts=prompts, processes=trainer.world_size, predicted=predicted))
     if is_first_process():
         for line in [*page(facts), "", *facts["verdict"]]:
             say(line)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.config.redaction import redact
 from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored, spans
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,7 +80,7 @@ def lines(
         line = {
             "group": group,
             "prompt": _hidden(scored.prompts.texts[group]),
-            "completion": hide(sampled.texts[row]),
+            "completion": redact(sampled.texts[row]),
             "columns": columns[group],
             "rewards": {name: number(values[row]) for name, values in rewards.items()},
             "scores": [number(value) for value in scores[row]],
@@ -202,7 +202,7 @@ def _kept(rows: Sequence[Mapping[str, Any]], length: int, device: torch.device) 
 def _hidden(value: Any) -> Any:
     """A prompt or a column without secrets."""
     if isinstance(value, str):
-        return hide(value)
+        return redact(value)
     if isinstance(value, Mapping):
         return {key: _hidden(one) for key, one in value.items()}
     return [_hidden(one) for one in value] if isinstance(value, list | tuple) else value

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line, say, sentence
+from grpo_lightning.config.redaction import single_line
+from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
 from grpo_lightning.recording import files
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def as_table(found: "Sequence[Metrics]", overrides: Sequence[str]) -> str:
         columns = zip(*(one.pairs[name] for one in found if name in one.pairs), strict=True)
         known = [[value for value in values if value is not None] for values in columns]
         mark = f" {marks[reasons[name]]}" if name in reasons else ""
-        table.add_row(Text(one_line(name) + mark), *(f"{fmean(values):.6g}" if values else "-" for values in known))
+        table.add_row(Text(single_line(name) + mark), *(f"{fmean(values):.6g}" if values else "-" for values in known))
     several = f"mean of {len(found)} rollouts, steps {found[0].step} to {found[-1].step}"
     lines = [several if len(found) > 1 else f"the rollout of step {found[0].step}"]
     if called := sorted({name for one in found for name in one.called}):

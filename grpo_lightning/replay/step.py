@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning.config.redaction import redact_config
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.output.redaction import redacted
 from grpo_lightning.recording.rows import Restored
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
@@ -111,7 +111,7 @@ def _rewards(
     """The rewards as set, and the names of those that have to be called; None if all is as it was recorded."""
     then: Mapping[str, Any] = found.header["settings"].get("reward") or {}
     before: Mapping[str, Any] = found.header["settings"].get("rollout") or {}
-    now = redacted({"reward": config["reward"]})["reward"]
+    now = redact_config({"reward": config["reward"]})["reward"]
     is_judged_alike = all(before.get(key) == config["rollout"].get(key) for key in ("outcome", "threshold"))
     made, called = {}, []
     for name, node in config["reward"].items():

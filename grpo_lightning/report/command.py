@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
+from grpo_lightning.config.redaction import redact, single_line
+from grpo_lightning.output.terminal import last_through_closed_pipes
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
 from grpo_lightning.report.records import ReportError, RunRecord, find_runs
 from grpo_lightning.report.table import FORMS, write
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plot:
             plot(comparison, options.plot)
     except ReportError as error:
-        sys.exit(hide(one_line(str(error))))
+        sys.exit(redact(single_line(str(error))))
     print(write(comparison, options.format), end="")
 
 
@@ -80,7 +80,7 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
     for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
         for line in lines:
-            curve, label = line.curve, one_line(comparison.label(line.settings))
+            curve, label = line.curve, single_line(comparison.label(line.settings))
             [drawn] = axes.plot(list(curve), [one.mean for one in curve.values()], label=label)
             banded = [(step, one.low, one.high) for step, one in curve.items() if one.low is not None]
             if banded:

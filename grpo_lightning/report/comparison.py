@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.config.shell import shell_quote
 from grpo_lightning.report.curves import Course, by_step, course, names
 from grpo_lightning.report.keys import UNSET, checked, given, order, seed_of, suggestion, swept, value_of
 from grpo_lightning.report.records import ReportError, RunRecord
@@ -186,11 +186,13 @@ def _without_steps(metric: str, lines: Sequence[Line], at: Sequence[int]) -> lis
 def _baseline(text: str, columns: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
     key, sign, _ = text.partition("=")
     if not sign or key not in columns:
-        listed = ", ".join(map(shell_word, columns))
+        listed = ", ".join(map(shell_quote, columns))
         raise ReportError(f"--baseline={text}: allowed is KEY=VALUE with a key that the lines differ in: {listed}")
     value, values = given([text])[key], sorted({group[columns.index(key)] for group in groups})
     if value not in values:
-        raise ReportError(f"--baseline={text}: no run has this value; allowed are {', '.join(map(shell_word, values))}")
+        raise ReportError(
+            f"--baseline={text}: no run has this value; allowed are {', '.join(map(shell_quote, values))}"
+        )
     return key, value
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from grpo_lightning.output.shell import shell_word
+from grpo_lightning.config.shell import shell_quote
 from grpo_lightning.report.records import ReportError, RunRecord
 
 _NOT_SWEPT = ("seed", "checkpoint", "run_dir", "tags", "task_name")
@@ -69,7 +69,7 @@ def checked(keys: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 def suggestion(word: str, known: Sequence[str]) -> str:
     """The known word that is nearest, as the end of a sentence."""
     found = get_close_matches(word, known, 1, 0.5)
-    return f"; the nearest is {shell_word(found[0])}" if found else ""
+    return f"; the nearest is {shell_quote(found[0])}" if found else ""
 
 
 def order(value: str) -> tuple[int, float, str]:

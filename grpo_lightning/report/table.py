@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.output.files import no_formula
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import one_line
 from grpo_lightning.report.comparison import Comparison, Line
 from grpo_lightning.report.records import RunRecord
 from grpo_lightning.report.statistics import Estimate
@@ -28,7 +27,7 @@ _ARROW, _STAR = "\u00a0→\u00a0", "\u00a0*"
 
 def write(comparison: Comparison, form: str) -> str:
     """The comparison in one of `FORMS`."""
-    return hide(FORMS[form](comparison).replace("\u00a0", " "))
+    return redact(FORMS[form](comparison).replace("\u00a0", " "))
 
 
 def number(value: float | None) -> str:
@@ -107,7 +106,7 @@ def _name(run: RunRecord, comparison: Comparison) -> str:
 
 def _shown(text: str) -> str:
     """A text in one line without secrets, which could no longer be told once it is folded."""
-    return hide(one_line(text))
+    return redact(single_line(text))
 
 
 def _text(comparison: Comparison) -> str:
@@ -200,7 +199,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat({f"{name}.{key}": one for key, one in value.items()})
         else:
-            flat[no_formula(one_line(name))] = no_formula(one_line(value) if isinstance(value, str) else value)
+            flat[no_formula(single_line(name))] = no_formula(single_line(value) if isinstance(value, str) else value)
     return flat
 
 

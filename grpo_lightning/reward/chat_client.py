@@ -11,8 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from grpo_lightning.output.redaction import HIDDEN, hide
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import REDACTED, redact, single_line
 from grpo_lightning.reward.coroutines import PermanentError, RetryableError
 from grpo_lightning.reward.spec import RewardError
 
@@ -70,14 +69,14 @@ class Endpoint:
             self._loop, self._client = asyncio.get_running_loop(), _connected(self._is_local)
         response = await self._client.post(self.url, content=body, headers=headers)
         status = response.status_code
-        text = response.text.replace(key or HIDDEN, HIDDEN)  # a server may repeat it
+        text = response.text.replace(key or REDACTED, REDACTED)  # a server may repeat it
         if 200 <= status < 300:
             return _content(text)
         if status in _TEMPORARY or status >= 500:
             raise RetryableError(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
         told = f"{self.url} answers {status}: {_shown(text)}"
         if 300 <= status < 400:
-            place = _shown(response.headers.get("location", "").replace(key or HIDDEN, HIDDEN))
+            place = _shown(response.headers.get("location", "").replace(key or REDACTED, REDACTED))
             told += f" a redirect to {place}, which is not followed: base_url has to be where it leads"
         raise (PermanentError if status in _ABOUT_THE_REQUEST else RewardError)(told)
 
@@ -117,7 +116,7 @@ def _check_url(url: Any, allow_http: bool) -> None:
     except (ValueError, AttributeError, TypeError):
         is_address = False
     if not is_address or re.search(r"[\s?#@]", url):  # an empty query would cut off what is appended
-        raise ValueError(f"base_url: expected {allowed}, got {hide(repr(url)):.80}")
+        raise ValueError(f"base_url: expected {allowed}, got {redact(repr(url)):.80}")
     if parts.scheme == "http" and not allow_http and not _is_local(parts.hostname or ""):
         raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
 
@@ -154,4 +153,4 @@ def _seconds(after: str | None) -> float:
 
 def _shown(text: str) -> str:
     """The beginning of a server's words, without secrets and control characters."""
-    return one_line(hide(" ".join(text[: 4 * _MOST_SHOWN].split()))[:_MOST_SHOWN])
+    return single_line(redact(" ".join(text[: 4 * _MOST_SHOWN].split()))[:_MOST_SHOWN])

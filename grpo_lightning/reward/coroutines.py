@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lightning.output.redaction import hide
+from grpo_lightning.config.redaction import redact
 from grpo_lightning.reward.spec import RewardError, describe_error, innermost, to_plain
 from grpo_lightning.reward.workers import Failure
 
@@ -102,7 +102,7 @@ class Calls:
             seconds = waiting(tried, repr(pending.row.get("completions"))) + min(found.after, _LONGEST_ASKED)
             if self.name not in _told:
                 _told.add(self.name)
-                text = hide(found.failure.message)
+                text = redact(found.failure.message)
                 log.warning("reward %r: %s; tried again in %.1f s (said once)", self.name, text, seconds)
             await asyncio.sleep(seconds)
 

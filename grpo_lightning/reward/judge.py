@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 import regex
 
-from grpo_lightning.allowed import is_pair
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
+from grpo_lightning.config.rules import is_pair
 from grpo_lightning.reward.chat_client import Endpoint
 from grpo_lightning.reward.spec import RewardError
 
@@ -114,7 +114,7 @@ class ChatJudge:
         try:
             number = float(found[-1])
         except (IndexError, ValueError, TypeError):
-            raise ValueError(f"the judge gives no score: {one_line(answer[-80:])!r}") from None
+            raise ValueError(f"the judge gives no score: {single_line(answer[-80:])!r}") from None
         if not lowest <= number <= highest:
             raise ValueError(f"the judge gives {number:g}, which is not from {lowest:g} to {highest:g}")
         return (number - lowest) / (highest - lowest)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.allowed import choice, integer, local_or_hub, problems
+from grpo_lightning.config.rules import choice, integer, local_or_hub, problems
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.allowed import Rule, flag, integer, is_pair, number, problems
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import redact, single_line
+from grpo_lightning.config.rules import REWARD, problems
 from grpo_lightning.schedule import Schedule
 
 Score = float | tuple[tuple[int, float], ...] | None
@@ -17,18 +16,6 @@ Score = float | tuple[tuple[int, float], ...] | None
 Reward = Callable[..., Sequence[Score]]
 """``reward(prompts, completions, **columns)``, the signature of TRL, which returns a score per completion."""
 
-
-RULES = {
-    "weight": number(math.isfinite, "a finite number"),
-    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
-    "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
-    "failed_score": number(math.isfinite, "a finite number", null=True),
-    "retries": integer(0),
-    "concurrency": integer(1),
-    "clip": Rule(lambda v: is_pair(v) and v[0] <= v[1], "[lowest, highest]", null=True),
-    "messages": flag(),
-}
-"""What each setting of a reward may be."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -41,7 +28,7 @@ class RewardError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(single_line(message))
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ class RewardSpec:
         if not callable(self.function):
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r}")
         fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Schedule)}
-        if wrong := problems(RULES, fixed):
+        if wrong := problems(REWARD, fixed):
             raise ValueError("; ".join(wrong))
         if self.retries and not is_coroutine_function(self.function):
             raise ValueError(
@@ -250,4 +237,4 @@ def describe_error(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = f"{type(error).__name__}: its text cannot be shown"
-    return one_line(hide(text)[:_SHOWN_CHARACTERS])
+    return single_line(redact(text)[:_SHOWN_CHARACTERS])

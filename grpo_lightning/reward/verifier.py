@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.reward import workers
 
 Scorer = Callable[..., float]
@@ -65,7 +65,7 @@ def check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
     text = answer if name == "answer" else metadata.get(name)
     if text is not None and not (isinstance(text, str) and is_allowed(text)):
         raise ValueError(
-            f"task {task!r}, {name}={one_line(repr(text)[:80])}: the task's verifier would evaluate it; allowed are "
+            f"task {task!r}, {name}={single_line(repr(text)[:80])}: the task's verifier would evaluate it; allowed are "
             "numbers, names, lists and elementary functions"
         )
 

@@ -21,8 +21,9 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.distributed import signals
-from grpo_lightning.output.terminal import last_through_closed_pipes, one_line
+from grpo_lightning.output.terminal import last_through_closed_pipes
 from grpo_lightning.reward.spec import describe_error, to_plain
 
 MOST_WORKERS = 8
@@ -250,8 +251,8 @@ def _alarm(seconds: float) -> None:
 
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
     return ValueError(
-        f"{one_line(repr(function)[:80])} cannot run in a worker process: {reason}; allowed are functions of a module "
-        "that can be imported, with plain values as arguments"
+        f"{single_line(repr(function)[:80])} cannot run in a worker process: {reason}; allowed are functions of a "
+        "module that can be imported, with plain values as arguments"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_lightning.output.shell import typed
+from grpo_lightning.config.shell import format_override
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import files
 from grpo_lightning.recording.rows import Restored, fingerprint, restored
@@ -119,7 +119,7 @@ class Recorded(Collector):
         weights: Sequence[float] = header["weights"]  # type: ignore[assignment]
         told = " (rollout.rescore=true computes rewards anew)"
         if list(names) != list(self.reward):
-            allowed = typed("reward", names)
+            allowed = format_override("reward", names)
             raise ValueError(f"reward=[{','.join(self.reward)}]: allowed is {allowed}, as in {path}{told}")
         for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
             if then != now:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_lightning.allowed import integer, number, problems
+from grpo_lightning.config.rules import integer, number, problems
 
 RULES = {
     "seconds": number(lambda v: v > 0, "a number > 0"),

@@ -11,7 +11,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor
 
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
                     raise
                 if not _PLAIN:
                     log.warning(
-                        "torch cannot compile here, which makes sampling slower: %s", one_line(str(error)[:300])
+                        "torch cannot compile here, which makes sampling slower: %s", single_line(str(error)[:300])
                     )
                 _PLAIN.add(function)
         return function(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def readable_errors(key: str, path: str, what: str) -> Iterator[None]:
 
 def _reason(error: Exception, key: str, what: str, *, is_local: bool) -> str:
     first, *_ = str(error).strip().splitlines() or [""]
-    told = one_line(first)
+    told = single_line(first)
     if isinstance(error, ImportError):
         return f"a package is missing: {told}"
     if isinstance(error, UnpicklingError):
@@ -53,7 +53,7 @@ def _reason(error: Exception, key: str, what: str, *, is_local: bool) -> str:
         flag = f"{key.rpartition('.')[0]}.trust_remote_code=true"
         return f"it comes with code of its own, which runs only with {flag}; read that code first"
     if isinstance(error, OSError) and not is_local:
-        told = one_line(" ".join(str(error).split()))
+        told = single_line(" ".join(str(error).split()))
         return f"no directory with {what} in Hugging Face format, and the hub could not be asked for one: {told}"
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return f"transformers cannot read {what} there: {name}{told}"

@@ -12,9 +12,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning.config.targets import with_targets
 from grpo_lightning.distributed.devices import default_precision
 from grpo_lightning.recording import files
-from grpo_lightning.settings.targets import with_targets
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

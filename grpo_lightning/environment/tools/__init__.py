@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lightning.allowed import integer, problems
+from grpo_lightning.config.rules import integer, problems
 from grpo_lightning.environment.answer import BadCall
 from grpo_lightning.environment.tools.calls import Call, Malformed, calls
 from grpo_lightning.environment.tools.schema import Tool

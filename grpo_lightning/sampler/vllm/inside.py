@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_lightning.clock import Clock
+from grpo_lightning.config.consistency import engine_problems, missing_vllm
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
-from grpo_lightning.sampler.vllm import arguments
 from grpo_lightning.sampler.vllm.drawing import Row, drawn
 from grpo_lightning.sampler.vllm.surroundings import (
     check_heads,
@@ -50,7 +50,7 @@ class VLLM(EngineSampler):
         tensor_parallel_size: Processes that share one engine's weights.
         enforce_eager: Whether it starts without compilation and CUDA graphs.
         sleep: Whether it gives a GPU's memory back while the policy trains.
-        engine: Further arguments of ``vllm.LLM``, of those in `arguments.ENGINE`.
+        engine: Further arguments of ``vllm.LLM``, of those in `config.consistency.ENGINE`.
 
     Raises:
         ValueError: vLLM is not installed, or ``engine`` holds what it may not.
@@ -71,7 +71,7 @@ class VLLM(EngineSampler):
         sleep: bool = True,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        if wrong := arguments.missing() or "; ".join(arguments.problems(engine or {})):
+        if wrong := missing_vllm() or "; ".join(engine_problems(engine or {})):
             raise ValueError(wrong)
         super().__init__(dtype)
         self.seed = seed

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_lightning.clock import Clock
+from grpo_lightning.config.redaction import REDACTED
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
-from grpo_lightning.output.redaction import HIDDEN
 from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
 from grpo_lightning.sampler.filtered import options
 
@@ -224,7 +224,7 @@ class Connection:
             with urlopen(request, timeout=self._timeout) as answer:
                 read = answer.read()
         except HTTPError as error:
-            said = error.read(500).decode(errors="replace").replace(key or HIDDEN, HIDDEN)
+            said = error.read(500).decode(errors="replace").replace(key or REDACTED, REDACTED)
             raise RuntimeError(f"{request.full_url}: status {error.code}: {said}") from None
         except (URLError, OSError) as error:
             raise RuntimeError(f"{request.full_url}: no answer: {getattr(error, 'reason', error)}") from None

@@ -9,24 +9,24 @@ from typing import Any
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 
 
-def shell_word(text: str) -> str:
+def shell_quote(text: str) -> str:
     """``text`` in quotes where a shell needs them."""
     return shlex.quote(text)
 
 
-def typed(key: str, value: Any) -> str:
+def format_override(key: str, value: Any) -> str:
     """A setting as users type it: ``'reward=[exact,format]'``."""
     if isinstance(value, list | tuple):
-        return shell_word(f"{key}=[{','.join(hydra_text(str(one)) for one in value)}]")
-    return shell_word(f"{key}={hydra_text(str(value))}")
+        return shell_quote(f"{key}=[{','.join(quote_value(str(one)) for one in value)}]")
+    return shell_quote(f"{key}={quote_value(str(value))}")
 
 
-def program() -> str:
+def command_name() -> str:
     """How the command line is started, such as ``python train.py``."""
-    return " ".join(map(shell_word, program_words()))
+    return " ".join(map(shell_quote, command_words()))
 
 
-def program_words() -> list[str]:
+def command_words() -> list[str]:
     """The words that start the command line; in a program of one's own those of this package's own command."""
     script = Path(sys.argv[0])
     if script.name in ("train.py", "grpo-lightning"):
@@ -35,7 +35,7 @@ def program_words() -> list[str]:
     return ["python", str(checkout)] if checkout.is_file() else ["grpo-lightning"]
 
 
-def search_words() -> list[str]:
+def config_path_words() -> list[str]:
     """The words by which the command line says where settings are found, such as ``--config-dir conf``."""
     found = []
     for number, word in enumerate(words := sys.argv[1:]):
@@ -46,7 +46,7 @@ def search_words() -> list[str]:
     return found
 
 
-def hydra_text(value: str) -> str:
+def quote_value(value: str) -> str:
     r"""``value`` in quotes where Hydra would read something else than this text; ``${`` becomes ``\${``."""
     value = value.replace("${", r"\${")
     if _PLAIN.fullmatch(value):

@@ -63,3 +63,13 @@ def _is_copy(value: Any, part: Any) -> bool:
     if not isinstance(part, Mapping) or not isinstance(value, Mapping | list):
         return False
     return repr(value) == repr(part if isinstance(value, Mapping) else list(part.values()))
+
+
+def value_at(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value at a dotted key, or ``default`` where there is none."""
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node

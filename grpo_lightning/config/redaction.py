@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HIDDEN = "REDACTED"
+REDACTED = "REDACTED"
 """Stands where a secret was."""
 
 _SECRET_KEY = re.compile(
@@ -35,42 +35,57 @@ _PAIR = re.compile(r"([{,]\s?['\"]?([\w.-]{1,64})['\"]?: ?)(?:'[^']*'|\"[^\"]*\"
 """A key in a mapping with its value, as errors repeat them."""
 _NAME = re.compile(r"([\w.-]+)['\"]?\s*:")
 """A key in a mapping."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def names_secret(key: str) -> bool:
+def is_secret_key(key: str) -> bool:
     """Whether a key or the name of a variable says that its value is secret."""
     return bool(_SECRET_KEY.search(key)) and not _PLAIN_KEY.search(key)
 
 
-def hide(text: str) -> str:
+def redact(text: str) -> str:
     """``text`` without keys of well-known services and without the values of settings that are named as secrets."""
-    text = _TOKEN.sub(HIDDEN, text)
-    text = _PAIR.sub(lambda found: f"{found[1]}{HIDDEN}" if names_secret(found[2]) else found[0], text)
-    return _SETTING.sub(lambda found: f"{found[1]}={HIDDEN}" if names_secret(found[1]) else found[0], text)
+    text = _TOKEN.sub(REDACTED, text)
+    text = _PAIR.sub(lambda found: f"{found[1]}{REDACTED}" if is_secret_key(found[2]) else found[0], text)
+    return _SETTING.sub(lambda found: f"{found[1]}={REDACTED}" if is_secret_key(found[1]) else found[0], text)
 
 
-def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
+def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings without secrets; references such as ``${oc.env:HF_TOKEN}`` stay."""
-    return {key: _redacted(value, names_secret(str(key))) for key, value in config.items()}
+    return {key: _redact_value(value, is_secret_key(str(key))) for key, value in config.items()}
 
 
-def redacted_words(words: Sequence[str]) -> list[str]:
+def redact_overrides(words: Sequence[str]) -> list[str]:
     """Overrides without secrets, such as the values of ``logger.api_key=abc`` and ``logger={api_key: abc}``."""
-    return [hide(_word(word)) for word in words]
+    return [redact(_word(word)) for word in words]
 
 
 def _word(word: str) -> str:
     key, sign, value = word.partition("=")
     names = [key.rpartition(".")[2].lstrip("+~"), *(_NAME.findall(value) if "{" in value else ())]
-    return f"{key}={HIDDEN}" if sign and any(map(names_secret, names)) else word
+    return f"{key}={REDACTED}" if sign and any(map(is_secret_key, names)) else word
 
 
-def _redacted(value: Any, is_secret: bool) -> Any:
+def _redact_value(value: Any, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redacted(one, is_secret or names_secret(str(key))) for key, one in value.items()}
+        return {key: _redact_value(one, is_secret or is_secret_key(str(key))) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_redacted(one, is_secret) for one in value]
+        return [_redact_value(one, is_secret) for one in value]
     is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
     if is_secret and value is not None and not is_reference:
-        return HIDDEN
-    return hide(value) if isinstance(value, str) else value
+        return REDACTED
+    return redact(value) if isinstance(value, str) else value
+
+
+def escape_control(text: str) -> str:
+    r"""``text`` with its control characters as escapes, such as ``\x1b``; tabs and ends of lines stay.
+
+    Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
+    direction of writing around.
+    """
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def single_line(text: str) -> str:
+    r"""`escape_control`, with ends of lines as ``\n``."""
+    return "\\n".join(escape_control(text).splitlines())

@@ -2,28 +2,33 @@
 
 Hydra catches keys that do not exist; what it lets through is caught here: values of a wrong type or out of range,
 targets that settings may not name, and settings that contradict one another. Nothing heavy is imported for it, so that
-a wrong value is answered at once. `check_built` imports the targets, and checks what each is called with.
+a wrong value is answered at once. `check_runtime` imports the targets, and checks what each is called with.
 """
 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.redaction import hide
-from grpo_lightning.output.shell import hydra_text, typed
-from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.contradictions import CONTRADICTIONS, Unsound, lookup, reader
-from grpo_lightning.settings.metrics import sweep_metric_problems
-from grpo_lightning.settings.recorded import recorded_problems
-from grpo_lightning.settings.rewards import reward_problems
-from grpo_lightning.settings.suggestions import unknown_key
-from grpo_lightning.settings.targets import name_problems
-from grpo_lightning.settings.trainer import trainer_problems
-from grpo_lightning.settings.values import MAY_VARY, VARYING, rules_of
-from grpo_lightning.settings.walk import BUILT, PARTS, each_target, leaves
+from grpo_lightning.config.consistency import (
+    CONTRADICTIONS,
+    Unsound,
+    key_problems,
+    reader,
+    recorded_problems,
+    reward_problems,
+    sweep_metric_problems,
+    trainer_problems,
+)
+from grpo_lightning.config.redaction import redact, single_line
+from grpo_lightning.config.rules import MAY_VARY, VARYING, rules_of
+from grpo_lightning.config.shell import format_override, quote_value
+from grpo_lightning.config.suggestions import unknown_key
+from grpo_lightning.config.targets import adapter_problems, argument_problems, target_problems, trusted_packages
+from grpo_lightning.config.tree import BUILT, PARTS, each_target, leaves, value_at
 
 SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
@@ -31,21 +36,24 @@ right, 45 % of groups of 4 and 20 % of groups of 8."""
 
 _PRESETS = ("algorithm", "debug", "experiment", "sweep")
 """Folders of conf/ whose files set parts, and are none."""
+_ABSENT = object()
 _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Class -> the package that it needs, which is also the name of this project's extra that installs it."""
 _SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
 """What runs programs in the sandbox."""
+_SANDBOX, _DEVICES = "grpo_lightning.sandbox.client", "grpo_lightning.distributed.devices"
+"""Parts that check this machine; by name, since both have settings and import this package."""
 
 
 class ConfigError(ValueError):
     """Settings that cannot work; the message lists everything that is wrong with them, by key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(hide(one_line(problem)) for problem in problems)
+        self.problems = tuple(redact(single_line(problem)) for problem in problems)
         super().__init__("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in self.problems))
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Check the resolved settings of a run.
 
     Raises:
@@ -57,7 +65,7 @@ def check(config: Mapping[str, Any]) -> None:
     rewards = config.get("reward")
     if plain := {name: one for name, one in (rewards or {}).items() if not isinstance(one, Mapping)}:
         told = "allowed are the settings of a reward, such as its weight: reward.NAME.weight=1.0"
-        raise ConfigError([f"reward.{name}={one_line(str(one))}: {told}" for name, one in plain.items()])
+        raise ConfigError([f"reward.{name}={single_line(str(one))}: {told}" for name, one in plain.items()])
     values = dict(_values(config))
     contradictions: list[str] = []
     for rule in (*CONTRADICTIONS, trainer_problems, sweep_metric_problems, recorded_problems):
@@ -70,30 +78,26 @@ def check(config: Mapping[str, Any]) -> None:
         *_unknown(config),
         *_unchosen(config),
         *values.values(),
-        *name_problems(config),
+        *target_problems(config),
         *tried,
         *contradictions,
         *_logger_problems(config),
-        *place_problems(_places(config)),
+        *directory_problems(_places(config)),
     ]:
         raise ConfigError(problems)
 
 
-def check_built(config: Mapping[str, Any]) -> None:
-    """Check resolved settings against what they name and against this machine; `check` comes before.
+def check_runtime(config: Mapping[str, Any]) -> None:
+    """Check resolved settings against what they name and against this machine; `check_config` comes before.
 
     Nothing is built: targets are imported, and devices are counted.
 
     Raises:
         ConfigError: Something is wrong; the error lists everything that is.
     """
-    from grpo_lightning.distributed.devices import device_problems
-    from grpo_lightning.settings.rewards import key_problems
-    from grpo_lightning.settings.targets import adapter_problems, argument_problems, trusted_packages
-
     trusted = trusted_packages(config)
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    problems += [*adapter_problems(config.get("policy") or {}), *device_problems(config)]
+    problems += [*adapter_problems(config.get("policy") or {}), *import_module(_DEVICES).device_problems(config)]
     problems += key_problems(config)
     if problems := [*problems, *sandbox_problems(config)]:
         raise ConfigError(problems)
@@ -101,20 +105,18 @@ def check_built(config: Mapping[str, Any]) -> None:
 
 def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
-    from grpo_lightning.sandbox import client
-    from grpo_lightning.sandbox.client import Unavailable
-
+    client = import_module(_SANDBOX)
     for key, node in each_target(config):
         if node["_target_"] in _SANDBOXED:
             try:
                 client.check()
-            except Unavailable as error:
-                yield one_line(f"{key}: {error}")
+            except RuntimeError as error:
+                yield single_line(f"{key}: {error}")
             finally:
                 client.close()  # workers have their own
 
 
-def arithmetic(config: Mapping[str, Any]) -> str:
+def describe_sizes(config: Mapping[str, Any]) -> str:
     """How many completions and optimizer steps the settings amount to, in words."""
     steps, prompts = config["steps"], config["data"]["prompts_per_step"]
     if "rollout" not in config["module"]:
@@ -145,18 +147,18 @@ def _updates(config: Mapping[str, Any]) -> int:
     return count
 
 
-def cautions(config: Mapping[str, Any]) -> list[str]:
+def config_warnings(config: Mapping[str, Any]) -> list[str]:
     """Warnings about settings that work and are probably not meant."""
     warnings: list[str] = []
     if "rollout" not in config.get("module", {}):
         return warnings
-    sizes = [size for _, size in _varied("rollout.group_size", lookup(config, "rollout.group_size"))]
+    sizes = [size for _, size in _varied("rollout.group_size", value_at(config, "rollout.group_size"))]
     if any(isinstance(size, int) and size < SMALL_GROUP for size in sizes):
         warnings.append(
             f"rollout.group_size={min(sizes)}: the mean of so few completions is a noisy baseline, and most groups are "
             f"all right or all wrong; {SMALL_GROUP} or more compare better, 8 to 16 are usual"
         )
-    kind = str(lookup(config, "correction._target_")).rpartition(".")[2]
+    kind = str(value_at(config, "correction._target_")).rpartition(".")[2]
     if kind.endswith("_truncation") and _updates(config) > 1:
         warnings.append(
             f"correction={kind} has no effect with several optimizer steps per rollout, where the ratio of the loss is "
@@ -176,8 +178,8 @@ TOP = (
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     """Settings that were added at the top, have no effect there, and are called much like others or as elsewhere."""
     for key, value in config.items():
-        if key not in TOP and (said := unknown_key(key, hydra_text(str(value)), TOP)):
-            yield one_line(said)
+        if key not in TOP and (said := unknown_key(key, quote_value(str(value)), TOP)):
+            yield single_line(said)
 
 
 def _unchosen(config: Mapping[str, Any]) -> Iterator[str]:
@@ -191,8 +193,8 @@ def _unchosen(config: Mapping[str, Any]) -> Iterator[str]:
             )
         elif isinstance(node, str) and name != "logger":
             yield (
-                f"{typed(name, node)} chooses nothing in a file; allowed is a line '- override /{name}: NAME' among "
-                "its defaults"
+                f"{format_override(name, node)} chooses nothing in a file; allowed is a line '- override /{name}: "
+                "NAME' among its defaults"
             )
         elif name in _PRESETS and node is not None:
             yield (
@@ -209,14 +211,14 @@ def _logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
     chosen = [name for name, logger in loggers.items() if isinstance(logger, Mapping) and "_target_" in logger]
     for name, logger in loggers.items():
         if name not in chosen:
-            yield f"logger.{name}: no such logger was chosen; allowed is {typed('logger', [*chosen, name])}"
+            yield f"logger.{name}: no such logger was chosen; allowed is {format_override('logger', [*chosen, name])}"
             continue
         package = _PACKAGES.get(str(logger["_target_"]).rpartition(".")[2])
         if package and find_spec(package) is None:
             yield f"logger.{name}: needs the package {package}; pip install 'grpo-lightning[{package}]' brings it"
 
 
-def place_problems(places: Mapping[str, Any]) -> Iterator[str]:
+def directory_problems(places: Mapping[str, Any]) -> Iterator[str]:
     """Directories that cannot be made or written to.
 
     Args:
@@ -224,21 +226,21 @@ def place_problems(places: Mapping[str, Any]) -> Iterator[str]:
     """
     told: set[str] = set()
     for key, place in places.items():
-        why = obstacle(Path(place)) if isinstance(place, str) else None
+        why = directory_obstacle(Path(place)) if isinstance(place, str) else None
         if why and why not in told:
             told.add(why)
-            yield one_line(f"{key}={place}: allowed is a directory that can be written to; {why}")
+            yield single_line(f"{key}={place}: allowed is a directory that can be written to; {why}")
 
 
 def _places(config: Mapping[str, Any]) -> dict[str, Any]:
     """Key -> directory that the run and its callbacks write to."""
     callbacks = (config.get("callbacks") or {}) if config.get("mode") == "fit" else {}
     return {"hydra.run.dir": config.get("run_dir")} | {
-        f"callbacks.{name}.directory": lookup(node, "directory") for name, node in callbacks.items()
+        f"callbacks.{name}.directory": value_at(node, "directory") for name, node in callbacks.items()
     }
 
 
-def obstacle(directory: Path) -> str | None:
+def directory_obstacle(directory: Path) -> str | None:
     """Why a directory cannot be made or written to; None if nothing is known against it."""
     there = next((place for place in (directory, *directory.absolute().parents) if os.path.lexists(place)), None)
     if there is None:
@@ -254,10 +256,10 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Every value that breaks its rule or is not finite, as pairs of its key and what is wrong."""
     rules = rules_of(config)
     for key, rule in rules.items():
-        value = lookup(config, key)
+        value = value_at(config, key, default=_ABSENT)
         for name, one in _varied(key, value):
-            if one is not KeyError and (problem := rule.problem(name, one)):
-                yield key, one_line(problem)
+            if one is not _ABSENT and (problem := rule.problem(name, one)):
+                yield key, single_line(problem)
     for key, value in leaves(config, config):
         is_ruled = key in rules or key.rpartition(".")[0] in rules
         if not is_ruled and isinstance(value, float) and not math.isfinite(value):

@@ -1,9 +1,9 @@
 """Which code a ``_target_`` may name, and which arguments it takes.
 
 Settings may come from somebody else, and a ``_target_`` is imported and called. So what it leads to has to be a part of
-this package, of the libraries in ``LIBRARIES``, the user's own code, which lies outside of Python's library and its
-packages, or of a package in ``trusted=[…]``. What counts is the module in which the object is defined, not how the path
-begins: ``my_rewards.os.system`` is a part of ``os``.
+this package, of the libraries in ``ALLOWED_TARGETS``, the user's own code, which lies outside of Python's library and
+its packages, or of a package in ``trusted=[…]``. What counts is the module in which the object is defined, not how the
+path begins: ``my_rewards.os.system`` is a part of ``os``.
 """
 
 import importlib
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from grpo_lightning.output.terminal import one_line
-from grpo_lightning.settings.suggestions import nearest
-from grpo_lightning.settings.values import REWARD, RULES
+from grpo_lightning.config.redaction import single_line
+from grpo_lightning.config.rules import REWARD, RULES
+from grpo_lightning.config.suggestions import nearest
 
 _PARTS = ("callbacks", "loggers", "strategies", "plugins", "profilers", "accelerators", "trainer", "Trainer")
 _OWN = (
@@ -29,13 +29,13 @@ _OWN = (
     *("composition.part", "composition.overrides.part", "composition.sweep.Note", "checkpoint.io.AtomicCheckpointIO"),
 )
 """Parts of this package that settings build; its other functions are not meant for settings."""
-LIBRARIES = (
+ALLOWED_TARGETS = (
     *(f"grpo_lightning.{part}" for part in _OWN),
     *("torch.optim", "bitsandbytes.optim", "transformers.optimization", "transformers.Adafactor"),
     *("lightning.Trainer", "lightning.fabric.plugins", *(f"lightning.pytorch.{part}" for part in _PARTS)),
 )
 """Packages, modules and classes that settings may name."""
-OF_HYDRA = ("hydra._internal.core_plugins", "hydra.experimental.callbacks", "hydra_plugins", "optuna.samplers")
+HYDRA_TARGETS = ("hydra._internal.core_plugins", "hydra.experimental.callbacks", "hydra_plugins", "optuna.samplers")
 """What Hydra's own settings may name beside: launchers, sweepers and callbacks."""
 ALLOWED = (
     "allowed are parts of this package, torch's and bitsandbytes' optimizers, Lightning's trainer, callbacks, loggers, "
@@ -63,7 +63,7 @@ def trusted_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple({*map(str, named)} - _PYTHON) if isinstance(named, list | tuple) else ()
 
 
-def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRARIES) -> Iterator[str]:
+def target_problems(config: Mapping[str, Any], libraries: Collection[str] = ALLOWED_TARGETS) -> Iterator[str]:
     """What is wrong with the paths that settings name, by key, as far as it can be said without importing them.
 
     Args:
@@ -80,12 +80,12 @@ def name_problems(config: Mapping[str, Any], libraries: Collection[str] = LIBRAR
         shortest[str(name)] = min(shortest.get(str(name), key), key, key=lambda one: one.count("."))
     for name, key in shortest.items():
         if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
-            yield one_line(f"{key}={name}: allowed is a dotted path, package.module.function")
+            yield single_line(f"{key}={name}: allowed is a dotted path, package.module.function")
         elif not _is_below(name, libraries) and (problem := _top_problem(name, trusted_packages(config))):
             yield f"{key}={name}: {problem}"
 
 
-def resolve(path: str, trusted: Collection[str] = (), libraries: Collection[str] = LIBRARIES) -> Any:
+def import_target(path: str, trusted: Collection[str] = (), libraries: Collection[str] = ALLOWED_TARGETS) -> Any:
     """Import what a path leads to.
 
     Args:
@@ -102,7 +102,7 @@ def resolve(path: str, trusted: Collection[str] = (), libraries: Collection[str]
         found = _imported(path)
     except Exception as error:  # importing a user's file may raise anything
         told = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"not found ({one_line(str(told))})") from error
+        raise ValueError(f"not found ({single_line(str(told))})") from error
     if isinstance(found, ModuleType) or not callable(found):
         raise ValueError(f"allowed is a function or a class, and this is a {type(found).__name__}")
     home = _home(found)
@@ -126,7 +126,7 @@ def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str
     """
     name = str(node["_target_"])
     try:
-        signature = signature_of(resolve(name, trusted))
+        signature = signature_of(import_target(name, trusted))
     except ValueError as error:
         yield f"{key}._target_={name}: {error}"
         return
@@ -155,7 +155,7 @@ def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
         return
     if not isinstance(adapter, Mapping):
         yield (
-            f"policy.adapter={one_line(str(adapter))}: allowed are arguments of peft's LoraConfig, such as "
+            f"policy.adapter={single_line(str(adapter))}: allowed are arguments of peft's LoraConfig, such as "
             "{r: 16, lora_alpha: 32}, or null"
         )
         return
@@ -292,9 +292,9 @@ def _unfit(signature: Signature, given: Mapping[str, Any], key: str, name: str) 
             if not takes_any:
                 meant = nearest(argument, named)
                 guess = f"the nearest is {meant}; " if meant else ""
-                yield f"{key}.{one_line(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
+                yield f"{key}.{single_line(argument)}: unknown; {guess}{name} takes {', '.join(parameters)}"
         elif not _has_rule(key, argument) and not _fits(value, hint := parameters[argument].annotation):
-            shown = "null" if value is None else one_line(str(value))
+            shown = "null" if value is None else single_line(str(value))
             yield f"{key}.{argument}={shown}: allowed is {_words(hint)}"
 
 

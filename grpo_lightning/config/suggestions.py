@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from grpo_lightning.output.shell import program, shell_word, typed
-from grpo_lightning.output.terminal import one_line
+from grpo_lightning.config.redaction import single_line
+from grpo_lightning.config.shell import command_name, format_override, shell_quote
 
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
@@ -62,12 +62,12 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
     return nearest(key, known, cutoff=0.85)
 
 
-def choices(conf: Path, group: str) -> list[str]:
+def group_choices(conf: Path, group: str) -> list[str]:
     """The names of the files of a group that may be chosen."""
     return sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem not in _NOT_BY_ITSELF)
 
 
-def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Sequence[str] = ()) -> str:
+def explain_compose_error(error: Exception, conf: Path, keys: Collection[str] = (), words: Sequence[str] = ()) -> str:
     """One sentence for what Hydra says of overrides that it cannot apply: key, value, and what may have been meant.
 
     Args:
@@ -79,7 +79,7 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     text = str(error)
     said = {word.partition("=")[0].lstrip("+~"): word for word in words}
     if match := _NO_CHOICE.search(text):
-        return one_line(_no_choice(match[1].strip(), conf, words))
+        return single_line(_no_choice(match[1].strip(), conf, words))
     for form, answer in (
         (_UNKNOWN, lambda key: _unknown(error, said[key], conf, keys or known_keys(conf))),
         (_NOT_THERE, lambda key: _not_there(key, keys or known_keys(conf))),
@@ -87,10 +87,10 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
         (_CHOSEN_ALREADY, lambda key: f"+{key}: one is chosen already; allowed is {key}=NAME, without the plus sign"),
     ):
         if (match := form.search(text)) and match[1] in said:
-            return one_line(answer(match[1]))
+            return single_line(answer(match[1]))
     for form, answer in ((_AMBIGUOUS, _ambiguous), (_NOT_PARSED, _not_parsed)):
         if (match := form.search(text)) and match[1].strip() in words:
-            return one_line(answer(match[1].strip()))
+            return single_line(answer(match[1].strip()))
     if match := _OPEN.search(text):
         options = [name for name in match[2].split() if name not in _NOT_BY_ITSELF] or ["none"]
         named, *names = (match[1], *options)
@@ -98,27 +98,27 @@ def explain(error: Exception, conf: Path, keys: Collection[str] = (), words: Seq
     if place := _FULL_KEY.search(text):
         is_missing = type(error).__name__ == "MissingMandatoryValue"
         missing = f"a value is missing; allowed is {place[1]}=VALUE"
-        return one_line(f"{place[1]}: {missing if is_missing else text.splitlines()[0]}")
+        return single_line(f"{place[1]}: {missing if is_missing else text.splitlines()[0]}")
     if type(error).__name__ == "OverrideParseException" and (word := getattr(error, "override", None)) in words:
-        return one_line(_not_parsed(str(word)))
+        return single_line(_not_parsed(str(word)))
     cause = str(error.__cause__ or "").splitlines()
     lines = [line.strip() for line in [*text.splitlines(), *cause[:1]] if line.strip() and not _LEFT_OUT.search(line)]
-    return one_line("; ".join(lines))
+    return single_line("; ".join(lines))
 
 
-def translated(key: str, value: str | None = None) -> str | None:
+def translate_key(key: str, value: str | None = None) -> str | None:
     """What a setting of TRL, verl or many others is called here, as the end of a sentence; None if it is none.
 
     Args:
         key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
         value: What it was set to; None: not known.
     """
-    same, similar = names_of_others().values()
+    same, similar = aliases().values()
     last = key.rpartition(".")[2]
     foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
     for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
         if ours := same.get(name):
-            word = ours if value is None else shell_word(f"{ours}={value}")
+            word = ours if value is None else shell_quote(f"{ours}={value}")
             return f"allowed here is {word}, as this project calls it"
         if ours := similar.get(name):
             return f"allowed here is {ours}"
@@ -126,19 +126,19 @@ def translated(key: str, value: str | None = None) -> str | None:
 
 
 @cache
-def names_of_others() -> dict[str, dict[str, str]]:
-    """``same`` and ``similar`` of names.yaml: what others call a setting -> what it is called here."""
-    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text("utf-8"))
+def aliases() -> dict[str, dict[str, str]]:
+    """``same`` and ``similar`` of aliases.yaml: what others call a setting -> what it is called here."""
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text("utf-8"))
     return found
 
 
 def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:
     """What is to be said of a key that is none of the known ones; None if it is like none of them."""
     said = f"{key}={value}" if value is not None else key
-    if ours := translated(key, value):
+    if ours := translate_key(key, value):
         return f"{said}: {ours}"
     if meant := nearest_key(key, keys):
-        return f"{said}: unknown; the nearest is {meant if value is None else shell_word(f'{meant}={value}')}"
+        return f"{said}: unknown; the nearest is {meant if value is None else shell_quote(f'{meant}={value}')}"
     return None
 
 
@@ -156,9 +156,11 @@ def unknown_option(option: str, following: str | None, keys: Collection[str]) ->
         is_value = following is not None and not following.startswith("--") and "=" not in following
         value = str(following) if is_value else "VALUE"
     if name in keys:
-        return one_line(f"{option}: allowed is {shell_word(f'{name}={value}')}, without dashes")
+        return single_line(f"{option}: allowed is {shell_quote(f'{name}={value}')}, without dashes")
     said = unknown_key(name, value, keys)
-    return one_line(f"{option}: {said or f'allowed is KEY=VALUE, without dashes; {program()} --help lists the keys'}")
+    return single_line(
+        f"{option}: {said or f'allowed is KEY=VALUE, without dashes; {command_name()} --help lists the keys'}"
+    )
 
 
 def _unknown(error: Exception, word: str, conf: Path, keys: Collection[str]) -> str:
@@ -167,23 +169,25 @@ def _unknown(error: Exception, word: str, conf: Path, keys: Collection[str]) -> 
     value = given if sign else None
     absent = _FULL_KEY.search(str(error.__cause__))  # the first part of the key that is not there
     part, _, name = absent[1].rpartition(".") if absent else ("", "", "")
-    if part == "reward" and name in choices(conf, "reward"):
+    if part == "reward" and name in group_choices(conf, "reward"):
         return f"{said}: the reward {name} is not chosen; allowed is reward=[…,{name}] with it"
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
-    if not set("./") & set(key) and not translated(key) and (group := nearest(key, groups, cutoff=0.7)):
-        return f"{said}: unknown; the nearest is {shell_word(f'{group}={value}') if value else f'{group}=NAME'}, a part"
+    if not set("./") & set(key) and not translate_key(key) and (group := nearest(key, groups, cutoff=0.7)):
+        return (
+            f"{said}: unknown; the nearest is {shell_quote(f'{group}={value}') if value else f'{group}=NAME'}, a part"
+        )
     if having := _having(key, conf):
         return f"{said}: allowed with {' or '.join(having)}, which is not chosen"
     return unknown_key(key, value, [*keys, *_OF_HYDRA]) or (
-        f"{said}: unknown; allowed are the keys that `{program()} --cfg job` prints, and "
-        f"{shell_word(f'+{said}')} for a new one"
+        f"{said}: unknown; allowed are the keys that `{command_name()} --cfg job` prints, and "
+        f"{shell_quote(f'+{said}')} for a new one"
     )
 
 
 def _having(key: str, conf: Path) -> list[str]:
     """The choices of a key's part that have such a setting, as ``PART=NAME``; without those for objects of programs."""
     part = key.split(".")[0]
-    names = [name for name in choices(conf, part) if name != "live"]
+    names = [name for name in group_choices(conf, part) if name != "live"]
     return [f"{part}={name}" for name in names if key in _inherited(conf / part / f"{name}.yaml")]
 
 
@@ -202,7 +206,7 @@ def _not_there(key: str, keys: Collection[str]) -> str:
 
 def _ambiguous(override: str) -> str:
     key, _, value = override.partition("=")
-    together = shell_word(f"{key}=[{value}]")
+    together = shell_quote(f"{key}=[{value}]")
     return f"{override}: allowed is {together} for several together, or -m for one run of each"
 
 
@@ -214,23 +218,22 @@ def _no_choice(path: str, conf: Path, words: Sequence[str] = ()) -> str:
         known = ["basic", *_OF_GROUP.get(group, ())]
         meant = nearest(name, known)
         return f"{group}={name}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
-    known = choices(conf, group)
+    known = group_choices(conf, group)
     listed = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name and f"policy={name}" in words:  # else a file may have chosen it
-        word = typed("policy.path", name)
+        word = format_override("policy.path", name)
         return f"{listed}: allowed is policy=hf {word} for a model of the hub or of a directory"
     if group == "data" and f"data={name}" in words:
         kind = "jsonl" if name.endswith((".jsonl", ".parquet")) else "hub"
         if kind == "jsonl" or "/" in name or "." in name:
-            return (
-                f"{listed}: allowed is data={kind} {typed('data.path', name)} for a data set of your own or the hub's"
-            )
+            word = format_override("data.path", name)
+            return f"{listed}: allowed is data={kind} {word} for a data set of your own or the hub's"
     if (
         group == "reward"
         and _OWN_FUNCTION.fullmatch(name)
         and any(name in re.split(r"[=\[\],]", word) for word in words)
     ):
-        word = typed("reward.custom.function._target_", name)
+        word = format_override("reward.custom.function._target_", name)
         return f"{listed}: allowed is custom in place of it, with {word}, for a function of your own"
     meant = nearest(name, known)
     return f"{listed}: allowed is one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
@@ -241,8 +244,8 @@ def _not_parsed(override: str) -> str:
     if not value:
         return f"{override}: allowed is KEY=VALUE{', without dashes' if override.startswith('-') else ''}"
     if override.startswith("--"):
-        return f"{override}: allowed is {shell_word(override.lstrip('-'))}, without dashes"
-    quoted = shell_word(f'{key}="…"')
+        return f"{override}: allowed is {shell_quote(override.lstrip('-'))}, without dashes"
+    quoted = shell_quote(f'{key}="…"')
     return (
         f"{override}: allowed with spaces, commas, brackets, quotes or = in a value are quotes around it, and others "
         f"for the shell: {quoted}"
