@@ -23,7 +23,7 @@ from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
 from grpo_lightning.memory import GiB, Use, predicted
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.sampler.own import decode
+from grpo_lightning.sampler.native import sampler
 from grpo_lightning.types import Sampled, Sampling
 
 CASE = Setting("budget", cap=4096, mean=700, prompts=8, hidden=128, layers=4)
@@ -42,8 +42,8 @@ def sampled(policy: HFPolicy, setting: Setting, rows: int | None, seed: int = 0)
     )
 
 
-class Watched(decode.Slots):
-    """Slots that know how long they were all taken, and how many tokens were drawn meanwhile."""
+class Watched(sampler.DecodeBatch):
+    """DecodeBatch that know how long they were all taken, and how many tokens were drawn meanwhile."""
 
     full_seconds = 0.0
     full_tokens = 0
@@ -73,7 +73,7 @@ def timed(setting: Setting, directory: str, times: int) -> dict:
     """How many completions are the same, and seconds with the budget over those of an ideal packing."""
     policy = ours.policy(directory).to("cuda" if torch.cuda.is_available() else "cpu")
     ratios, seconds = [], []
-    decode.Slots = Watched  # type: ignore[misc]
+    sampler.DecodeBatch = Watched  # type: ignore[misc]
     for number in range(times):
         Watched.full_seconds, Watched.full_tokens, Watched._before = 0.0, 0, None
         started = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.sampler.native.sampler import NativeSampler
 
 NATIVE = NativeSampler()
 

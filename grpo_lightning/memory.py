@@ -12,15 +12,15 @@ GiB = float(2**30)
 CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.head`."""
 _FIRST_ROOM = {"cpu": 64, "cuda": 256}
-"""Tokens that a completion has room for at first, see `sampler.own.buffers`."""
+"""Tokens that a completion has room for at first, see `sampler.native.shared_prompt_cache`."""
 COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}
 """The most bytes of a layer's prompt keys and values that completions have copies of, by device. With more, prompts are
 attended to once per group; as soon as so few completions are left that copies for each would be smaller, they are
 copied. Reading is saved against a dozen operations, in whose time a GPU reads more."""
 LARGEST_SET = 1024
-"""The most tokens that truncated sampling draws from, see `sampler.own.draw`."""
+"""The most tokens that truncated sampling draws from, see `sampler.native.token_sampling`."""
 _DRAWS = {"cpu": 2, "cuda": 17}
-"""How many tokens of a completion are drawn at most between two looks at them, see `sampler.own.decode`."""
+"""How many tokens of a completion are drawn at most between two looks at them, see `sampler.native.sampler`."""
 
 
 @dataclass(frozen=True, kw_only=True)

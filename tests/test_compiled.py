@@ -7,10 +7,10 @@ from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import load
-from grpo_lightning.sampler.own import buffers, linear, prompt_attention
-from grpo_lightning.sampler.own.draw import draw
-from grpo_lightning.sampler.own.prompt_attention import excluding
-from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.sampler.native import attention, fused_decode, shared_prompt_cache
+from grpo_lightning.sampler.native.attention import excluding
+from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.sampler.native.token_sampling import sample_tokens
 from grpo_lightning.transformer import compiled, head
 from grpo_lightning.transformer.head import Head
 from grpo_lightning.types import Sampling
@@ -33,7 +33,7 @@ def as_if_it_paid(monkeypatch):
     monkeypatch.setattr(compiled, "pays", lambda tensor: True)
     monkeypatch.setattr(head, "pays", lambda tensor: True)
     monkeypatch.setattr(compiled, "_made", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
-    monkeypatch.setattr(linear, "packs", lambda *_: False)
+    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
     return made
 
 
@@ -70,7 +70,7 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
         with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
             return generate(policy, ["12 + 34 =", "Corgis are"], group_size=group_size, sampling=sampling, seed=3)
 
-    monkeypatch.setattr(linear, "packs", lambda *_: False)
+    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
     like_gpu(monkeypatch, copied=copied)
     expected = [sampled(size) for size in (3, 4)]
     made = request.getfixturevalue("as_if_it_paid")
@@ -119,7 +119,7 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     expected = sampled()
     like_gpu(monkeypatch, copied=copied)
     calls = []
-    monkeypatch.setattr(buffers, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(a) or flash(*a, **k))
     found = sampled()
     assert len({call[6] for call in calls}) > 1  # in rooms of several sizes
@@ -132,15 +132,15 @@ def test_keys_that_are_counted_may_be_part_of_a_room(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     query, rooms, lengths = torch.randn(3, 2, 4, 8), torch.randn(2, 5, 2, 20, 8), torch.tensor([0, 5, 15])
     key, value = rooms[:, 1:4, :, :16].unbind(0)
-    held = prompt_attention.seen(lengths, key, 16, None, counts=True)
-    mask = prompt_attention.unseen(lengths, 16, None, torch.float32)
-    found = prompt_attention.attend(query, key, value, held, 0.3)
-    for one, expected in zip(found, prompt_attention.written_out(query, key, value, mask, 0.3), strict=True):
+    held = attention.seen(lengths, key, 16, None, counts=True)
+    mask = attention.unseen(lengths, 16, None, torch.float32)
+    found = attention.attend(query, key, value, held, 0.3)
+    for one, expected in zip(found, attention.written_out(query, key, value, mask, 0.3), strict=True):
         assert_close(one, expected, rtol=0, atol=1e-5)
 
 
 def test_keys_are_counted_where_all_layers_have_as_many(monkeypatch):
-    monkeypatch.setattr(buffers, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: True)
     wide, narrow, short = torch.ones(2, 4, 5, 8), torch.ones(2, 1, 5, 8), torch.ones(2, 4, 5, 4)
     for layers, counts in (
         ([(wide, wide), (wide, wide)], True),
@@ -148,15 +148,13 @@ def test_keys_are_counted_where_all_layers_have_as_many(monkeypatch):
         ([(narrow, narrow), (wide, wide)], False),
         ([(wide, short), (wide, short)], False),
     ):
-        held = buffers.Buffers(dict(enumerate(layers)), 3)
+        held = shared_prompt_cache.Buffers(dict(enumerate(layers)), 3)
         held.grow(7, 100)
         assert held.counts_keys() is counts
         lengths = torch.tensor([0, 5, 15])
-        assert (
-            isinstance(prompt_attention.seen(lengths, held.keys, 7, None, held.counts_keys()), torch.Tensor) != counts
-        )
-    monkeypatch.setattr(buffers, "counts_keys", lambda keys: False)
-    assert not buffers.Buffers({0: (wide, wide)}, 3).counts_keys()
+        assert isinstance(attention.seen(lengths, held.keys, 7, None, held.counts_keys()), torch.Tensor) != counts
+    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: False)
+    assert not shared_prompt_cache.Buffers({0: (wide, wide)}, 3).counts_keys()
 
 
 def test_a_traced_head_has_the_same_gradients(request):
@@ -197,7 +195,7 @@ def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
     torch.manual_seed(0)
     logits, uniform = 3 * torch.randn(5, 9000), torch.rand(5)
     for temperature in (0.0, 0.7, 1.0):
-        found = draw(logits.clone(), Sampling(temperature=temperature, **PLAIN), uniform)
+        found = sample_tokens(logits.clone(), Sampling(temperature=temperature, **PLAIN), uniform)
         probabilities = (logits.double() / (temperature or 1.0)).softmax(-1)
         expected = (probabilities.cumsum(-1) > uniform.unsqueeze(-1)).int().argmax(-1)
         assert torch.equal(found.tokens, expected if temperature else logits.argmax(-1))
@@ -205,7 +203,7 @@ def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
         assert_close(found.entropies, entropies.float(), rtol=1e-5, atol=1e-5)
         chosen = probabilities.log().gather(-1, found.tokens.unsqueeze(-1)).squeeze(-1)
         assert_close(found.logprobs, chosen.float(), rtol=1e-5, atol=1e-5)
-    assert not draw(torch.tensor([[0.0, torch.nan]]), Sampling(temperature=1.0, **PLAIN), uniform[:1]).sound
+    assert not sample_tokens(torch.tensor([[0.0, torch.nan]]), Sampling(temperature=1.0, **PLAIN), uniform[:1]).sound
 
 
 def test_settings_hold_while_a_function_runs_and_not_behind_it():

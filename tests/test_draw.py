@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.sampler.own import draw as module
-from grpo_lightning.sampler.own.draw import draw, inverse_cdf, likeliest, uniforms
+from grpo_lightning.sampler.native import token_sampling as module
+from grpo_lightning.sampler.native.token_sampling import inverse_cdf, likeliest_tokens, sample_tokens, uniforms
 from grpo_lightning.transformer.head import token_logprobs
 from grpo_lightning.types import Sampling
 
@@ -13,7 +13,7 @@ from grpo_lightning.types import Sampling
 def truncated(logits, *, top_k=0, top_p=1.0, min_p=0.0):
     """The logits [b, V], -inf where a token cannot be drawn."""
     shifted = logits - logits.amax(-1, keepdim=True)
-    ids, values, inside = likeliest(shifted, shifted.exp().sum(-1), top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, values, inside = likeliest_tokens(shifted, shifted.exp().sum(-1), top_k=top_k, top_p=top_p, min_p=min_p)
     assert torch.equal(values, shifted.gather(-1, ids))
     assert (ids.diff() > 0).all()
     return logits.masked_fill(~torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside), -torch.inf)
@@ -57,7 +57,7 @@ def test_drawn_frequencies_logprobs_and_entropy_are_those_of_the_distribution(sa
     torch.manual_seed(0)
     logits = torch.randn(1, 8) * 2
     rows = 20_000
-    tokens, logprobs, entropy, _, sets = draw(logits.expand(rows, 8), sampling, torch.rand(rows))
+    tokens, logprobs, entropy, _, sets = sample_tokens(logits.expand(rows, 8), sampling, torch.rand(rows))
     scaled = logits / sampling.temperature
     scaled = truncated(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     kept = scaled.softmax(-1)[0]
@@ -82,7 +82,7 @@ def test_of_a_large_set_the_likeliest_stay(monkeypatch):
     descending, order = logits.double().softmax(-1).sort(descending=True, stable=True)
     rank = torch.arange(300)
     for most in (1, 4, 64, 299, 1024):
-        monkeypatch.setattr(module, "MOST", most)
+        monkeypatch.setattr(module, "MAX_SUPPORT", most)
         kept = (descending.cumsum(-1) - descending < 0.9 - 1e-9) & (rank < most)
         assert most < 299 or kept.sum(-1).unique().numel() == 5
         expected = logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -torch.inf)
@@ -159,7 +159,7 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(monkeypatch):
 
 def test_a_greedy_draw_takes_the_likeliest():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, -1.0]])
-    tokens, logprobs, entropy, *_ = draw(
+    tokens, logprobs, entropy, *_ = sample_tokens(
         logits, Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1), torch.tensor([0.99, 0.99])
     )
     assert tokens.tolist() == [1, 0]
@@ -174,9 +174,9 @@ def test_autocast_changes_no_draw(temperature, ruled_out):
     if ruled_out:
         logits[3:9, 5:200] = -torch.inf
     sampling = Sampling(temperature=temperature, top_p=0.9, top_k=50, min_p=0.01, max_new_tokens=1)
-    expected = draw(logits.clone(), sampling, uniform)
+    expected = sample_tokens(logits.clone(), sampling, uniform)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = draw(logits.clone(), sampling, uniform)
+        found = sample_tokens(logits.clone(), sampling, uniform)
     for one, other in zip(found, expected):
         assert one is other is None or torch.equal(one, other)
     tokens, logprobs, entropy, *_ = found
@@ -192,7 +192,7 @@ def test_logits_that_are_not_finite_are_marked():
     logits = torch.zeros(4, 3)
     logits[1], logits[2], logits[3] = torch.nan, torch.inf, -torch.inf
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=1)
-    assert draw(logits, sampling, torch.zeros(4))[3].tolist() == [True, False, False, False]
+    assert sample_tokens(logits, sampling, torch.zeros(4))[3].tolist() == [True, False, False, False]
 
 
 def test_random_numbers_depend_on_their_place_only():

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.config import ConfigError, check_config
-from grpo_lightning.sampler.vllm.inside import VLLM
+from grpo_lightning.sampler.vllm.colocated import VLLM
 from tests.support import stand_in
 from tests.support.composed import composed
 from tests.support.episodes import Played, chatty

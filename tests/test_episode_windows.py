@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.sampler.own import sampler as native
-from grpo_lightning.sampler.own import talking
-from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.native import multi_turn
+from grpo_lightning.sampler.native import sampler as native
+from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import tokenizer
 from tests.support.episodes import Played, chatty, played_alone
@@ -47,7 +47,7 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
         for parameter in policy.model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
-    monkeypatch.setattr(talking, "READ_TOGETHER", 12)
+    monkeypatch.setattr(multi_turn, "READ_TOGETHER", 12)
     sampling = Sampling(**PLAIN | {"max_new_tokens": LONGER})
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2

@@ -8,9 +8,9 @@ from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.sampler.own import sampler as native
-from grpo_lightning.sampler.own import shared_prompt_cache, talking
-from grpo_lightning.sampler.own.decode import decode
+from grpo_lightning.sampler.native import multi_turn, shared_prompt_cache
+from grpo_lightning.sampler.native import sampler as native
+from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, Played, chatty, played_alone
@@ -86,7 +86,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     extended = []
     own = shared_prompt_cache.SharedPromptCache.extend
-    monkeypatch.setattr(talking, "READ_TOGETHER", 12)
+    monkeypatch.setattr(multi_turn, "READ_TOGETHER", 12)
     for copied, pace in (
         (0, {"look_every": 1}),
         (1 << 20, {"look_every": 16}),

@@ -15,7 +15,7 @@ from grpo_lightning.policy.hf import load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.tries import with_sets
-from grpo_lightning.sampler.filtered import options, sets
+from grpo_lightning.sampler.support import options, support_of_tokens
 from grpo_lightning.transformer import logits
 from grpo_lightning.types import Prompts, Rollout, Sampling
 from tests.support import stand_in
@@ -98,14 +98,17 @@ PROBABILITIES = [0.15, 0.5, 0.05, 0.2, 0.1]
 )
 def test_sets_and_what_is_added_to_them_by_hand(changes, expected):
     given = torch.tensor([PROBABILITIES] * 5).log() + torch.tensor([[0.0], [7.0], [-3.0], [100.0], [2.0]])
-    found = sets(given, torch.arange(5), Sampling(**FREE | changes))
+    found = support_of_tokens(given, torch.arange(5), Sampling(**FREE | changes))
     assert found.support.lists() == [sorted({*expected, token}) for token in range(5)]
     assert found.outside.tolist() == [token not in expected for token in range(5)]
 
 
 def test_tokens_that_the_model_rules_out_are_in_no_set():
     given = torch.tensor([[0.0, -torch.inf, 1.0], [-torch.inf, 2.0, -torch.inf]])
-    assert sets(given, torch.tensor([2, 1]), Sampling(**FREE | {"top_k": 3})).support.lists() == [[0, 2], [1]]
+    assert support_of_tokens(given, torch.tensor([2, 1]), Sampling(**FREE | {"top_k": 3})).support.lists() == [
+        [0, 2],
+        [1],
+    ]
 
 
 def test_what_an_engine_is_asked_for():
@@ -119,9 +122,9 @@ def test_what_an_engine_is_asked_for():
 
 def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
     given = torch.linspace(0, 1, 3000).unsqueeze(0)
-    found = sets(given.clone(), torch.tensor([5]), Sampling(**FREE | {"top_p": 0.99999}))
+    found = support_of_tokens(given.clone(), torch.tensor([5]), Sampling(**FREE | {"top_p": 0.99999}))
     assert found.support.lists() == [[5, *range(3000 - 1024, 3000)]]
-    half = sets(given, torch.tensor([2999]), Sampling(**FREE | {"top_p": 0.5}))
+    half = support_of_tokens(given, torch.tensor([2999]), Sampling(**FREE | {"top_p": 0.5}))
     # of the 1,024 likeliest, whose probabilities go with exp(i / 2999): half of their sum
     weights = (torch.arange(1976, 3000).double() / 2999).exp()
     above = weights.flip(0).cumsum(0)

@@ -5,8 +5,8 @@ import torch
 
 from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own.buffers import Buffers
-from grpo_lightning.sampler.own.cache import rows_within
+from grpo_lightning.sampler.native.kv_cache import rows_within
+from grpo_lightning.sampler.native.shared_prompt_cache import Buffers
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed

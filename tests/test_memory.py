@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.memory import CASES, LONG, apart
 from grpo_lightning.memory import LARGEST_SET, Shape, Use, activations, predicted, table, use_of
-from grpo_lightning.sampler.own import decode, draw
+from grpo_lightning.sampler.native import sampler, token_sampling
 from tests.support.composed import composed
 
 SHAPE = Shape(trained=1000, frozen=0, body=800, hidden=10, layers=2, intermediate=40, vocabulary=20, keys=5)
@@ -40,9 +40,9 @@ def test_activations_and_cache_by_hand():
 
 
 def test_sets_of_truncated_sampling_by_hand():
-    assert LARGEST_SET == draw.MOST
+    assert LARGEST_SET == token_sampling.MAX_SUPPORT
     # 6 completions: 8 numbers of 4 bytes for each of 2 tokens, or 17 on a GPU, and 48 bytes of each to sort them
-    for device, draws in (("cpu", 2), ("cuda", decode.LOOK_EVERY + 1)):
+    for device, draws in (("cpu", 2), ("cuda", sampler.SYNC_EVERY + 1)):
         whole = replace(USE, device=device)
         more = predicted(SHAPE, replace(whole, set_tokens=8))["sampling"] - predicted(SHAPE, whole)["sampling"]
         assert more == 6 * 8 * (4 * draws + 48)

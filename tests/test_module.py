@@ -11,7 +11,7 @@ from grpo_lightning.module.base import StepModule
 from grpo_lightning.module.update import Update, mean_metrics
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.reward import RewardError
-from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Rollout
 from tests.support.composed import CONF, build
 from tests.support.running import small_module, small_run

@@ -14,8 +14,8 @@ from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.adapted import base_of, weight_of
 from grpo_lightning.policy.hf import HFPolicy, load
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, windows
-from grpo_lightning.sampler.own import shared_prompt_cache as cache
-from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
+from grpo_lightning.sampler.native import shared_prompt_cache as cache
+from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.logprobs import separate
 from grpo_lightning.types import Rollout, Sampling
@@ -189,7 +189,7 @@ def test_the_llama_family_has_a_flat_decoder(checkpoints):
     for name in {*ARCHITECTURES} - {"gpt2"}:
         policy = opened(checkpoints[name])
         assert check(policy.model)
-        assert isinstance(FlatDecoder(policy.model.get_decoder(), torch.float32), FlatDecoder)
+        assert isinstance(FusedDecodeStep(policy.model.get_decoder(), torch.float32), FusedDecodeStep)
 
 
 def test_what_is_computed_once(checkpoints, monkeypatch):
@@ -250,7 +250,7 @@ def test_sixteen_bits(checkpoints, how):
 def test_an_adapter_is_merged_into_the_samplers_copy(checkpoints):
     policy = opened(checkpoints["qwen3"], adapter={"r": 4, "target_modules": "all-linear", "init_lora_weights": False})
     assert check(policy.model)
-    assert isinstance(FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of), FlatDecoder)
+    assert isinstance(FusedDecodeStep(base_of(policy.model).get_decoder(), torch.float32, weight_of), FusedDecodeStep)
     sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
     with policy.model.disable_adapter():
@@ -263,7 +263,7 @@ def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
     adapter = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "use_dora": True}
     policy = opened(checkpoints["llama"], adapter=adapter)
     with pytest.raises(TypeError, match="more than a product"):
-        FlatDecoder(base_of(policy.model).get_decoder(), torch.float32, weight_of)
+        FusedDecodeStep(base_of(policy.model).get_decoder(), torch.float32, weight_of)
     sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
 

@@ -12,12 +12,12 @@ from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.sampler.own import linear
-from grpo_lightning.sampler.own.decode import Replay, decode
-from grpo_lightning.sampler.own.draw import uniforms
-from grpo_lightning.sampler.own.prompt_attention import attend, written_out
-from grpo_lightning.sampler.own.slots import Slots
-from grpo_lightning.sampler.own.talking import TalkingSlots
+from grpo_lightning.sampler.native import fused_decode
+from grpo_lightning.sampler.native.attention import attend, written_out
+from grpo_lightning.sampler.native.decode_batch import DecodeBatch
+from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
+from grpo_lightning.sampler.native.sampler import CUDAGraphStep, decode
+from grpo_lightning.sampler.native.token_sampling import uniforms
 from grpo_lightning.sampler.text import StopStrings
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
@@ -157,15 +157,17 @@ def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
 
 @contextmanager
 def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_once=None):
-    """Slots with some tokens drawn and room for more, as between two looks on a GPU; with replies where they talk."""
-    monkeypatch.setattr(linear, "packs", lambda *_: False)  # what oneDNN has packed is no tensor that can be traced
+    """A batch with some tokens drawn and room for more, as between two looks on a GPU."""
+    monkeypatch.setattr(
+        fused_decode, "packs", lambda *_: False
+    )  # what oneDNN has packed is no tensor that can be traced
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
     cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
-    of = TalkingSlots if kind == "talking" else Slots
+    of = MultiTurnBatch if kind == "talking" else DecodeBatch
     slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64)
     if kind == "talking":
         slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
@@ -325,7 +327,7 @@ def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
         else:
             cuda.recording.append(lambda: made.append(1))
 
-    repeat = Replay(step, torch.device("cuda"))
+    repeat = CUDAGraphStep(step, torch.device("cuda"))
     total = 0
     for times, version in ((16, 1), (16, 1), (1, 2), (1, 2), (16, 2), (5, 3), (1, 4)):
         repeat(times, version)
@@ -336,7 +338,7 @@ def test_every_step_is_made_once_whether_recorded_or_not(monkeypatch):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN packs weights on x86 CPUs")
 def test_what_is_added_to_a_packed_layer_has_its_shape():
-    packed, x = linear.Packed(torch.randn(16, 8), None), torch.randn(4, 8)
+    packed, x = fused_decode.PackedLinear(torch.randn(16, 8), None), torch.randn(4, 8)
     assert packed.plus(x, torch.zeros(4, 16)).shape == (4, 16)
     for other in (torch.zeros(4, 8), torch.zeros(2, 16), torch.zeros(16)):  # which oneDNN would read beyond
         with pytest.raises(ValueError, match="is added to 16 features of"):

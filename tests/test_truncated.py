@@ -227,8 +227,8 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
     assert_close(one, other, rtol=0, atol=1e-10)
     # The whole softmax trains another policy.
     whole = policy.logprobs(rows.without_support, temperature=temperature)
-    (untruncated,) = torch.autograd.grad(loss(whole, None, rows.without_support, weights)[0], table)
-    assert (untruncated + exact).abs().max() > 0.01
+    (without_support,) = torch.autograd.grad(loss(whole, None, rows.without_support, weights)[0], table)
+    assert (without_support + exact).abs().max() > 0.01
 
 
 # --- what was sampled is what is scored ------------------------------------------------------------------------------

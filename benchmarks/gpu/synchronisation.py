@@ -25,10 +25,10 @@ def replay() -> Any:
     ``it._graph``, once that is recorded for ``it._version``.
     """
     try:
-        from grpo_lightning.sampler.own.decode import Replay
+        from grpo_lightning.sampler.native.sampler import CUDAGraphStep
     except ImportError as error:
         raise Skipped(f"the sampler has no token steps that go without the host looking ({error})") from None
-    return Replay
+    return CUDAGraphStep
 
 
 @contextmanager

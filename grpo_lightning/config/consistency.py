@@ -18,7 +18,7 @@ from grpo_lightning.config.suggestions import nearest
 from grpo_lightning.config.tree import HELD, value_at
 
 _ENGINES = {
-    "grpo_lightning.sampler.vllm.inside.VLLM": "sampler=vllm",
+    "grpo_lightning.sampler.vllm.colocated.VLLM": "sampler=vllm",
     "grpo_lightning.sampler.vllm.server.VLLMServer": "sampler=vllm_server",
 }
 

@@ -24,7 +24,7 @@ from grpo_lightning.module.values import Values
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.base import Sampler
-from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Prompt, Prompts
 from grpo_lightning.validation import Validation
 

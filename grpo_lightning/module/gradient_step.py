@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grpo_lightning.policy.adapted import is_adapted
-from grpo_lightning.sampler.own.draw import NotFinite
+from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class GradientStep:
         """
         try:
             yield
-        except NotFinite as error:
+        except NonFiniteLogits as error:
             when = f"the {phase} after step {completed_steps}" if completed_steps else f"the {phase} before any step"
             cause = (
                 f"the last updates have damaged its weights: try a lower optimizer.lr, a module.max_grad_norm below "

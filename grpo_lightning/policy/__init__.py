@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.sampler.filtered import Found
+from grpo_lightning.sampler.support import EngineSupport
 from grpo_lightning.transformer.head import LossGradient
 from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
@@ -77,7 +77,7 @@ class Policy(nn.Module, ABC):
             Two [B, T] float32 tensors in nats, 0 where masked; None in place of an entropy that is not wanted.
         """
 
-    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
+    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> EngineSupport:
         """The sets that an engine with this policy's weights draws the completion tokens of ``rows`` from.
 
         Args:

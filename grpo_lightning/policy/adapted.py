@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from grpo_lightning.sampler.own.linear import plain_weight
+from grpo_lightning.sampler.native.fused_decode import plain_weight
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

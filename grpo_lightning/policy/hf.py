@@ -19,7 +19,7 @@ from grpo_lightning.policy.replies import Replies, is_templated
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.policy.tokenization import TextPolicy
 from grpo_lightning.policy.weights import named_weights, write_untied
-from grpo_lightning.sampler.own.cache import Cache, PlainCache, rows_within
+from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows_within
 from grpo_lightning.transformer import logits, logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.head import LossGradient
@@ -101,7 +101,7 @@ class HFPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-    ) -> Cache:
+    ) -> KVCache:
         # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
         if path := self._shared_path(max(map(len, prompts))):
             return path.cache(
@@ -111,7 +111,7 @@ class HFPolicy(TextPolicy):
                 flat=self._use_flat_decoder,
                 windows={} if self._reaches(longest) else windows(self.model),
             )
-        return PlainCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
+        return DynamicKVCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         if sampling.kv_cache_gib is None:

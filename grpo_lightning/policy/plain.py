@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.tokenization import TextPolicy
-from grpo_lightning.sampler.own.cache import Cache, RecomputedCache
+from grpo_lightning.sampler.native.kv_cache import KVCache, NoKVCache
 from grpo_lightning.transformer.head import LossGradient, token_logprobs
 from grpo_lightning.transformer.logits import Chunk, parts
 from grpo_lightning.transformer.packing import lengths
@@ -70,10 +70,8 @@ class PlainPolicy(TextPolicy):
         group_size: int,
         *,
         longest: int,
-    ) -> Cache:
-        return RecomputedCache(
-            self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device
-        )
+    ) -> KVCache:
+        return NoKVCache(self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device)
 
     def logprobs_and_entropy(
         self,

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.policy.adapted import base_of, weight_of
-from grpo_lightning.sampler.own.decode import decode
-from grpo_lightning.sampler.own.draw import uniforms
-from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
-from grpo_lightning.sampler.own.linear import Packed, packs
-from grpo_lightning.sampler.own.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep, PackedLinear, packs
+from grpo_lightning.sampler.native.sampler import decode
+from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.sampler.native.token_sampling import uniforms
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.head import Head, LossGradient
 from grpo_lightning.types import Rollout, Sampled, Sampling
@@ -74,13 +73,13 @@ class SharedPath:
             prompts: The token ids of each prompt.
             group_size: Completions per prompt.
             longest: Tokens that a prompt and its completion may have together.
-            flat: Whether single tokens go through a `FlatDecoder`, where there can be one.
+            flat: Whether single tokens go through a `FusedDecodeStep`, where there can be one.
             windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
         """
         head, dtype = self.head, compute_dtype(self.decoder)
         flat_copy = flat_decoder(self.decoder, dtype) if flat else None
         weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-        packed = Packed(weight, bias) if packs(weight.device, dtype) else None
+        packed = PackedLinear(weight, bias) if packs(weight.device, dtype) else None
 
         def logits(hidden: Tensor) -> Tensor:
             if packed is None:
@@ -115,10 +114,10 @@ def is_static(decoder: Any) -> bool:
     return not has_experts and "dynamic" not in rotary and "longrope" not in rotary
 
 
-def flat_decoder(decoder: Any, dtype: torch.dtype) -> FlatDecoder | None:
+def flat_decoder(decoder: Any, dtype: torch.dtype) -> FusedDecodeStep | None:
     """The decoder's copy for single tokens, which computes in ``dtype``; None where the decoder does not allow one."""
     try:
-        return FlatDecoder(decoder, dtype, weight_of)
+        return FusedDecodeStep(decoder, dtype, weight_of)
     except (TypeError, AttributeError) as error:
         log.debug("no flat decoder: %s", error)
         return None
@@ -143,7 +142,7 @@ def check(model: Any) -> bool:
     """Compare the shared path with the model's own, on a few tokens that are given and a few that are sampled.
 
     Returns:
-        Whether a `FlatDecoder` computes the same, too.
+        Whether a `FusedDecodeStep` computes the same, too.
 
     Raises:
         CannotShare: The two differ, or the shared path fails.

@@ -13,8 +13,8 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.policy.demonstrated import Demonstration, demonstrated, padded
 from grpo_lightning.policy.loading import check_ids, is_ids
 from grpo_lightning.policy.replies import Replies, is_templated
-from grpo_lightning.sampler.filtered import Found, sets_of
-from grpo_lightning.sampler.own.cache import Cache
+from grpo_lightning.sampler.native.kv_cache import KVCache
+from grpo_lightning.sampler.support import EngineSupport, engine_support
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.types import Prompt, Rollout, Sampled, Sampling
 
@@ -80,7 +80,7 @@ class TextPolicy(Policy):
         group_size: int,
         *,
         longest: int,
-    ) -> Cache:
+    ) -> KVCache:
         """The model at the beginning of ``group_size`` completions of every prompt.
 
         Args:
@@ -99,8 +99,8 @@ class TextPolicy(Policy):
         """
 
     @torch.no_grad()
-    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> Found:
-        return sets_of(rows, self.logits(rows, temperature=sampling.temperature), sampling)
+    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> EngineSupport:
+        return engine_support(rows, self.logits(rows, temperature=sampling.temperature), sampling)
 
     def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         """How many completions may be drawn at a time, so that keys and values stay in their budget; None: all."""

@@ -18,7 +18,7 @@ from grpo_lightning.module.update import accumulate
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.sampler.engine import WeightSource
+from grpo_lightning.sampler.vllm.engine import WeightSource
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Rollout, Scored
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from grpo_lightning.loss import k3
 from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.selection import replace_nan
-from grpo_lightning.sampler.own.draw import MOST
+from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT
 from grpo_lightning.types import SamplingSupport, Scored
 
 _ROUNDING = 1e-6  # of float32 sums over up to some thousand completions
@@ -37,7 +37,10 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
 def set_metrics(support: SamplingSupport) -> dict[str, Tensor]:
     """Metrics of the sets that tokens were drawn from, where they were not drawn from the whole vocabulary."""
     sizes = support.sizes[support.sizes > 0].float()
-    return {"completion/set_size_mean": sizes.mean(), "completion/set_full_fraction": (sizes >= MOST).float().mean()}
+    return {
+        "completion/set_size_mean": sizes.mean(),
+        "completion/set_full_fraction": (sizes >= MAX_SUPPORT).float().mean(),
+    }
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.sampler.base import Poll, Sampler
-from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.sampler.native.sampler import NativeSampler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,41 @@ P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.types import Prompt, Sampled, Sampling
+from grpo_lightning.types import Prompt, Sampled, Sampling, SamplingSupport
 
 OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being generated."""
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
+OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
+"""(completions that just ended, their ids [n, t], mask [n, t])"""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was drawn."""
+
+    ids: Tensor
+    """[N, T]"""
+    mask: Tensor
+    """[N, T] (bool) what was drawn."""
+    seen: Tensor
+    """[N, T] (bool) the same with the replies, which were read."""
+    logprobs: Tensor
+    """[N, T] in nats, 0 where masked."""
+    entropies: Tensor
+    """[N, T] in nats, 0 where masked."""
+    finished: Tensor
+    """[N] (bool) whether a completion ended of itself."""
+    support: SamplingSupport | None = None
+    """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
 
 
 class Partner(Protocol):

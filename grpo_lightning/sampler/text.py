@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import OnFinished, Partner
-from grpo_lightning.sampler.own.decode import Decoded, OnRowsFinished
+from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Partner
 from grpo_lightning.types import Sampled, spans
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_lightning.sampler.own.draw import draw, uniforms
+from grpo_lightning.sampler.native.token_sampling import sample_tokens, uniforms
 from grpo_lightning.types import Sampling
 
 Environment = Callable[[Sequence[str]], str | None]
@@ -75,7 +75,7 @@ def _played(policy, prompt, environment, sampling, numbers) -> Episode:
 
     while len(one.ids) < limit:
         logits = logits_of(policy, prompt + one.ids)
-        token, logprob, entropy, _, kept = draw(logits[None], sampling, numbers[len(one.ids)][None])
+        token, logprob, entropy, _, kept = sample_tokens(logits[None], sampling, numbers[len(one.ids)][None])
         turn.append(int(token))
         one.ids.append(int(token))
         one.is_model.append(True)

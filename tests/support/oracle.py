@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_lightning.sampler.own.draw import draw, uniforms
+from grpo_lightning.sampler.native.token_sampling import sample_tokens, uniforms
 from grpo_lightning.types import Sampling
 
 
@@ -16,7 +16,7 @@ def sampled_alone(policy, prompts, *, group_size: int, sampling: Sampling, seed:
             ids, logprobs, entropies, sets = [], [], [], []
             for uniform in numbers:
                 logits = policy.model(torch.tensor([prompt + ids]), use_cache=False).logits[:, -1]
-                token, logprob, entropy, _, kept = draw(logits, sampling, uniform[None])
+                token, logprob, entropy, _, kept = sample_tokens(logits, sampling, uniform[None])
                 ids.append(int(token))
                 logprobs.append(float(logprob))
                 entropies.append(float(entropy))

@@ -2,7 +2,7 @@
 
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.sampler.base import Sampler
-from grpo_lightning.sampler.own.sampler import NativeSampler
+from grpo_lightning.sampler.native.sampler import NativeSampler
 
 generate = NativeSampler().generate
 

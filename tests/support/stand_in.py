@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.sampler.vllm.inside import VLLM
+from grpo_lightning.sampler.vllm.colocated import VLLM
 
 
 class RequestOutputKind(Enum):

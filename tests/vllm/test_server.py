@@ -26,10 +26,10 @@ def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
     asked = replace(sampling(temperature=1.3), top_p=0.8, top_k=10, min_p=0.02)
     with ready(sampler, policy):
         found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
-    kept = policy.kept(found, asked)
+    kept = policy.support(found, asked)
     assert not kept.outside.any()
     assert gap(policy, found, 1.3) > 0.02
-    assert gap(policy, replace(found, kept=kept.kept), 1.3) < 1e-3
+    assert gap(policy, replace(found, support=kept.support), 1.3) < 1e-3
 
 
 def test_stop_strings_of_a_real_server(url, tmp_path):

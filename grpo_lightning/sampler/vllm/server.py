@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from grpo_lightning.clock import Clock
 from grpo_lightning.config.redaction import REDACTED
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
-from grpo_lightning.sampler.engine import Completion, EngineSampler, GenerationRequest, WeightSource
-from grpo_lightning.sampler.filtered import options
+from grpo_lightning.sampler.support import options
+from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, GenerationRequest, WeightSource
 
 KEY = "VLLM_API_KEY"
 AT_ONCE = 64

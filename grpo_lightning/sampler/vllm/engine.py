@@ -13,9 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import OnFinished, Partner, Poll, Sampler
-from grpo_lightning.sampler.own.decode import Decoded
-from grpo_lightning.sampler.own.slots import StopTest
+from grpo_lightning.sampler.base import Decoded, OnFinished, Partner, Poll, Sampler
 from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, one_by_one
 from grpo_lightning.types import Prompt, Sampled, Sampling
 
@@ -55,7 +53,7 @@ class GenerationRequest:
     """How tokens are drawn."""
     end_ids: Sequence[int]
     """The token ids that end a completion."""
-    stops: StopTest | None = None
+    stops: StopStrings | None = None
     """Which completions end with a stop string."""
     poll: Poll | None = None
     """Called between tokens, where the engine can; what it raises is passed on."""

@@ -4,68 +4,47 @@ Shapes: N completions in all, T tokens of the longest; b of them are drawn at a 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Poll
-from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.slots import Slots, StopTest, Talk
-from grpo_lightning.sampler.own.talking import TalkingSlots
-from grpo_lightning.types import Sampling, SamplingSupport
+from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Partner, Poll, Sampler
+from grpo_lightning.sampler.native.decode_batch import DecodeBatch
+from grpo_lightning.sampler.native.kv_cache import KVCache
+from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
+from grpo_lightning.sampler.native.token_sampling import uniforms
+from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, reporter
+from grpo_lightning.types import Prompt, Sampled, Sampling
 
-OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
-"""(completions that just ended, their ids [n, t], mask [n, t])"""
-
-COMPACT = 0.75
+COMPACT_BELOW = 0.75
 """Ended completions are dropped once at most this fraction of those held is still running and none waits.
 
 Dropping copies the keys and values of all that remain, so it is not done for each one that ends.
 """
-COMPACT_GPU = 0.5
+COMPACT_BELOW_GPU = 0.5
 """The same on a GPU, where every size has to be recorded."""
-LOOK_EVERY = 16
+SYNC_EVERY = 16
 """Tokens between two looks at the results where looking means waiting for a GPU."""
 WARM_UP = 1
 """Steps that are made before one is recorded, so that what is compiled is compiled and libraries have chosen their
 kernels."""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What was drawn."""
-
-    ids: Tensor
-    """[N, T]"""
-    mask: Tensor
-    """[N, T] (bool) what was drawn."""
-    seen: Tensor
-    """[N, T] (bool) the same with the replies, which were read."""
-    logprobs: Tensor
-    """[N, T] in nats, 0 where masked."""
-    entropies: Tensor
-    """[N, T] in nats, 0 where masked."""
-    finished: Tensor
-    """[N] (bool) whether a completion ended of itself."""
-    support: SamplingSupport | None = None
-    """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
-
-
 @torch.no_grad()
 def decode(
-    cache: Cache,
+    cache: KVCache,
     uniforms: Tensor,
     *,
     sampling: Sampling,
     end_ids: Sequence[int],
     pad_id: int,
-    stops: StopTest | None = None,
+    stops: StopStrings | None = None,
     poll: Poll | None = None,
     on_finished: OnRowsFinished | None = None,
     at_once: int | None = None,
     look_every: int | None = None,
-    talk: Talk | None = None,
+    talk: Conversation | None = None,
 ) -> Decoded:
     """Draw the completions of a cache.
 
@@ -82,27 +61,27 @@ def decode(
         poll: Called before every look; what it raises is passed on.
         on_finished: Called with the completions that have just ended.
         at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
-        look_every: Tokens between two looks; None: 1 on a CPU, else `LOOK_EVERY`.
+        look_every: Tokens between two looks; None: 1 on a CPU, else `SYNC_EVERY`.
         talk: Replies to completions that have ended a turn, which then go on; None: they are over.
 
     Raises:
         FloatingPointError: The logits are not finite.
     """
     on_cpu = uniforms.device.type == "cpu"
-    look_every = look_every or (1 if on_cpu else LOOK_EVERY)
+    look_every = look_every or (1 if on_cpu else SYNC_EVERY)
     cache.rewinds = talk is not None
     # A completion draws once when it takes its slot, which may be between two looks.
-    kind = TalkingSlots if talk else Slots
+    kind = MultiTurnBatch if talk else DecodeBatch
     slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1)
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
-    compact = 1.0 if talk and not cache.refills else COMPACT if on_cpu else COMPACT_GPU
-    replay = Replay(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
+    compact = 1.0 if talk and not cache.refills else COMPACT_BELOW if on_cpu else COMPACT_BELOW_GPU
+    replay = CUDAGraphStep(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
     waiting = list(range(len(uniforms)))[::-1]  # the next one last
     at_once = min(at_once or len(waiting), len(waiting))
     slots.open([waiting.pop() for _ in range(at_once)])
     while True:
         over = slots.look(stops)
-        if talk and isinstance(slots, TalkingSlots):
+        if talk and isinstance(slots, MultiTurnBatch):
             over += slots.answer(talk, can_wait=bool(waiting and cache.refills and slots.free))
         if on_finished and (told := [row for row in over if slots.finished[row]]):
             on_finished(told, *slots.drawn(told))
@@ -140,7 +119,7 @@ def decode(
     )
 
 
-class Replay:
+class CUDAGraphStep:
     """Repeats a step that reads and writes the same tensors every time.
 
     A step on a GPU is a thousand small kernels; queueing them takes the CPU longer than the GPU needs for them. A
@@ -185,3 +164,41 @@ class Replay:
                 self._step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         return times - first
+
+
+class NativeSampler(Sampler):
+    """Generates with the policy itself: no weights are copied, nothing is rounded."""
+
+    def generate(
+        self,
+        policy: Any,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        poll: Poll | None = None,
+        on_finished: OnFinished | None = None,
+        partner: Partner | None = None,
+    ) -> Sampled:
+        tokens = policy.tokenize(prompts)
+        longest = max(map(len, tokens)) + sampling.max_new_tokens
+        policy.check_context(longest, "rollout.max_new_tokens")
+        cache = policy.cache(tokens, group_size, longest=longest)
+        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
+        talk = None if partner is None else Conversation(partner, policy.tokenizer, policy.reply_ids)
+        with policy.evaluation():
+            decoded = decode(
+                cache,
+                uniforms(seed, rows, sampling.max_new_tokens).to(policy.device),
+                sampling=sampling,
+                end_ids=policy.end_ids,
+                pad_id=policy.pad_id,
+                stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
+                poll=poll,
+                on_finished=reporter(policy.tokenizer, on_finished),
+                at_once=policy.at_once(tokens, sampling, longest=longest),
+                talk=talk,
+            )
+        return as_sampled(policy, tokens, decoded, talk)

@@ -4,50 +4,17 @@ Shapes: N completions in all, T the most tokens of one; b of them are held by th
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.own.cache import Cache
-from grpo_lightning.sampler.own.draw import NotFinite, draw
-from grpo_lightning.sampler.own.sets import Sets
+from grpo_lightning.sampler.native.kv_cache import KVCache
+from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits, sample_tokens
+from grpo_lightning.sampler.text import StopStrings
 from grpo_lightning.types import Sampling, SamplingSupport
 
 
-class StopTest(Protocol):
-    """Says which completions end for another reason than an end token."""
-
-    tail: int
-    """How many tokens, the new one included, it has to see to judge a new one."""
-
-    def __call__(self, ends: Sequence[Sequence[int]], news: Sequence[int]) -> list[int]:
-        """How many of the new tokens of each completion belong to it, 0 where none of them ends it.
-
-        Args:
-            ends: [n] the last tokens of each completion, ``tail`` for each of the new ones or all there are.
-            news: [n] how many of them are new.
-        """
-        ...
-
-
-class Talk(Protocol):
-    """Replies to completions."""
-
-    waits: bool
-    """Whether replies take time: they are asked for only once no completion can go on. When that is depends on the
-    tokens alone, so that a rollout is the same however long the replies take."""
-
-    def said(self, row: int, ids: list[int]) -> None:
-        """A completion has ended a turn of these tokens; called once for each turn."""
-        ...
-
-    def reply(self, row: int) -> list[int] | None:
-        """The tokens that it reads next, at least one; None: it is over."""
-        ...
-
-
-class Slots:
+class DecodeBatch:
     """All completions, and where those stand that are being drawn.
 
     Between two calls of anything but `step` no tensor changes its shape or its place in memory, and nothing in `step`
@@ -63,7 +30,7 @@ class Slots:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCache,
         uniforms: Tensor,
         *,
         sampling: Sampling,
@@ -79,7 +46,7 @@ class Slots:
         self._given: Tensor | None = None
         """[N, T + 1] the tokens that are read in their places and not drawn, -1 elsewhere; None: there are none."""
         self._ends = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
-        self.sets = Sets(shape[1], draws, device)
+        self.sets = SupportBuffer(shape[1], draws, device)
         self._row = torch.empty(0, dtype=torch.long, device=device)
         """[b] the completion in each slot."""
         self._count = torch.empty_like(self._row)
@@ -145,7 +112,7 @@ class Slots:
         """Draw one more token of every completion, for which the cache must have room."""
         self._draw(slice(None), self._cache.step(self._token))
 
-    def look(self, stops: StopTest | None) -> list[int]:
+    def look(self, stops: StopStrings | None) -> list[int]:
         """Wait for the results so far.
 
         Args:
@@ -155,14 +122,14 @@ class Slots:
             The completions that are over since the last look.
 
         Raises:
-            NotFinite: A logit of one that was running was not finite.
+            NonFiniteLogits: A logit of one that was running was not finite.
         """
         # One transfer for all.
         alive, finished, counts, sound = torch.stack(
             [self._alive.long(), self._finished.long(), self._count, self._sound.long()]
         ).tolist()
         if not all(sound):
-            raise NotFinite("the policy's logits are not finite")
+            raise NonFiniteLogits("the policy's logits are not finite")
         self.sets.look(self._row, self._count)
         running = self.running
         # While a reply is read there is nothing new.
@@ -231,7 +198,7 @@ class Slots:
         row, count, alive = self._row[at], self._count[at], self._alive[at]
         limit = self._sampling.max_new_tokens
         uniform = self._uniforms[row, count.clamp(max=limit - 1)]
-        token, logprob, entropy, is_sound, kept = draw(logits, self._sampling, uniform)
+        token, logprob, entropy, is_sound, kept = sample_tokens(logits, self._sampling, uniform)
         # Not torch.isin, which of many end tokens makes a sorted list, whose length a GPU would have to be asked for.
         is_end = (token.unsqueeze(-1) == self._ends).any(-1)
         if self._given is not None:
@@ -263,3 +230,95 @@ class Slots:
             (self._sound, sound),
         ):
             state[at] = value
+
+
+class SupportBuffer:
+    """Takes the sets of drawn tokens, and hands them out once all are drawn.
+
+    Between two looks they are in a buffer of a fixed place, in which all have the same room; a look moves them to where
+    each takes the room that it needs.
+
+    Args:
+        length: T
+        draws: The most draws between two looks.
+        device: Where the tokens are.
+    """
+
+    def __init__(self, length: int, draws: int, device: torch.device) -> None:
+        self._length, self._draws = length, draws
+        self.recent: Tensor | None = None
+        """[b, draws, K] the sets of the tokens since the last look, with -1 in the room that they do not need."""
+        self.num_recent = torch.empty(0, dtype=torch.long, device=device)
+        """[b] how many tokens that are."""
+        self._known: list[tuple[Tensor, SamplingSupport]] = []
+        """The numbers [n] of tokens in a flattened [N, T], and their sets [n]."""
+
+    def open(self, size: int) -> None:
+        """Hold ``size`` other completions from now on."""
+        self.recent, self.num_recent = None, self.num_recent.new_zeros(size)
+
+    def keep(self, slots: Tensor) -> None:
+        """Drop all slots but these."""
+        self.num_recent = self.num_recent[slots]
+        if self.recent is not None:
+            self.recent = self.recent[slots]
+
+    def add(self, at: Tensor | slice, ids: Tensor, alive: Tensor) -> None:
+        """Take the sets of one more token of the completions in some slots [n].
+
+        Args:
+            at: The slots.
+            ids: [n, K] the tokens of each set, -1 in the rest.
+            alive: [n] (bool) which completions go on; the sets of the others are overwritten by the next ones.
+        """
+        if self.recent is None:
+            # K is known with the first logits, long before a step is recorded.
+            self.recent = ids.new_full((len(self.num_recent), self._draws, ids.shape[-1]), -1)
+        slots, count = torch.arange(len(self.num_recent), device=ids.device)[at], self.num_recent[at]
+        self.recent[slots, count] = ids
+        self.num_recent[at] = count + alive
+
+    def look(self, rows: Tensor, counts: Tensor) -> None:
+        """Move what came since the last look out of the buffer, and wait for it.
+
+        Args:
+            rows: [b] the completion in each slot.
+            counts: [b] its tokens so far.
+        """
+        if self.recent is None:
+            return
+        turn = torch.arange(self._draws, device=rows.device)
+        is_new = turn < self.num_recent.unsqueeze(-1)  # [b, draws]
+        first = rows * self._length + counts - self.num_recent
+        recent = self.recent[is_new]  # [b, draws, K] -> [n, K]
+        is_inside = recent >= 0
+        support = SamplingSupport(is_inside.sum(-1, dtype=torch.int32), recent[is_inside])
+        self._known.append(((first.unsqueeze(-1) + turn)[is_new], support))
+        self.num_recent.zero_()
+
+    def support(self, lengths: Sequence[int], given: Tensor | None = None) -> SamplingSupport | None:
+        """The sets [N, longest] of all completions; None if there are none.
+
+        Args:
+            lengths: [N] their numbers of tokens.
+            given: [N, T] the tokens that were not drawn, which have no sets, elsewhere -1; None: there are none.
+        """
+        if not self._known:
+            return None
+        numbers = torch.cat([part for part, _ in self._known])  # [n]
+        sets = SamplingSupport.concatenate([part for _, part in self._known])
+        rows, places = numbers // self._length, numbers % self._length
+        ends = torch.tensor(lengths, device=numbers.device)
+        # Behind a stop string there may be tokens that do not belong to the completion.
+        belongs = places < ends[rows]
+        if given is not None:
+            belongs &= given.flatten()[numbers] < 0
+        belongs = belongs.nonzero().flatten()
+        order = belongs[numbers[belongs].argsort(stable=True)]
+        # Where a reply took the places of such tokens, the last that came counts.
+        is_last = torch.ones_like(order, dtype=torch.bool)
+        is_last[:-1] = numbers[order][1:] != numbers[order][:-1]
+        order = order[is_last]
+        sizes = sets.sizes.new_zeros(len(lengths), max(lengths))
+        sizes[rows[order], places[order]] = sets.sizes[order]
+        return SamplingSupport(sizes, sets.of(order).ids)

@@ -14,7 +14,7 @@ from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.softmax import dot
 from grpo_lightning.types import Sampling
 
-MOST = 1024
+MAX_SUPPORT = 1024
 """The most tokens of a set. Of a larger one the likeliest stay, which is what is sampled and what is scored: sets take
 little memory, and the same operations are made whatever the logits are."""
 
@@ -22,7 +22,7 @@ _ROUNDING = 1e-6
 """The relative error of a sum of probabilities in float32."""
 
 
-LEAST = -1e4
+MIN_LOGIT = -1e4
 """A shifted logit whose exponential is 0; a finite stand-in for -inf."""
 
 BLOCK = 512
@@ -30,7 +30,7 @@ BLOCK = 512
 _SMALL = 8192
 
 
-class NotFinite(FloatingPointError):
+class NonFiniteLogits(FloatingPointError):
     """The policy's weights are damaged: they give logits from which no token can be drawn."""
 
 
@@ -55,7 +55,7 @@ def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """A token of every row, and what it was drawn from."""
 
     tokens: Tensor
@@ -70,7 +70,7 @@ class Drawn(NamedTuple):
     """[b, K] int32 the tokens of each set, -1 in the room that it does not need; None: the whole vocabulary."""
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Drawn:
+def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> SampledTokens:
     """One token per row, out of the set that truncation leaves.
 
     The token is the first with which the probabilities add up to more than the row's random number. The same operations
@@ -85,7 +85,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Drawn:
         shifted, _, total = _exponentials(logits, sampling.temperature)
         return _from_set(shifted, total, sampling, uniform, total.isfinite())
     from_all = compiled.compiled(_from_all) if compiled.pays(logits) else _from_all
-    return Drawn(*from_all(logits, uniform, sampling.temperature))
+    return SampledTokens(*from_all(logits, uniform, sampling.temperature))
 
 
 def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,13 +95,13 @@ def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, T
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     # The largest becomes 0, so that no exponential overflows; and -inf a finite number, since 0 * -inf is not 0.
-    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
+    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=MIN_LOGIT)
     weights = shifted.exp()
     return shifted, weights, weights.sum(-1)
 
 
 def _from_all(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, log-probabilities, entropies and whether all was sound, as in `Drawn`, without truncation."""
+    """Tokens, log-probabilities, entropies and whether all was sound, as in `SampledTokens`, without truncation."""
     shifted, weights, total = _exponentials(logits, temperature)
     log_total = total.log()
     entropy = log_total - dot(weights, shifted) / total
@@ -111,16 +111,16 @@ def _from_all(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tens
     return tokens, logprobs, entropy, total.isfinite()
 
 
-def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tensor, sound: Tensor) -> Drawn:
-    """`draw` with truncation, from logits [b, V] of which the largest is 0 and the sum [b] of their exponentials."""
-    ids, values, inside = likeliest(
+def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tensor, sound: Tensor) -> SampledTokens:
+    """`sample_tokens` with truncation, from logits [b, V] whose largest is 0 and the sum [b] of their exponentials."""
+    ids, values, inside = likeliest_tokens(
         shifted, total, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
     )  # [b, K] each
     weights = values.exp().masked_fill_(~inside, 0.0)
     place = inverse_cdf(weights, uniform).unsqueeze(-1)  # [b, 1]
     total = weights.sum(-1)
     log_total = total.log()
-    return Drawn(
+    return SampledTokens(
         ids.gather(-1, place).squeeze(-1),
         values.gather(-1, place).squeeze(-1) - log_total,
         log_total - dot(weights, values) / total,
@@ -129,10 +129,10 @@ def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tenso
     )
 
 
-def likeliest(
+def likeliest_tokens(
     logits: Tensor, total: Tensor | None, *, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that may be drawn, at most `MOST` of them: the likeliest one always may.
+    """The tokens that may be drawn, at most `MAX_SUPPORT` of them: the likeliest one always may.
 
     The filters apply one after another: top_k, then top_p on what is left (arXiv:1904.09751), then min_p
     (arXiv:2407.01082), in the order of transformers' ``generate``. Of equally likely tokens those with the lowest
@@ -148,7 +148,7 @@ def likeliest(
     Returns:
         Token ids [b, K], which increase in each row, their logits [b, K], and which of them may be drawn [b, K] (bool).
     """
-    values, ids = logits.topk(min(top_k or MOST, logits.shape[-1]))
+    values, ids = logits.topk(min(top_k or MAX_SUPPORT, logits.shape[-1]))
     weights = values.exp()
     inside = weights > 0  # what the model rules out is not kept
     if top_p < 1:
@@ -157,7 +157,7 @@ def likeliest(
         inside &= weights.cumsum(-1) - weights < top_p * (1 - _ROUNDING) * whole
     if min_p > 0:
         inside &= weights >= min_p
-    values, ids, inside = values[:, :MOST], ids[:, :MOST], inside[:, :MOST]
+    values, ids, inside = values[:, :MAX_SUPPORT], ids[:, :MAX_SUPPORT], inside[:, :MAX_SUPPORT]
     count = inside.sum(-1, keepdim=True).clamp(min=1)
     least = values.gather(-1, count - 1)  # [b, K] -> [b, 1]
     if ids.shape[-1] < logits.shape[-1]:

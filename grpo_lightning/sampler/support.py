@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.own.draw import LEAST, MOST, likeliest
+from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT, MIN_LOGIT, likeliest_tokens
 from grpo_lightning.transformer.logits import Chunk
 from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 
@@ -21,14 +21,14 @@ def options(sampling: Sampling) -> dict[str, Any]:
     """The filters of a request, as vLLM calls them; neutral ones where all tokens may be drawn.
 
     Args:
-        sampling: How tokens are drawn. An engine bounds no set by itself, so it is asked for at most `MOST` tokens.
+        sampling: How tokens are drawn. An engine bounds no set, so it is asked for at most `MAX_SUPPORT` tokens.
     """
     if not sampling.truncated or sampling.temperature == 0:
         return {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    return {"top_p": sampling.top_p, "top_k": min(sampling.top_k or MOST, MOST), "min_p": sampling.min_p}
+    return {"top_p": sampling.top_p, "top_k": min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT), "min_p": sampling.min_p}
 
 
-class Found(NamedTuple):
+class EngineSupport(NamedTuple):
     """The sets of some tokens."""
 
     support: SamplingSupport
@@ -37,7 +37,7 @@ class Found(NamedTuple):
     """[n] or [B, T] (bool) whether that token would not have been in the set."""
 
 
-def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
+def support_of_tokens(logits: Tensor, drawn: Tensor, sampling: Sampling) -> EngineSupport:
     """The sets that an engine with these logits draws from; a drawn token that is not in its set is added to it.
 
     vLLM's order: min_p first, then top_k of what is left, then top_p of what that leaves (``vllm/v1/sample/sampler.py``
@@ -49,10 +49,10 @@ def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
         sampling: How they were drawn, truncated.
     """
     asked, size = options(sampling), logits.shape[-1]
-    shifted = logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=LEAST)
+    shifted = logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=MIN_LOGIT)
     if asked["min_p"] > 0:
-        shifted.masked_fill_(shifted.exp() < asked["min_p"], LEAST)
-    ids, _, inside = likeliest(shifted, None, top_k=asked["top_k"], top_p=asked["top_p"], min_p=0.0)
+        shifted.masked_fill_(shifted.exp() < asked["min_p"], MIN_LOGIT)
+    ids, _, inside = likeliest_tokens(shifted, None, top_k=asked["top_k"], top_p=asked["top_p"], min_p=0.0)
     drawn = drawn.unsqueeze(-1)  # [n] -> [n, 1]
     is_outside = ~((ids == drawn) & inside).any(-1, keepdim=True)
     # Room that is not needed gets the number behind the last token, and so comes last.
@@ -61,10 +61,10 @@ def sets(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Found:
     support = SamplingSupport(
         is_token.sum(-1, dtype=torch.int32), tokens[is_token].int()
     )  # [n, K + 1] -> [sum of sizes]
-    return Found(support, is_outside.squeeze(-1))
+    return EngineSupport(support, is_outside.squeeze(-1))
 
 
-def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling) -> Found:
+def engine_support(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling) -> EngineSupport:
     """The sets [B, T] of all completion tokens, and which tokens [B, T] were not in theirs; see `sets`.
 
     Args:
@@ -78,7 +78,7 @@ def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling
     numbers, parts = [torch.empty(0, dtype=torch.long, device=device)], [SamplingSupport.everything(drawn[:0])]
     outside = torch.zeros(count, dtype=torch.bool, device=device)
     for own, logits in chunks:
-        found = sets(logits, drawn[own], sampling)
+        found = support_of_tokens(logits, drawn[own], sampling)
         numbers.append(own)
         parts.append(found.support)
         outside[own] = found.outside
@@ -86,4 +86,6 @@ def sets_of(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling
     sizes = support.sizes.new_zeros(count)
     sizes[known] = support.sizes
     ids = support.of(known.argsort()).ids  # row by row
-    return Found(SamplingSupport(sizes.view_as(rows.mask), ids), outside.view_as(rows.mask))  # [B * T] -> [B, T]
+    return EngineSupport(
+        SamplingSupport(sizes.view_as(rows.mask), ids), outside.view_as(rows.mask)
+    )  # [B * T] -> [B, T]

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.own.slots import Slots, Talk
+from grpo_lightning.sampler.native.decode_batch import DecodeBatch
+from grpo_lightning.sampler.text import Conversation
 
 READ_TOGETHER = 32
 """Replies of more tokens are read in one pass, with all that is before them; shorter ones beside what others draw."""
 
 
-class TalkingSlots(Slots):
-    """Completions that are told something whenever they have ended of themselves; arguments as in `Slots`."""
+class MultiTurnBatch(DecodeBatch):
+    """Completions that are told something whenever they have ended of themselves; arguments as in `DecodeBatch`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -21,7 +22,7 @@ class TalkingSlots(Slots):
         self._told: set[int] = set()
         """Those of `asking` whose turn has been told."""
 
-    def answer(self, talk: Talk, *, can_wait: bool) -> list[int]:
+    def answer(self, talk: Conversation, *, can_wait: bool) -> list[int]:
         """Tell what has been said since the last look, and let completions that have a reply go on.
 
         Args:

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_lightning.memory import GiB, Shape
 
 
-class Cache(Protocol):
+class KVCache(Protocol):
     """A model in the middle of some completions. All but ``step`` may wait for results and move tensors."""
 
     refills: bool
@@ -59,7 +59,7 @@ class Cache(Protocol):
         ...
 
 
-class PlainCache:
+class DynamicKVCache:
     """The model's own cache, in which every completion holds its prompt; it works with any causal language model.
 
     Args:
@@ -168,7 +168,7 @@ class PlainCache:
         self._seen, self._firsts = self._seen[chosen], self._firsts[chosen]
 
 
-class RecomputedCache:
+class NoKVCache:
     """No cache at all: every step computes all tokens so far again; it works with anything that gives logits.
 
     Args:

@@ -1,15 +1,11 @@
-"""A decoder in the middle of its completions, with keys and values of long prompts once per group.
+"""Keys and values of the completions that are held, in room that is made beforehand.
 
-Between two calls of anything but ``step`` every tensor that a step reads or writes keeps its shape and its place in
-memory, and no operation of it depends on a value: many steps can be queued on a GPU, or recorded and replayed.
-
-Shapes: P prompts, G completions per prompt, B = P * G of them; b of them are held now, in slots; p prompts that they
-belong to; S tokens of the longest prompt; C tokens that a step looks at; Hq query heads, Hkv key heads, R = Hq / Hkv
-query heads that read one key head, D the size of a head; H that of a hidden state, V that of the vocabulary.
+Shapes: b completions; Hkv key heads, D the size of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +13,223 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.sampler.own.buffers import Buffers, Pair, store
-from grpo_lightning.sampler.own.flat_decoder import FlatDecoder
-from grpo_lightning.sampler.own.prefill import Read, read_prompts
-from grpo_lightning.sampler.own.prompt_attention import Grouping, Held, attend, excluding, joined, seen
+from grpo_lightning.sampler.native.attention import Grouping, Held, attend, counts_keys, excluding, joined, seen
+from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer import compiled
-from grpo_lightning.transformer.attention import forward
+from grpo_lightning.transformer.attention import Stream, forward
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
+
+FIRST_ROOM = 64
+"""Tokens that a completion has room for at first, at least."""
+FIRST_ROOM_GPU = 256
+"""The same on a GPU, where every size has to be recorded."""
+
+
+class Buffers:
+    """By layer keys and values [b, Hkv, room, D].
+
+    Args:
+        like: Layer -> keys and values [..., Hkv, any, D].
+        rows: How many completions there are, b.
+    """
+
+    def __init__(self, like: Mapping[int, Pair], rows: int) -> None:
+        self._layers = {layer: (_empty(key, rows), _empty(value, rows)) for layer, (key, value) in like.items()}
+
+    def __getitem__(self, layer: int) -> Pair:
+        return self._layers[layer]
+
+    @property
+    def room(self) -> int:
+        """The tokens that there is room for."""
+        return self.keys.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all keys and values."""
+        return self.keys.dtype
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of any layer."""
+        return next(iter(self._layers.values()))[0]
+
+    def counts_keys(self) -> bool:
+        """Whether the kernel for them is told how many keys a row looks at, which has to hold for all layers alike."""
+        if not counts_keys(self.keys):
+            return False
+        return len({(one.shape, one.stride()) for pair in self._layers.values() for one in pair}) == 1
+
+    def grow(self, tokens: int, capacity: int) -> bool:
+        """Make room for so many tokens, with some more up to the capacity; returns whether there was too little."""
+        if (old := self.room) >= tokens:
+            return False
+        for layer, (key, value) in self._layers.items():
+            self._layers[layer] = with_room(key, old, tokens, capacity), with_room(value, old, tokens, capacity)
+        return True
+
+    def write(self, row: int, first: int, pairs: Mapping[int, Pair]) -> None:
+        """Put keys and values [Hkv, n, D] of a completion into its places from ``first`` on, by layer."""
+        for layer, pair in pairs.items():
+            for buffer, values in zip(self._layers[layer], pair, strict=True):
+                buffer[row, :, first : first + values.shape[1]] = values
+
+    def keep(self, rows: Tensor, tokens: int) -> None:
+        """Drop all completions but these, in rising order, of which ``tokens`` tokens are worth keeping."""
+        # They move to the front of the room that there is: no more of it is made, none is given back until it grows.
+        count = len(rows)
+        for layer, pair in self._layers.items():
+            for tensor in pair:
+                tensor[:count, :, :tokens] = tensor[rows, :, :tokens]
+            self._layers[layer] = pair[0][:count], pair[1][:count]
+
+    def prepend(
+        self, prompts: Mapping[int, Pair], group_of: Tensor, lengths: Tensor, tokens: int, capacity: int
+    ) -> None:
+        """Put its prompt before each completion, without a gap.
+
+        Args:
+            prompts: Layer -> keys and values [p, Hkv, S, D].
+            group_of: [b] the prompt of each completion.
+            lengths: [b] the tokens of that prompt, at most S.
+            tokens: How many tokens of the completions are worth keeping.
+            capacity: As in `grow`.
+        """
+        # [b, tokens] -> [b, 1, tokens, 1]
+        places = (lengths.unsqueeze(-1) + torch.arange(tokens, device=lengths.device))[:, None, :, None]
+        for layer, shared in prompts.items():
+            pair = []
+            for prompt, own in zip(shared, self._layers[layer], strict=True):
+                size = prompt.shape[2]
+                # [p, Hkv, S, D] -> [b, Hkv, S, D]
+                buffer = with_room(prompt[group_of], size, size + tokens, capacity)
+                pair.append(buffer.scatter_(2, places.expand(-1, own.shape[1], -1, own.shape[3]), own[:, :, :tokens]))
+            self._layers[layer] = pair[0], pair[1]
+
+
+def with_room(past: Tensor, length: int, tokens: int, capacity: int) -> Tensor:
+    """The first ``length`` keys or values in a buffer with room for ``tokens`` at least, [b, Hkv, room, D]."""
+    # Doubled: with a token more at each step, every step would copy all steps before it.
+    first = FIRST_ROOM if past.device.type == "cpu" else FIRST_ROOM_GPU
+    room = min(max(2 * length, length + first, tokens), capacity)
+    rows, heads, _, width = past.shape
+    buffer = past.new_empty(rows, heads, room, width)
+    buffer[:, :, :length] = past[:, :, :length]
+    # What a mask excludes must not be NaN.
+    buffer[:, :, length:] = 0.0
+    return buffer
+
+
+def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Put the newest key and value [b, Hkv, 1, D] of every row into its place in [b, Hkv, room, D]."""
+    rows = torch.arange(len(lengths), device=lengths.device)
+    keys[rows, :, lengths] = key[:, :, 0]
+    values[rows, :, lengths] = value[:, :, 0]
+
+
+def _empty(like: Tensor, rows: int) -> Tensor:
+    return like.new_zeros(rows, like.shape[-3], 0, like.shape[-1])
+
+
+@dataclass
+class Read:
+    """What a decoder made of some prompts, and of a completion of each."""
+
+    lengths: list[int]
+    """[P] tokens of every prompt."""
+    hidden: Tensor
+    """[P, H] at every prompt's last token."""
+    keys: dict[int, Pair]
+    """Layer -> keys and values [P, Hkv, S, D]; behind a shorter prompt they mean nothing."""
+    completions: list[tuple[Tensor, dict[int, Pair]]] = field(default_factory=list)
+    """[P] the last hidden state [H] of each completion, and layer -> its keys and values [Hkv, n, D]."""
+
+    def last(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The different last hidden states [k, H] of some prompts [n], and which is whose [n]."""
+        number = {group: i for i, group in enumerate(sorted(set(groups), key=str))}  # another order rounds otherwise
+        hidden = torch.stack([self.hidden[group] for group in number])
+        return hidden, torch.tensor([number[group] for group in groups], device=hidden.device)
+
+
+class _Reading:
+    """A stream of prompts whose keys and values [N, Hkv, D] are kept, by layer."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.kept: dict[int, Pair] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        # [1, Hkv, N, D] -> [N, Hkv, D]
+        self.kept[layer] = key[0].transpose(0, 1).to(value.dtype), value[0].transpose(0, 1)
+        return self.stream.attend(layer, query, key, value, scale)
+
+
+def prefill(
+    decoder: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    completions: Sequence[Sequence[int]] = (),
+    tokens: int,
+) -> Read:
+    """What a decoder makes of some prompts.
+
+    Args:
+        decoder: The model without its head.
+        prompts: [P] the token ids of each prompt.
+        completions: [P] the token ids of the completion to read behind each prompt; empty: prompts only.
+        tokens: The most tokens in one forward pass; a prompt that is longer goes alone.
+    """
+    device = decoder.device
+    longest = max(map(len, prompts))
+    own = [[ids] for ids in completions] or [[] for _ in prompts]
+    sizes = [len(prompt) + sum(map(len, rows)) for prompt, rows in zip(prompts, own, strict=True)]
+    hidden, keys = [], []
+    read = Read([len(prompt) for prompt in prompts], torch.empty(0), {})
+    for chunk in _chunks(sizes, tokens):
+        groups = tuple((len(prompts[i]), tuple(map(len, own[i]))) for i in chunk)
+        reading = _Reading(Stream(groups, device))
+        pieces = [piece for i in chunk for piece in (prompts[i], *own[i])]
+        ids = torch.tensor([token for piece in pieces for token in piece], device=device)
+        states = forward(decoder, ids[None], reading.stream.positions, reading)[0]  # [1, N, H] -> [N, H]
+        spans = reading.stream.spans
+        starts = torch.tensor([[start] for start, _, _ in spans], device=device)
+        # [p, 1] with [S] -> [p, S]; behind a shorter prompt stand its neighbour's keys, which nobody asks for.
+        places = (starts + torch.arange(longest, device=device)).clamp(max=len(ids) - 1)
+        hidden.append(states[torch.tensor([middle - 1 for _, middle, _ in spans], device=device)])
+        keys.append({layer: _by_head(pair, places) for layer, pair in reading.kept.items()})
+        for _, place, end in spans if completions else ():
+            pairs = {
+                layer: (k[place:end].transpose(0, 1), v[place:end].transpose(0, 1))
+                for layer, (k, v) in reading.kept.items()
+            }
+            read.completions.append((states[end - 1], pairs))
+    read.hidden = torch.cat(hidden)
+    for layer in keys[0]:
+        read.keys[layer] = torch.cat([part[layer][0] for part in keys]), torch.cat([part[layer][1] for part in keys])
+    return read
+
+
+def _by_head(pair: Pair, places: Tensor) -> Pair:
+    """Keys and values [p, Hkv, S, D] at [p, S] places of a stream."""
+    # [N, Hkv, D] -> [p, S, Hkv, D] -> [p, Hkv, S, D]
+    key, value = (tensor[places].transpose(1, 2).contiguous() for tensor in pair)
+    return key, value
+
+
+def _chunks(sizes: Sequence[int], tokens: int) -> list[list[int]]:
+    """The numbers of things of these sizes in their order, as many together as stay within a budget of tokens."""
+    chunks: list[list[int]] = []
+    room = 0
+    for number, size in enumerate(sizes):
+        if not chunks or size > room:
+            chunks.append([])
+            room = tokens
+        chunks[-1].append(number)
+        room -= size
+    return chunks
+
 
 PREFILL_TOKENS = 16384
 """The most prompt tokens that go through the model together."""
@@ -57,13 +264,13 @@ class SharedPromptCache:
         group_size: int,
         *,
         longest: int,
-        flat: FlatDecoder | None,
+        flat: FusedDecodeStep | None,
         windows: Mapping[int, int],
         is_static: bool,
     ) -> None:
         self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
         self._longest, self._flat, self._windows = longest, flat, windows
-        self._reads = partial(read_prompts, decoder, tokens=PREFILL_TOKENS)
+        self._reads = partial(prefill, decoder, tokens=PREFILL_TOKENS)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
         self._compiles = compiled.pays(decoder.get_input_embeddings().weight)

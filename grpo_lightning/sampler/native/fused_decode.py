@@ -1,25 +1,106 @@
-"""A decoder of the Llama family written out for one token at a time.
-
-A step of sampling multiplies each weight with a few numbers only, so that it is limited by how often weights are read
-and operators called, not by arithmetic. Weights are copied in the dtype of the products, an adapter merged into them,
-and those that read the same input side by side; in float32 the norm before them is folded in and the residual sum is
-part of the product before it. In 16 bits everything is rounded where training under autocast rounds it. The copy lives
-as long as a rollout is being made.
-
-Shapes: b rows in the batch now; Hq query heads, Hkv key heads, D the size of a head, H that of a hidden state.
-"""
+"""Copies of linear layers for products with few rows, which are limited by how fast the weights can be read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.sampler.own.linear import Linear, copied, plain_weight
 from grpo_lightning.transformer import compiled
 from grpo_lightning.transformer.attention import Attention
 from grpo_lightning.transformer.softmax import dot
+
+_BATCH = 32
+"""Rows for which oneDNN chooses the layout; any other number is allowed."""
+
+
+class Linear(Protocol):
+    """A linear layer that takes and gives its own dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer applied: [b, in] -> [b, out]."""
+        ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The layer applied and ``other`` [b, out] added, in the dtype of ``other``: [b, in] -> [b, out]."""
+        ...
+
+
+class PackedLinear:
+    """A linear layer on a CPU as oneDNN reads it.
+
+    Args:
+        weight: [out, in] in float32 or bfloat16.
+        bias: [out] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH)
+        self._bias, self._features = bias, len(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        if other.dtype != x.dtype:
+            return other + self(x)
+        if other.shape != (*x.shape[:-1], self._features):  # which oneDNN does not compare
+            raise ValueError(f"{list(other.shape)} is added to {self._features} features of {list(x.shape)}")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
+        return y
+
+
+class DenseLinear:
+    """A linear layer as torch has it.
+
+    Args:
+        weight: [out, in]
+        bias: [out] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self._weight, self._bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return other + self(x)
+
+
+def copied(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """A layer that computes in ``dtype``, in the form that is fastest on the weight's device.
+
+    Args:
+        weight: [out, in]
+        bias: [out] or None.
+        dtype: Of its inputs and outputs; what has it already is not copied where it may stay as it is.
+    """
+    weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+    return PackedLinear(weight, bias) if packs(weight.device, dtype) else DenseLinear(weight, bias)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes products of this dtype on this device."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16)
+
+
+def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight [out, in] and bias [out] of a linear layer.
+
+    Raises:
+        TypeError: It is another layer: what inherits from a linear one, such as an adapter or a quantized layer,
+            computes something else.
+    """
+    if type(layer) is not nn.Linear:
+        raise TypeError(f"{type(layer).__name__} is not a plain linear layer")
+    return layer.weight, layer.bias
+
 
 _PARTS = {
     *("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"),
@@ -50,7 +131,7 @@ class _Layer:
     """What multiplies the outputs of the two norms, [H] each; None where the weights behind them have it."""
 
 
-class FlatDecoder:
+class FusedDecodeStep:
     """One step of a decoder whose layers are built like Llama's.
 
     Args:
@@ -68,9 +149,9 @@ class FlatDecoder:
         self._dtype = dtype
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
-        self._before, self._behind = _before, _behind
+        self._qkv, self._mlp = _qkv, _mlp
         if compiled.pays(decoder.embed_tokens.weight):
-            self._before, self._behind = compiled.compiled(_before), compiled.compiled(_behind)
+            self._qkv, self._mlp = compiled.compiled(_qkv), compiled.compiled(_mlp)
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
@@ -84,15 +165,15 @@ class FlatDecoder:
         # The halves of a head take each other's place by `roll`; the sign that one of them gets is put into the sine.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         for number, layer in enumerate(self._layers):
-            qk, value = self._before(x, layer, cos, sin)
+            qk, value = self._qkv(x, layer, cos, sin)
             query, key = qk[:, : self._query_heads], qk[:, self._query_heads :]
             mixed = attention.attend(number, query, key, value, self._scale)
-            x = self._behind(mixed.flatten(1), x, layer)  # [b, 1, Hq, D] -> [b, Hq * D]
+            x = self._mlp(mixed.flatten(1), x, layer)  # [b, 1, Hq, D] -> [b, Hq * D]
         hidden: Tensor = self._norm(x)
         return hidden
 
 
-def _before(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _qkv(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """What a layer does before its attention: queries and keys [b, Hq + Hkv, 1, D], and values [b, Hkv, 1, D]."""
     width = cos.shape[-1]
     # [b, (Hq + 2 Hkv) * D] -> [b, Hq + 2 Hkv, D]
@@ -104,7 +185,7 @@ def _before(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     return qk.unsqueeze(2).to(qkv.dtype), qkv[:, layer.roped :].unsqueeze(2)
 
 
-def _behind(mixed: Tensor, x: Tensor, layer: _Layer) -> Tensor:
+def _mlp(mixed: Tensor, x: Tensor, layer: _Layer) -> Tensor:
     """What a layer does behind its attention, whose output is ``mixed`` [b, Hq * D]: the next ``x`` [b, H]."""
     x = layer.out.plus(mixed, x)
     gate, up = layer.gate_up(_scaled(x, layer, 1)).chunk(2, -1)
