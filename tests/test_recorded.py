@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning import Callback
 
+from grpo_lightning import recording
 from grpo_lightning.config import ConfigError
-from grpo_lightning.recording import files
 from tests.support.running import small_run
 
 COMMON = ("steps=4", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=4")
@@ -57,13 +57,13 @@ def test_the_weights_are_bitwise_those_of_the_recorded_run(first, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_so_they_are_with_other_settings(name, tmp_path):
     one = small_run(tmp_path / "one", *COMMON, *RUNS[name])
-    headers = [files.header(path) for path in files.steps(tmp_path / "one" / "rollouts").values()]
+    headers = [recording.read_header(path) for path in recording.recorded_steps(tmp_path / "one" / "rollouts").values()]
     assert any(not header["fresh"] for header in headers) == (name == "groups carried over")
     other = small_run(tmp_path / "other", *COMMON, *again(tmp_path / "one", *RUNS[name]))
     assert torch.equal(weights(one), weights(other))
     assert measured(one) == measured(other)
-    for step, path in files.steps(tmp_path / "one" / "rollouts").items():
-        then, now = files.read(path), files.read(tmp_path / "other" / "rollouts" / path.name)
+    for step, path in recording.recorded_steps(tmp_path / "one" / "rollouts").items():
+        then, now = recording.read(path), recording.read(tmp_path / "other" / "rollouts" / path.name)
         assert then[1] == now[1], step
 
 
@@ -82,10 +82,10 @@ def test_a_run_that_was_broken_off_and_continued_leaves_the_same_files(first, tm
     with pytest.raises(RuntimeError, match="broken"):
         small_run(tmp_path, *broken, "+callbacks.break._target_=tests.test_recorded.Break")
     place = tmp_path / "rollouts"
-    assert list(files.steps(place)) == [1, 2, 3]  # the checkpoint is of step 2
-    (place / files.file_name(3)).write_bytes(b"of a step that is made again")
-    (place / files.file_name(9)).write_bytes(b"of a step that is not made again")
-    (place / f".{files.file_name(3)}.4711").write_bytes(b"half")
+    assert list(recording.recorded_steps(place)) == [1, 2, 3]  # the checkpoint is of step 2
+    (place / recording.file_name(3)).write_bytes(b"of a step that is made again")
+    (place / recording.file_name(9)).write_bytes(b"of a step that is not made again")
+    (place / f".{recording.file_name(3)}.4711").write_bytes(b"half")
     small_run(tmp_path, *broken, "checkpoint=last")
     assert {path.name: path.read_bytes() for path in place.iterdir()} == {
         path.name: path.read_bytes() for path in (whole / "rollouts").iterdir()
@@ -106,7 +106,7 @@ def test_training_on_recorded_rollouts_goes_on_where_it_was_broken_off(first, tm
 @pytest.mark.slow
 def test_few_rollouts_are_recorded_unless_asked(tmp_path):
     small_run(tmp_path, "steps=5", "logger=none", "validation.every=5", "callbacks.rollouts.every=2")
-    assert list(files.steps(tmp_path / "rollouts")) == [1, 2, 4]
+    assert list(recording.recorded_steps(tmp_path / "rollouts")) == [1, 2, 4]
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_rewards_are_computed_anew_where_asked(first, tmp_path):
     assert measured(same) == measured(module)
     other = again(place, "rollout.rescore=true", "reward=[custom,length]", "reward.length.function.target=3")
     small_run(tmp_path / "other", *COMMON, *other)
-    _, rows = files.read(tmp_path / "other" / "rollouts" / files.file_name(1))
+    _, rows = recording.read(tmp_path / "other" / "rollouts" / recording.file_name(1))
     lengths = [len(row["completion"]) for row in rows]
     # 1 up to three characters, 0 from six on
     assert [row["rewards"]["length"] for row in rows] == pytest.approx([min(1, max(0, 2 - n / 3)) for n in lengths])
@@ -162,8 +162,8 @@ def test_what_cannot_be_trained_on_is_said_before_anything_loads(name, first, tm
     (tmp_path / "empty").mkdir()
     for copy in ("gaps", "damaged"):
         shutil.copytree(place / "rollouts", tmp_path / copy)
-    (tmp_path / "gaps" / files.file_name(3)).unlink()
-    path = tmp_path / "damaged" / files.file_name(2)
+    (tmp_path / "gaps" / recording.file_name(3)).unlink()
+    path = tmp_path / "damaged" / recording.file_name(2)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError) as error:
         small_run(tmp_path / "run", *COMMON, *again(place, override), override)
@@ -176,7 +176,7 @@ def test_a_run_does_not_train_on_what_it_writes(first, tmp_path):
     shutil.copytree(place / "rollouts", tmp_path / "rollouts")
     with pytest.raises(ConfigError, match="allowed is the directory of another run"):
         small_run(tmp_path, *COMMON, *again(tmp_path))
-    assert len(files.steps(tmp_path / "rollouts")) == 4
+    assert len(recording.recorded_steps(tmp_path / "rollouts")) == 4
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_rollout_that_cannot_be_written_ends_no_run(first, tmp_path, caplog, m
     def full(path, lines):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(recording, "write", full)
     found = small_run(tmp_path, *COMMON)
     assert torch.equal(weights(found), weights(module))
     assert caplog.text.count("was not recorded") == 1

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_lightning.recording import files
-from grpo_lightning.recording.rows import fingerprint, lines, number, restored, value_of
+from grpo_lightning import recording
+from grpo_lightning.recording.rows import decode, encode, fingerprint, from_lines, to_lines
 from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored
 from tests.support.composed import HEADER
 
@@ -52,7 +52,7 @@ TRAINED = {3: [-0.71, -0.81, -0.91], 1: [-0.31, -0.41, -0.51]}
 
 
 def made():
-    return lines(GIVEN, SCORED, ROLLOUT, TRAINED)
+    return to_lines(GIVEN, SCORED, ROLLOUT, TRAINED)
 
 
 def test_a_line_says_what_the_tensors_hold():
@@ -89,13 +89,13 @@ def test_a_line_says_what_the_tensors_hold():
 def test_secrets_are_hidden_in_a_line():
     token = "hf_" + 24 * "a"
     given = replace(SCORED, sampled=replace(SAMPLED, texts=(token, *SAMPLED.texts[1:])))
-    assert lines(GIVEN, given, ROLLOUT, TRAINED)[1]["completion"] == "REDACTED"
+    assert to_lines(GIVEN, given, ROLLOUT, TRAINED)[1]["completion"] == "REDACTED"
 
 
 def test_what_is_read_is_bitwise_what_was_written(tmp_path):
-    path = tmp_path / files.file_name(1)
-    files.write(path, made())
-    found = restored(*files.read(path), torch.device("cpu"))
+    path = tmp_path / recording.file_name(1)
+    recording.write(path, made())
+    found = from_lines(*recording.read(path), torch.device("cpu"))
     for name, value in vars(SAMPLED).items():
         back = getattr(found.scored.sampled, name)
         assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value, name
@@ -120,12 +120,12 @@ TOLD = replace(
 
 
 def test_episodes_are_read_as_they_were_written(tmp_path):
-    written = lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
+    written = to_lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
     assert [row["spans"] for row in written[1:]] == [[[0, 2]], [[0, 1], [2, 3]], [[0, 1]], [[0, 3]]]
     assert (written[2]["ids"], written[2]["turns"], written[2]["replies"]) == ([8, 9, 2], ["h", ""], ["i"])
-    path = tmp_path / files.file_name(1)
-    files.write(path, written)
-    found = restored(*files.read(path), torch.device("cpu")).scored.sampled
+    path = tmp_path / recording.file_name(1)
+    recording.write(path, written)
+    found = from_lines(*recording.read(path), torch.device("cpu")).scored.sampled
     for name in ("ids", "attention_mask", "mask", "logprobs"):
         assert torch.equal(getattr(found, name), getattr(TOLD, name)), name
     assert (found.turns, found.replies) == (TOLD.turns, TOLD.replies)
@@ -137,11 +137,11 @@ def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_
         torch.tensor([[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]]).int(), torch.tensor([7, 9, 8, 9, 0, 2, 4, 2]).int()
     )
     given = replace(SCORED, sampled=replace(SAMPLED, support=kept))
-    written = lines(GIVEN, given, ROLLOUT, TRAINED)
+    written = to_lines(GIVEN, given, ROLLOUT, TRAINED)
     assert [row["kept"] for row in written[1:]] == [[[7, 9], []], [[8], [9], [0, 2, 4]], [[2]], [[], [], []]]
-    path = tmp_path / files.file_name(1)
-    files.write(path, written)
-    found = restored(*files.read(path), torch.device("cpu")).scored.sampled.support
+    path = tmp_path / recording.file_name(1)
+    recording.write(path, written)
+    found = from_lines(*recording.read(path), torch.device("cpu")).scored.sampled.support
     assert torch.equal(found.sizes, kept.sizes)
     assert torch.equal(found.ids, kept.ids)
     assert "kept" not in made()[1]
@@ -151,24 +151,24 @@ def test_every_float32_comes_back_from_nine_digits():
     drawn = random.Random(0)
     bits = [drawn.getrandbits(32) for _ in range(20_000)] + [1, 0x80000001, 0x007FFFFF, 0x7F7FFFFF, 0x80000000]
     values = torch.tensor([struct.unpack("f", struct.pack("I", one))[0] for one in bits], dtype=torch.float32)
-    written = json.loads(json.dumps([number(value) for value in values.tolist()], allow_nan=False))
-    back = torch.tensor([value_of(one) for one in written], dtype=torch.float32)
+    written = json.loads(json.dumps([encode(value) for value in values.tolist()], allow_nan=False))
+    back = torch.tensor([decode(one) for one in written], dtype=torch.float32)
     known = ~values.isnan()
     assert torch.equal(back[known].view(torch.int32), values[known].view(torch.int32))
     assert back[~known].isnan().all()
-    assert [number(float("inf")), number(-float("inf"))] == ["inf", "-inf"]
+    assert [encode(float("inf")), encode(-float("inf"))] == ["inf", "-inf"]
 
 
 def test_the_same_rollout_makes_the_same_bytes_and_nothing_else(tmp_path):
-    one, other = tmp_path / "a" / files.file_name(1), tmp_path / "b" / files.file_name(1)
+    one, other = tmp_path / "a" / recording.file_name(1), tmp_path / "b" / recording.file_name(1)
     for path in (one, other):
-        files.write(path, made())
+        recording.write(path, made())
     assert one.read_bytes() == other.read_bytes()
     assert one.read_bytes()[4:8] == bytes(4)  # no time
     assert gzip.decompress(one.read_bytes()).isascii()  # whatever was sampled is safe to show
     with pytest.raises(ValueError, match="JSON"):
-        files.write(one, [{"value": float("nan")}])
-    assert [path.name for path in one.parent.iterdir()] == [files.file_name(1)]
+        recording.write(one, [{"value": float("nan")}])
+    assert [path.name for path in one.parent.iterdir()] == [recording.file_name(1)]
     assert one.read_bytes() == other.read_bytes()
 
 
@@ -188,52 +188,33 @@ def test_a_policy_has_another_fingerprint_once_a_bit_of_it_changes():
 
 
 def test_steps_in_words_and_beyond_a_checkpoint(tmp_path):
-    assert files.listed([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
-    assert files.listed([]) == "none"
-    assert files.listed(range(1, 41, 2)) == "1, 3, 5, 7, 9, 11, 13, … 39"
+    assert recording.format_steps([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
+    assert recording.format_steps([]) == "none"
+    assert recording.format_steps(range(1, 41, 2)) == "1, 3, 5, 7, 9, 11, 13, … 39"
     for step in (1, 2, 3, 12):
-        (tmp_path / files.file_name(step)).write_bytes(b"")
+        (tmp_path / recording.file_name(step)).write_bytes(b"")
     (tmp_path / "000099.jsonl.gz.old").write_bytes(b"")
-    assert sorted(path.name for path in files.rewind(tmp_path, 2)) == ["000003.jsonl.gz", "000012.jsonl.gz"]
-    assert list(files.steps(tmp_path)) == [1, 2]
-    assert files.rewind(tmp_path / "none", 0) == []
+    assert sorted(path.name for path in recording.rewind(tmp_path, 2)) == ["000003.jsonl.gz", "000012.jsonl.gz"]
+    assert list(recording.recorded_steps(tmp_path)) == [1, 2]
+    assert recording.rewind(tmp_path / "none", 0) == []
 
 
-def test_a_file_that_is_no_rollout_is_refused(tmp_path):
-    path = tmp_path / files.file_name(1)
-    first, *rows = made()
-    for given, told in (
-        ([first | {"format": "else"}, *rows], "its first line has format='else', and not 'grpo-lightning rollout 1'"),
-        ([], "format=None"),
-    ):
-        files.write(path, given)
-        with pytest.raises(files.Unusable) as error:
-            files.read(path)
-        assert told in str(error.value)
-        assert str(error.value).startswith(str(path))
-
-
-def test_damaged_bytes_are_refused(tmp_path):
-    path = tmp_path / files.file_name(1)
-    files.write(path, made())
+def test_damaged_files_and_missing_directories_are_refused(tmp_path):
+    path = tmp_path / recording.file_name(1)
+    recording.write(path, made())
     whole = path.read_bytes()
-    turned = bytearray(whole)
-    turned[len(whole) // 2] ^= 255
-    for data, told in (
-        (whole[: len(whole) // 2], "is damaged"),
-        (bytes(turned), "is damaged"),
-        (b"no gzip", "is damaged"),
-        (b"", "format=None"),
+    assert recording.read_header(path) == made()[0]
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    for data, message in (
+        *((data, "is damaged") for data in (whole[: len(whole) // 2], whole[:-4], bytes(flipped), b"no gzip")),
         *((gzip.compress(text), "is damaged") for text in (b"[", b"\xff\xfe")),
+        *((gzip.compress(text), "is no recorded rollout") for text in (b"", b'{"format": "else"}')),
     ):
         path.write_bytes(data)
-        with pytest.raises(files.Unusable, match=told):
-            files.read(path)
-    path.write_bytes(whole[:-4])
-    files.header(path)
-    with pytest.raises(files.Unusable, match="is damaged"):
-        files.read(path)
-    with pytest.raises(files.Unusable, match="is not there"):
-        files.folder(tmp_path / "none")
-    with pytest.raises(files.Unusable, match="is no directory"):
-        files.folder(path)
+        with pytest.raises(recording.RecordingError, match=message) as error:
+            recording.read(path)
+        assert str(error.value).startswith(str(path))
+    for place, message in ((tmp_path / "none", "is not there"), (path, "is no directory")):
+        with pytest.raises(recording.RecordingError, match=message):
+            recording.find_directory(place)

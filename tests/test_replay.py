@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import grpo_lightning as grpo
-from grpo_lightning.recording import files
+from grpo_lightning import recording
 from grpo_lightning.replay.__main__ import main, replay
 from tests.support.composed import ROOT
 from tests.support.processes import finish, start
@@ -63,7 +63,7 @@ def test_what_was_logged_comes_out(first, capsys):
     assert found["loss/kl"][0] > 0
     assert all(now == pytest.approx(then, rel=1e-5, abs=1e-6) for then, now in found.values())
     assert all(then == now for name, (then, now) in found.items() if not name.startswith("loss/"))
-    header = files.header(first / "rollouts" / files.file_name(2))
+    header = recording.read_header(first / "rollouts" / recording.file_name(2))
     assert found["loss/total"][0] == header["updated"]["loss/total"]
 
 
@@ -96,7 +96,7 @@ def test_another_algorithm_and_other_rewards_worked_by_hand(first):
     ]
     found, told = metrics(first, *given)
     assert told["computed_anew"] == ["length"]
-    _, rows = files.read(first / "rollouts" / files.file_name(2))
+    _, rows = recording.read(first / "rollouts" / recording.file_name(2))
     length = [min(1.0, max(0.0, 2 - len(row["completion"]) / 3)) for row in rows]
     total = [row["rewards"]["keyword"] + 0.1 * one for row, one in zip(rows, length)]
     assert found["reward/length"] == (None, pytest.approx(sum(length) / 8))
@@ -119,7 +119,7 @@ def test_a_weight_alone_calls_no_reward(first):
     assert told["computed_anew"] == []
     then, now = found["loss/kl"]
     assert now == pytest.approx(2 * then, rel=1e-6)
-    _, rows = files.read(first / "rollouts" / files.file_name(2))
+    _, rows = recording.read(first / "rollouts" / recording.file_name(2))
     total = sum(row["rewards"]["keyword"] + 2 * row["rewards"]["format"] for row in rows) / 8
     assert found["reward/total"][1] == pytest.approx(total)
 
@@ -176,8 +176,8 @@ def test_a_kl_term_needs_a_recorded_reference(first, tmp_path):
     place = tmp_path / "rollouts"
     place.mkdir()
     shutil.copytree(first / ".hydra", tmp_path / ".hydra")
-    header, rows = files.read(first / "rollouts" / files.file_name(1))
-    files.write(place / files.file_name(1), [header | {"reference": False}, *rows])
+    header, rows = recording.read(first / "rollouts" / recording.file_name(1))
+    recording.write(place / recording.file_name(1), [header | {"reference": False}, *rows])
     with pytest.raises(ValueError, match="loss.kl_coef=0.04: allowed is 0: no log-probabilities of a reference were"):
         replay(tmp_path, [])
     assert "loss/total" in replay(tmp_path, ["loss.kl_coef=0"])
@@ -188,7 +188,7 @@ def test_several_processes_record_once_and_what_they_logged_comes_out(tmp_path):
     own = [word for word in COMMON if not word.startswith("trainer")]
     finish(start(2, tmp_path, "ddp", {"two": [*own, "algorithm=grpo"]}))
     place = tmp_path / "two"
-    _, rows = files.read(place / "rollouts" / files.file_name(2))
+    _, rows = recording.read(place / "rollouts" / recording.file_name(2))
     assert all("logprobs" in row for row in rows)
     (place / ".hydra").mkdir()
     (place / ".hydra" / "overrides.yaml").write_text(json.dumps(own))

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from grpo_lightning import recording
 from grpo_lightning.advantage import centered
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
@@ -24,7 +25,6 @@ from grpo_lightning.module.update import accumulate
 from grpo_lightning.policy.hf import load
 from grpo_lightning.policy.plain import PlainPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
-from grpo_lightning.recording import files
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
@@ -395,9 +395,9 @@ def test_recorded_sets_train_the_same_weights(tmp_path):
     )
     assert torch.equal(weights(one), weights(other))
     assert one.metrics["completion/set_size_mean"] == other.metrics["completion/set_size_mean"] > 1
-    for step, path in files.steps(tmp_path / "one" / "rollouts").items():
-        rows = files.read(path)[1]
-        assert files.read(tmp_path / "other" / "rollouts" / path.name)[1] == rows, step
+    for step, path in recording.recorded_steps(tmp_path / "one" / "rollouts").items():
+        rows = recording.read(path)[1]
+        assert recording.read(tmp_path / "other" / "rollouts" / path.name)[1] == rows, step
         assert all(token in one for row in rows for token, one in zip(row["ids"], row["kept"], strict=True))
 
 

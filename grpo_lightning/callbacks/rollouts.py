@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from grpo_lightning import __version__
+from grpo_lightning import __version__, recording
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.recording import files
-from grpo_lightning.recording.rows import fingerprint, lines
+from grpo_lightning.recording.rows import fingerprint, to_lines
 from grpo_lightning.rollout.collector import Collected
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ class RecordRollouts(Callback):
             return
         header = self._header(module, collected, len(updates), outputs["collector"])
         try:
-            made = lines(header, collected.scored, collected.rollout, logprobs)
-            files.write(self.directory / files.file_name(module.completed_steps), made)
+            made = to_lines(header, collected.scored, collected.rollout, logprobs)
+            recording.write(self.directory / recording.file_name(module.completed_steps), made)
         except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold: training is worth more
             if not self._told:
                 self._told = True
@@ -85,7 +84,7 @@ class RecordRollouts(Callback):
         logged = {name: v for name, v in module.metrics.items() if name not in known and not name.startswith(_BY_CLOCK)}
         scored = collected.scored
         return {
-            "format": files.FORMAT,
+            "format": recording.FORMAT,
             "version": __version__,
             "step": module.completed_steps,
             "seed": module.seed,

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 
 from grpo_lightning.checkpoint import resume, tensorboard
 from grpo_lightning.logger import csv
-from grpo_lightning.recording.files import FOLDER, rewind
+from grpo_lightning.recording import FOLDER, rewind
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ class Note(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if config.mode != "fit":
             return
-        from grpo_lightning.report.records import SWEEP_FILE
+        from grpo_lightning.report.runs import SWEEP_FILE
 
         directory = Path(config.hydra.sweep.dir)
         _begun.append((directory, str(config.sweep_metric)))
@@ -105,7 +105,7 @@ def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     """
     if not (directory / ".hydra" / "overrides.yaml").exists() and not (directory / _SUMMARY).exists():
         return None
-    from grpo_lightning.report.records import read_run
+    from grpo_lightning.report.runs import read_run
 
     record = read_run(directory)
     if _essential(record.overrides) != _essential(redact_overrides(overrides)):
@@ -152,7 +152,7 @@ def close(status: int) -> int:
     if not _begun or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
     from grpo_lightning.report import ReportError, find_runs
-    from grpo_lightning.report.command import of_sweep
+    from grpo_lightning.report.table import sweep_table
 
     directory, metric = _begun.pop()
     _hide_in(directory / "multirun.yaml")
@@ -160,7 +160,7 @@ def close(status: int) -> int:
     try:
         runs = find_runs(directory)
         failed = any(run.status == "failed" for run in runs)
-        print(of_sweep(runs, metric), end="")
+        print(sweep_table(runs, metric), end="")
     except ReportError as error:
         show(str(error))
     show(f"this table again: python -m grpo_lightning.report {shell_quote(str(directory))}")

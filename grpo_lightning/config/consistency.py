@@ -378,24 +378,24 @@ def recorded_problems(get: Reader) -> list[str]:
     """What stands in the way of training on the rollouts in ``rollout.path``."""
     if get("rollout").get("_target_") != _RECORDED or get("mode") != "fit":
         return []
-    given, files = get("rollout.path"), import_module("grpo_lightning.recording.files")
+    given, recording = get("rollout.path"), import_module("grpo_lightning.recording")
     if not isinstance(given, str):
         return [f"rollout.path={given}: allowed is a run directory with recorded rollouts"]
     try:
-        found = _recorded(get, files, files.folder(given))
-    except (files.Unusable, OSError) as error:
+        found = _recorded(get, recording, recording.find_directory(given))
+    except (recording.RecordingError, OSError) as error:
         found = [str(error)]
     return [f"rollout.path={given}: {problem}" for problem in found]
 
 
-def _recorded(get: Reader, files: Any, directory: Path) -> list[str]:
-    known = files.steps(directory)
+def _recorded(get: Reader, recording: Any, directory: Path) -> list[str]:
+    known = recording.recorded_steps(directory)
     if not known:
         return [f"there are no recorded rollouts in {directory}; callbacks=rollouts records all of a run"]
     own = get("callbacks").get("rollouts") or {}
     if directory.resolve() in {
         Path(str(own.get("directory"))).resolve(),
-        (Path(get("run_dir")) / files.FOLDER).resolve(),
+        (Path(get("run_dir")) / recording.FOLDER).resolve(),
     }:
         return ["allowed is the directory of another run: this one would write its own rollouts there"]
     last = get("steps")
@@ -404,14 +404,14 @@ def _recorded(get: Reader, files: Any, directory: Path) -> list[str]:
         needed = range(min(max((step for step in needed if step not in known), default=0) + 1, last), last + 1)
     if missing := [step for step in needed if step not in known]:
         return [
-            f"steps={last} needs the rollouts of steps 1 to {last}; there are {files.listed(known)}, and not "
-            f"{files.listed(missing)} (callbacks.rollouts.every=1 records all of a run)"
+            f"steps={last} needs the rollouts of steps 1 to {last}; there are {recording.format_steps(known)}, and not "
+            f"{recording.format_steps(missing)} (callbacks.rollouts.every=1 records all of a run)"
         ]
     chosen = [known[step] for step in needed]
     whole = sum(path.stat().st_size for path in chosen) <= _READ_WHOLE
     sizes: dict[str, Any] = {}
     for path in chosen:
-        first = files.read(path)[0] if whole else files.header(path)
+        first = recording.read(path)[0] if whole else recording.read_header(path)
         sizes = sizes or first
     wanted = {"prompts": "data.prompts_per_step", "group_size": "rollout.group_size"}
     return [

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning import recording
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
-from grpo_lightning.recording import files
 
 if TYPE_CHECKING:
     from grpo_lightning.replay.step import Metrics
@@ -55,23 +55,23 @@ def replay(directory: Path, overrides: Sequence[str], *, steps: str = ":", form:
     Raises:
         ValueError: There are no recorded rollouts, they are damaged, or the settings cannot work.
     """
-    place = files.folder(directory)
-    known = files.steps(place)
+    place = recording.find_directory(directory)
+    known = recording.recorded_steps(place)
     if not known:
         raise ValueError(f"{place} has no recorded rollouts; a run with callbacks=rollouts records them")
     chosen = _chosen(steps, known)
     from grpo_lightning.composition.recalled import recalled
 
-    run = place.parent if place.name == files.FOLDER else place
+    run = place.parent if place.name == recording.FOLDER else place
     config, build = recalled(run, overrides, _PARTS)
     import torch
 
-    from grpo_lightning.recording.rows import restored
+    from grpo_lightning.recording.rows import from_lines
     from grpo_lightning.replay.step import replayed
 
     found = []
     for step in chosen:
-        rollout = restored(*files.read(known[step]), torch.device("cpu"))
+        rollout = from_lines(*recording.read(known[step]), torch.device("cpu"))
         found.append(replayed(rollout, config, build))
     return (as_json if form == "json" else as_table)(found, overrides)
 
@@ -85,7 +85,7 @@ def _chosen(steps: str, known: dict[int, Path]) -> list[int]:
     high = int(last) if last else low if not several else max(known)
     chosen = [step for step in known if low <= step <= high]
     if not chosen:
-        raise ValueError(f"--steps {steps}: recorded are {files.listed(known)}")
+        raise ValueError(f"--steps {steps}: recorded are {recording.format_steps(known)}")
     return chosen
 
 

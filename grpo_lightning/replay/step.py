@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_lightning.config.redaction import redact_config
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.recording.rows import Restored
+from grpo_lightning.recording.rows import RecordedRollout
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.episodes import turn_ends
@@ -48,7 +48,7 @@ class _NoTokens:
         )
 
 
-def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metrics:
+def replayed(found: RecordedRollout, config: Mapping[str, Any], build: Build) -> Metrics:
     """Score, compare and weigh a recorded rollout as settings say; no policy is asked.
 
     Args:
@@ -94,7 +94,7 @@ def replayed(found: Restored, config: Mapping[str, Any], build: Build) -> Metric
 
 
 @torch.no_grad()
-def losses(loss: PolicyLoss, rollout: Rollout, found: Restored) -> dict[str, Tensor]:
+def losses(loss: PolicyLoss, rollout: Rollout, found: RecordedRollout) -> dict[str, Tensor]:
     """The parts of the loss at the ratio 1, by name; those that were logged are sums in another order.
 
     Log-probabilities are those of the only optimizer step where it computed them, else the sampler's.
@@ -106,7 +106,7 @@ def losses(loss: PolicyLoss, rollout: Rollout, found: Restored) -> dict[str, Ten
 
 
 def _rewards(
-    found: Restored, config: Mapping[str, Any], build: Build
+    found: RecordedRollout, config: Mapping[str, Any], build: Build
 ) -> tuple[dict[str, RewardSpec], list[str] | None]:
     """The rewards as set, and the names of those that have to be called; None if all is as it was recorded."""
     then: Mapping[str, Any] = found.header["settings"].get("reward") or {}
@@ -141,7 +141,7 @@ def _has_steps(scored: Scored) -> bool:
     return bool((~scored.steps.isnan() & (torch.arange(scored.steps.shape[1]) < last)).any())
 
 
-def _approximate(found: Restored, names: Mapping[str, Any], loss: PolicyLoss) -> dict[str, str]:
+def _approximate(found: RecordedRollout, names: Mapping[str, Any], loss: PolicyLoss) -> dict[str, str]:
     header, why = found.header, dict[str, str]()
     for name in names:
         if name.startswith(_OF_ALL_SAMPLED) and not header["complete"]:

@@ -1,11 +1,10 @@
-"""What runs have come to: tables, intervals over seeds, differences from a baseline, and curves.
+"""Report on runs: tables with confidence intervals over seeds, differences from a baseline, and curves.
 
-``python -m grpo_lightning.report DIR`` prints it; here is what it is made of.
+``python -m grpo_lightning.report DIR`` prints it.
 """
 
-from grpo_lightning.report.command import main
-from grpo_lightning.report.curves import curve
-from grpo_lightning.report.records import ReportError, RunRecord, find_runs
-from grpo_lightning.report.statistics import Estimate, estimate
+from grpo_lightning.report.comparison import Estimate, compare, estimate
+from grpo_lightning.report.runs import ReportError, RunRecord, curve, find_runs
+from grpo_lightning.report.table import render
 
-__all__ = ["Estimate", "ReportError", "RunRecord", "curve", "estimate", "find_runs", "main"]
+__all__ = ["Estimate", "ReportError", "RunRecord", "compare", "curve", "estimate", "find_runs", "render"]

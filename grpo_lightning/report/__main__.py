@@ -1,6 +1,93 @@
-"""``python -m grpo_lightning.report``."""
+"""Command line of the report: ``python -m grpo_lightning.report DIR``."""
 
-from grpo_lightning.report.command import main
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_lightning.config.redaction import redact, single_line
+from grpo_lightning.output.terminal import last_through_closed_pipes
+from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
+from grpo_lightning.report.runs import ReportError, find_runs
+from grpo_lightning.report.table import FORMATS, render
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the comparison of the runs below some directories.
+
+    Raises:
+        SystemExit: There is nothing to compare; its text is one sentence.
+    """
+    last_through_closed_pipes()
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_lightning.report",
+        description="Compare runs: a line for each value of what was swept, averaged over seeds.",
+    )
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
+    parser.add_argument("--by", nargs="+", default=[], metavar="KEY", help="keys of the lines; default: swept keys")
+    parser.add_argument(
+        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"default: {', '.join(DEFAULT_METRICS)}"
+    )
+    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
+    parser.add_argument("--baseline", metavar="KEY=VALUE", help="also the paired differences from these runs")
+    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
+    parser.add_argument("--format", choices=list(FORMATS), default="table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    try:
+        comparison = compare(
+            find_runs(*options.directories),
+            by=options.by,
+            metrics=options.metric,
+            at=options.at,
+            deviation=options.deviation,
+            baseline=options.baseline,
+            curves=bool(options.plot),
+        )
+        if options.plot:
+            plot(comparison, options.plot)
+    except ReportError as error:
+        sys.exit(redact(single_line(str(error))))
+    print(render(comparison, options.format), end="")
+
+
+def plot(comparison: Comparison, file: Path) -> None:
+    """Draw one panel per metric into a picture whose format is the file's ending.
+
+    Raises:
+        ReportError: matplotlib is not installed, does not know the ending, or the picture cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ReportError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a setting is no formula
+    from matplotlib import pyplot
+
+    panels = len(comparison.lines)
+    figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
+    for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
+        for line in lines:
+            curve, label = line.curve, single_line(line.label)
+            [drawn] = axes.plot(list(curve), [value.mean for value in curve.values()], label=label)
+            if band := [(step, value.low, value.high) for step, value in curve.items() if value.low is not None]:
+                axes.fill_between(*zip(*band, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
+        axes.set(ylabel=metric)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if lines:
+            axes.legend(frameon=False, fontsize="small")
+    grid[-1, 0].set(xlabel="rollouts")
+    figure.tight_layout()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        pyplot.close(figure)
+
 
 if __name__ == "__main__":
     main()

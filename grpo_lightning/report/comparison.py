@@ -1,76 +1,79 @@
-"""Runs of the same settings together: a line for each, over its seeds."""
+"""Comparison of runs: those of equal settings make a line, whose metrics are estimated over seeds."""
 
+import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
-from statistics import fmean
 
 from grpo_lightning.config.shell import shell_quote
-from grpo_lightning.report.curves import Course, by_step, course, names
-from grpo_lightning.report.keys import UNSET, checked, given, order, seed_of, suggestion, swept, value_of
-from grpo_lightning.report.records import ReportError, RunRecord
-from grpo_lightning.report.statistics import Estimate, estimate
+from grpo_lightning.report.runs import ReportError, RunRecord, parse_overrides
 
 DEFAULT_METRICS = ("val/pass@1", "reward/total")
-ENDED_WELL = ("finished", "stopped")
-_MORE_IS_BETTER = ("val/", "reward/")
-_NEITHER = ("reward/std",)
+CONFIDENCE = 0.95
+UNSET = "(default)"
+"""Stands for the value of a setting that no file of the run holds."""
+_COUNTED = ("finished", "stopped")
+_NOT_SWEPT = ("seed", "checkpoint", "run_dir", "tags", "task_name")
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """The mean of n values with its confidence interval, which a single value does not have."""
+
+    n: int
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Line:
-    """A metric of all runs of the same settings."""
+    """A metric of all runs of the same settings; estimates are over seeds, several runs of one count by their mean."""
 
-    settings: tuple[str, ...]
-    """The values of the swept keys."""
-    by_seed: Mapping[str, Course]
-    is_best: bool = False
-    is_baseline: bool = False
+    settings: Mapping[str, str]
+    seeds: Mapping[str, float]
+    """Seed -> last value."""
+    last: Estimate
+    first: Estimate | None
+    mean: Estimate | None
+    deviation: Estimate | None
+    """Of each run's values over its steps, like ``mean``."""
+    lowest: float | None
+    highest: float | None
+    curve: Mapping[int, Estimate]
+    """Step -> the values there; empty unless curves were read."""
+    best: bool = False
     difference: Estimate | None = None
-    """Of the last value from the baseline's, over the seeds that both have."""
+    """Of the last value from the baseline's, paired by the seeds that both have."""
 
     @property
-    def last(self) -> Estimate:
-        """Of each run's last value."""
-        return estimate([one.last for one in self.by_seed.values()])
-
-    @property
-    def curve(self) -> dict[int, Estimate]:
-        """Step -> the values of the runs that have one there."""
-        return {step: estimate(values) for step, values in by_step(self.by_seed.values()).items()}
-
-    def estimate(self, name: str) -> Estimate | None:
-        """Of each run's "first" value, or its "mean" or "deviation" over its steps; None if no run tells."""
-        known = _known(self.by_seed.values(), name)
-        return estimate(known) if known else None
-
-    def extreme(self, name: str) -> float | None:
-        """The lowest ("low") or the highest value ("high") in any of the runs, at any step; None if no run tells."""
-        return (min if name == "low" else max)(_known(self.by_seed.values(), name), default=None)
+    def label(self) -> str:
+        """The settings as overrides."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What there is to say of some runs."""
+    """Runs sorted into lines, by metric."""
 
     keys: Sequence[str]
-    """What the lines differ in."""
+    """In which the lines differ."""
     lines: Mapping[str, Sequence[Line]]
     """Metric -> its lines."""
     runs: Sequence[RunRecord]
-    others: Sequence[RunRecord]
-    """Those that no number is of: failed, running, killed, missing."""
+    unfinished: Sequence[RunRecord]
+    """Runs that do not count: failed, running, killed, missing."""
     at: Sequence[int]
-    """Steps to show the values of."""
+    """Steps whose values are shown."""
     deviation: bool
-    """Whether to show the standard deviation over a run's steps."""
-    baseline: tuple[str, str] | None
+    """Whether the standard deviation over a run's steps is shown."""
+    baseline: str | None
+    """KEY=VALUE"""
     notes: Sequence[str]
-
-    def label(self, settings: Sequence[str]) -> str:
-        """What a line's settings are, in words as on the command line."""
-        return " ".join(f"{key}={value}" for key, value in zip(self.keys, settings, strict=True))
 
 
 def compare(
@@ -81,132 +84,174 @@ def compare(
     at: Sequence[int] = (),
     deviation: bool = False,
     baseline: str | None = None,
-    with_points: bool = False,
+    curves: bool = False,
 ) -> Comparison:
     """Sort runs into lines and estimate their metrics.
 
     Args:
-        runs: All of them, finished or not.
-        by: The keys that lines differ in; none: those that the runs' overrides differ in, but for the seed.
-        metrics: Their names; none: `DEFAULT_METRICS`, those that there are.
-        at: Steps to give the values of.
-        deviation: Whether to give the standard deviation over a run's steps.
-        baseline: "KEY=VALUE" of the lines that others are compared with, all other keys being equal.
-        with_points: Whether curves are needed in any case.
+        runs: Finished or not.
+        by: Keys in which lines differ; default: those in which the runs' overrides differ, but for the seed.
+        metrics: Default: those of `DEFAULT_METRICS` that were recorded.
+        at: Steps whose values are wanted.
+        deviation: Whether the standard deviation over a run's steps is wanted.
+        baseline: "KEY=VALUE" of the lines that the others are compared with, all other keys being equal.
+        curves: Whether curves are wanted, too.
 
     Raises:
         ReportError: No run has a metric, a key or the baseline.
     """
-    with_points |= bool(at) or deviation
-    others = [run for run in runs if run.status not in ENDED_WELL]
-    counted = [run for run in runs if run.status in ENDED_WELL]
+    curves |= bool(at) or deviation
+    counted = [run for run in runs if run.status in _COUNTED]
     notes = []
-    if not counted and (counted := [run for run in runs if names(run)]):
+    if not counted and (counted := [run for run in runs if run.metrics]):
         notes.append("no run has finished: these are numbers of unfinished ones")
-    columns = checked(by, counted) if by else swept(counted)
+    for key in by:
+        if all(run.setting(key) is None for run in counted):
+            names = {name for run in counted for name in [*parse_overrides(run.overrides), *run.config]}
+            raise ReportError(f"--by={key}: no run has this setting{_nearest(key, names)}")
+    keys = list(by) or _swept(counted)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in counted:
-        groups.setdefault(tuple(value_of(run, key) or UNSET for key in columns), []).append(run)
-    if counted and not columns:  # named by their directory, or by the one that all are in
-        columns = ["run"]
+        groups.setdefault(tuple(run.setting(key) or UNSET for key in keys), []).append(run)
+    if counted and not keys:  # named by their common directory
+        keys = ["run"]
         groups = {(Path(os.path.commonpath([run.directory.absolute() for run in counted])).name,): counted}
-    lines = {}
+    lines: dict[str, list[Line]] = {}
     for metric in _metrics(metrics, counted):
-        ordered = sorted(groups, key=lambda settings: [*map(order, settings)])
-        listed = [Line(one, _by_seed(groups[one], metric, with_points)) for one in ordered]
-        lines[metric] = _with_best(metric, [line for line in listed if line.by_seed])
-        notes += _without_steps(metric, lines[metric], at)
-    pairs = [(settings, seed_of(run)) for settings, group in groups.items() for run in group]
-    if twice := sorted({pair[1] for pair in pairs if pairs.count(pair) > 1}):
-        notes.append(f"several runs of seed {', '.join(twice)} with the same settings count once, by their mean")
-    pair = None
+        ordered = sorted(groups, key=lambda values: [*map(_order, values)])
+        each = [_line(dict(zip(keys, values, strict=True)), groups[values], metric, curves) for values in ordered]
+        lines[metric] = _mark_best(metric, [line for line in each if line])
+        missing = [step for step in at if any(step not in line.curve for line in lines[metric])]
+        notes += [f"{metric} has no value at step {step} in some runs" for step in missing]
+    pairs = [(values, run.seed) for values, group in groups.items() for run in group]
+    if repeated := sorted({seed for values, seed in pairs if pairs.count((values, seed)) > 1}):
+        notes.append(f"several runs of seed {', '.join(repeated)} with the same settings count once, by their mean")
     if baseline is not None:
-        pair = _baseline(baseline, columns, list(groups))
-        lines = {metric: _with_differences(listed, columns.index(pair[0]), pair[1]) for metric, listed in lines.items()}
-    return Comparison(columns, lines, runs, others, at, deviation, pair, notes)
+        key, value = _parse_baseline(baseline, keys, list(groups))
+        lines = {metric: [_subtract(line, key, value, each) for line in each] for metric, each in lines.items()}
+    unfinished = [run for run in runs if run.status not in _COUNTED]
+    return Comparison(keys, lines, runs, unfinished, at, deviation, baseline, notes)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of n >= 1 values with its two-sided 95 % interval by Student's t: mean ± t · s / √n."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    if n < 2:
+        return Estimate(n, mean)
+    half = t_quantile(CONFIDENCE, n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Estimate(n, mean, mean - half, mean + half)
+
+
+@functools.lru_cache(64)
+def t_quantile(confidence: float, degrees: int) -> float:
+    """The t that a variable of Student's distribution exceeds in absolute value with probability 1 - ``confidence``.
+
+    For whole degrees of freedom the distribution is a finite sum of powers of the cosine of θ = atan(t / √degrees)
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4), which grows with θ and is inverted by bisection.
+    """
+
+    def probability(angle: float) -> float:
+        cosine, sine, is_odd = math.cos(angle), math.sin(angle), degrees % 2
+        term, total = (cosine if is_odd else 1.0), 0.0
+        for power in range(is_odd, degrees - 1, 2):
+            total += term
+            term *= cosine * cosine * (power + 1) / (power + 2)
+        return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):  # more than the bits of a double
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def _swept(runs: Sequence[RunRecord]) -> list[str]:
+    """The keys whose overrides differ between the runs, in the order in which they are given; never the seed."""
+    each = [parse_overrides(run.overrides) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings if key not in _NOT_SWEPT)
+    differing = [key for key in keys if len({settings.get(key) for settings in each}) > 1]
+    return [key for key in differing if len({run.setting(key) for run in runs}) > 1]
+
+
+def _order(value: str) -> tuple[int, float, str]:
+    """Sort key of a setting's value: numbers by size, before texts."""
+    try:
+        return (0, float(value), "")
+    except ValueError:
+        return (1, 0.0, value)
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    close = get_close_matches(word, sorted(names), 1, 0.5)
+    return f"; the nearest is {shell_quote(close[0])}" if close else ""
 
 
 def _metrics(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    found = set().union(*(names(run) for run in runs))
+    recorded = set().union(*(run.metrics for run in runs))
     for metric in metrics:
-        if metric not in found and not any(course(run, metric, with_points=False) for run in runs):
-            raise ReportError(f"--metric={metric}: no run has it{suggestion(metric, sorted(found))}")
-    return list(metrics) or [name for name in DEFAULT_METRICS if name in found] or sorted(found)[:1]
+        if metric not in recorded and not any(run.metric(metric) for run in runs):
+            raise ReportError(f"--metric={metric}: no run has it{_nearest(metric, recorded)}")
+    return list(metrics) or [name for name in DEFAULT_METRICS if name in recorded] or sorted(recorded)[:1]
 
 
-def _by_seed(runs: Sequence[RunRecord], metric: str, with_points: bool) -> dict[str, Course]:
-    """Seed -> how a metric went; several runs of one seed count once."""
-    by_seed: dict[str, list[Course]] = {}
-    for run in sorted(runs, key=lambda run: order(seed_of(run))):
-        if found := course(run, metric, with_points=with_points):
-            by_seed.setdefault(seed_of(run), []).append(found)
-    return {seed: _together(found) for seed, found in by_seed.items()}
-
-
-def _together(courses: Sequence[Course]) -> Course:
-    """Several runs of the same seed, as one: their mean, and the lowest and highest of their values."""
-
-    def merged(name: str, by: Callable[[Sequence[float]], float] = fmean) -> float | None:
-        return by(known) if (known := _known(courses, name)) else None
-
-    return Course(
-        last=fmean(one.last for one in courses),
-        first=merged("first"),
-        mean=merged("mean"),
-        low=merged("low", min),
-        high=merged("high", max),
-        deviation=merged("deviation"),
-        points=[(step, fmean(values)) for step, values in by_step(courses).items()],
+def _line(settings: Mapping[str, str], runs: Iterable[RunRecord], metric: str, curves: bool) -> Line | None:
+    """A metric of runs; None if none of them has it."""
+    each = [(run.seed, run.metric(metric, curve=curves)) for run in sorted(runs, key=lambda run: _order(run.seed))]
+    known = [(seed, summary) for seed, summary in each if summary]
+    if not known:
+        return None
+    at_steps: dict[int, list[tuple[str, float]]] = {}
+    for seed, summary in known:
+        for step, value in summary.curve:
+            at_steps.setdefault(step, []).append((seed, value))
+    last = _by_seed((seed, summary.last) for seed, summary in known)
+    first, mean, deviation = (
+        _by_seed((seed, getattr(summary, name)) for seed, summary in known) for name in ("first", "mean", "deviation")
+    )
+    return Line(
+        settings=settings,
+        seeds=last,
+        last=estimate([*last.values()]),
+        first=estimate([*first.values()]) if first else None,
+        mean=estimate([*mean.values()]) if mean else None,
+        deviation=estimate([*deviation.values()]) if deviation else None,
+        lowest=min((summary.low for _, summary in known if summary.low is not None), default=None),
+        highest=max((summary.high for _, summary in known if summary.high is not None), default=None),
+        curve={step: estimate([*_by_seed(values).values()]) for step, values in sorted(at_steps.items())},
     )
 
 
-def _known(courses: Iterable[Course], name: str) -> list[float]:
-    return [value for one in courses if (value := getattr(one, name)) is not None]
+def _by_seed(pairs: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """Seed -> the mean of its values."""
+    values: dict[str, list[float]] = {}
+    for seed, value in pairs:
+        if value is not None:
+            values.setdefault(seed, []).append(value)
+    return {seed: statistics.fmean(each) for seed, each in values.items()}
 
 
-def _with_best(metric: str, lines: Sequence[Line]) -> list[Line]:
-    if len(lines) < 2 or not metric.startswith(_MORE_IS_BETTER) or metric in _NEITHER:
-        return list(lines)
+def _mark_best(metric: str, lines: list[Line]) -> list[Line]:
+    if len(lines) < 2 or not metric.startswith(("val/", "reward/")) or metric == "reward/std":
+        return lines  # of others more is not better
     highest = max(line.last.mean for line in lines)
-    return [replace(line, is_best=line.last.mean == highest) for line in lines]
+    return [replace(line, best=line.last.mean == highest) for line in lines]
 
 
-def _without_steps(metric: str, lines: Sequence[Line], at: Sequence[int]) -> list[str]:
-    """Where a metric has no value at a step that is asked for, which steps are the nearest."""
-    steps = {step for line in lines for step in line.curve}
-    said = []
-    for step in at:
-        if any(step not in line.curve for line in lines):
-            near = sorted(sorted(steps - {step}, key=lambda one: abs(one - step))[:2])
-            where = f": it has at {' and '.join(map(str, near))}" if near else ""
-            said.append(f"{metric} has not in every run a value at step {step}{where}")
-    return said
-
-
-def _baseline(text: str, columns: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
+def _parse_baseline(text: str, keys: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
     key, sign, _ = text.partition("=")
-    if not sign or key not in columns:
-        listed = ", ".join(map(shell_quote, columns))
-        raise ReportError(f"--baseline={text}: allowed is KEY=VALUE with a key that the lines differ in: {listed}")
-    value, values = given([text])[key], sorted({group[columns.index(key)] for group in groups})
+    if not sign or key not in keys:
+        listed = ", ".join(map(shell_quote, keys))
+        raise ReportError(f"--baseline={text}: needs KEY=VALUE with a key in which the lines differ: {listed}")
+    value, values = parse_overrides([text])[key], sorted({group[keys.index(key)] for group in groups})
     if value not in values:
-        raise ReportError(
-            f"--baseline={text}: no run has this value; allowed are {', '.join(map(shell_quote, values))}"
-        )
+        raise ReportError(f"--baseline={text}: no run has this value; there are {', '.join(map(shell_quote, values))}")
     return key, value
 
 
-def _with_differences(lines: Sequence[Line], place: int, value: str) -> list[Line]:
-    """Lines with their differences from those that have a value at a place of their settings, and are else the same."""
-    by_settings = {line.settings: line for line in lines}
-    compared = []
-    for line in lines:
-        base = by_settings.get((*line.settings[:place], value, *line.settings[place + 1 :]))
-        if base is line:
-            line = replace(line, is_baseline=True)
-        elif base and (seeds := [seed for seed in line.by_seed if seed in base.by_seed]):
-            # what a seed does to both of them alike cancels in each difference
-            differences = [line.by_seed[seed].last - base.by_seed[seed].last for seed in seeds]
-            line = replace(line, difference=estimate(differences))
-        compared.append(line)
-    return compared
+def _subtract(line: Line, key: str, value: str, lines: Sequence[Line]) -> Line:
+    """A line with its difference from the line that has ``value`` for ``key`` and else the same settings."""
+    base = next((other for other in lines if other.settings == {**line.settings, key: value}), None)
+    if base is None or base is line or not (seeds := [seed for seed in line.seeds if seed in base.seeds]):
+        return line
+    # what a seed does to both alike cancels in each difference
+    return replace(line, difference=estimate([line.seeds[seed] - base.seeds[seed] for seed in seeds]))

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,22 +16,27 @@ from rich.text import Text
 
 from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.output.files import no_formula
-from grpo_lightning.report.comparison import Comparison, Line
-from grpo_lightning.report.records import RunRecord
-from grpo_lightning.report.statistics import Estimate
+from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Estimate, Line, compare
+from grpo_lightning.report.runs import RunRecord
 
 _LINES = box.Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
-_ARROW, _STAR = "\u00a0→\u00a0", "\u00a0*"
-"""With spaces at which no cell is broken."""
+_SPACE = "\u00a0"
+"""At which no cell is broken."""
 
 
-def write(comparison: Comparison, form: str) -> str:
-    """The comparison in one of `FORMS`."""
-    return redact(FORMS[form](comparison).replace("\u00a0", " "))
+def render(comparison: Comparison, form: str = "table") -> str:
+    """The comparison in one of `FORMATS`."""
+    return redact(FORMATS[form](comparison).replace(_SPACE, " "))
 
 
-def number(value: float | None) -> str:
-    """Four digits at most of what is neither large nor tiny."""
+def sweep_table(runs: Sequence[RunRecord], metric: str) -> str:
+    """The table of a sweep's jobs: the metric that it maximizes and the mean reward, where they were measured."""
+    measured = {name for run in runs for name in run.summary.get("metrics") or ()}
+    return render(compare(runs, metrics=[name for name in {metric: 0, DEFAULT_METRICS[1]: 0} if name in measured]))
+
+
+def format_number(value: float | None) -> str:
+    """Up to four digits; a dash for None."""
     if value is None:
         return "-"
     size = abs(value)
@@ -41,166 +46,150 @@ def number(value: float | None) -> str:
 
 
 def _mean(value: Estimate | None) -> str:
-    return number(value.mean if value else None)
+    return format_number(value.mean if value else None)
 
 
-def _interval(value: Estimate) -> str:
-    return "-" if value.low is None else f"[{number(value.low)}, {number(value.high)}]"
+def _interval(value: Estimate | None) -> str:
+    if value is None or value.low is None:
+        return "-"
+    return f"[{format_number(value.low)}, {format_number(value.high)}]"
 
 
 def _grids(comparison: Comparison) -> Iterator[tuple[str, list[list[str]]]]:
-    """The title and the rows, of which the first is the header, of two tables for each metric.
-
-    The first has its values, the second how far they are from the baseline's, if there is one.
-    """
+    """The title and rows, header first, of each metric's table, and of that of its differences from the baseline."""
+    keys = comparison.keys
+    more = [f"at {step}" for step in comparison.at] + ["sd"] * comparison.deviation
     for metric, lines in comparison.lines.items():
-        more = [f"at {step}" for step in comparison.at] + ["sd"] * comparison.deviation
-        header = [*comparison.keys, "n", f"first{_ARROW}last", "95 % of last", "mean", "highest", *more]
-        title = f"{metric} by {', '.join(comparison.keys)}"
-        yield title, [header, *(_values(line, comparison) for line in lines)]
+        header = [*keys, "n", f"first{_SPACE}→{_SPACE}last", "95 % of last", "mean", "highest", *more]
+        yield f"{metric} by {', '.join(keys)}", [header, *(_values(line, comparison) for line in lines)]
         if comparison.baseline:
-            header = [*comparison.keys, "n", "difference", "95 % of it"]
-            title = f"{metric}, last value less that of {'='.join(comparison.baseline)} with the same seed"
-            yield title, [header, *(_differences(line) for line in lines if not line.is_baseline)]
+            rows = [_difference(line) for line in lines if comparison.baseline not in line.label.split()]
+            title = f"{metric}, last value less that of {comparison.baseline} with the same seed"
+            yield title, [[*keys, "n", "difference", "95 % of it"], *rows]
 
 
 def _values(line: Line, comparison: Comparison) -> list[str]:
-    first, last, curve = line.estimate("first"), line.last, line.curve
-    course = (f"{_mean(first)}{_ARROW}" if first else "") + _mean(last) + _STAR * line.is_best
-    more = [_mean(curve.get(step)) for step in comparison.at]
-    more += [_mean(line.estimate("deviation"))] * comparison.deviation
-    highest = number(line.extreme("high"))
-    return [*line.settings, str(last.n), course, _interval(last), _mean(line.estimate("mean")), highest, *more]
+    ends = (f"{_mean(line.first)}{_SPACE}→{_SPACE}" if line.first else "") + _mean(line.last)
+    more = [_mean(line.curve.get(step)) for step in comparison.at] + [_mean(line.deviation)] * comparison.deviation
+    values = [ends + f"{_SPACE}*" * line.best, _interval(line.last), _mean(line.mean), format_number(line.highest)]
+    return [*line.settings.values(), str(line.last.n), *values, *more]
 
 
-def _differences(line: Line) -> list[str]:
-    if line.difference is None:
-        return [*line.settings, "0", "-", "-"]
-    sign = "+" if line.difference.mean > 0 else ""
-    return [*line.settings, str(line.difference.n), f"{sign}{_mean(line.difference)}", _interval(line.difference)]
+def _difference(line: Line) -> list[str]:
+    difference = line.difference
+    sign = "+" if difference and difference.mean > 0 else ""
+    count = str(difference.n if difference else 0)
+    return [*line.settings.values(), count, sign + _mean(difference), _interval(difference)]
 
 
-def _closing(comparison: Comparison) -> list[str]:
-    """What stands below the tables: the best line of each metric, the runs that no number is of, and notes."""
-    said = []
-    for metric, lines in comparison.lines.items():
-        for line in (line for line in lines if line.is_best):
-            ends = "" if line.last.low is None else f" {_interval(line.last)}"
-            said.append(f"* best {metric}: {comparison.label(line.settings)} with {_mean(line.last)}{ends}")
-    said += comparison.notes
-    if comparison.others:
-        said.append(f"{len(comparison.others)} of {len(comparison.runs)} runs without a result:")
-        for run in comparison.others:
-            said.append(f"  {_name(run, comparison)}: {', '.join(filter(None, (run.status, run.reason)))}")
-    if ailing := [run for run in comparison.runs if run.findings]:
-        said.append(f"the doctor has findings in {len(ailing)} of {len(comparison.runs)} runs, see health.json there:")
-        said += [f"  {_name(run, comparison)}: {', '.join(run.findings)}" for run in ailing]
-    return [_shown(line) for line in said]
+def _footer(comparison: Comparison) -> list[str]:
+    """The best line of each metric, notes, unfinished runs, and runs in which the health checks found something."""
+    lines = []
+    for metric, each in comparison.lines.items():
+        for line in each:
+            if line.best:
+                interval = f" {_interval(line.last)}" if line.last.n > 1 else ""
+                lines.append(f"* best {metric}: {line.label} with {_mean(line.last)}{interval}")
+    lines += comparison.notes
+    runs = comparison.runs
+    common = set.intersection(*(set(run.overrides) for run in runs))
+
+    def name(run: RunRecord) -> str:
+        differing = " ".join(word for word in run.overrides if word not in common)
+        return f"  {run.directory}{f' ({differing})' if differing else ''}"
+
+    if comparison.unfinished:
+        lines.append(f"{len(comparison.unfinished)} of {len(runs)} runs without a result:")
+        lines += [f"{name(run)}: {', '.join(filter(None, (run.status, run.reason)))}" for run in comparison.unfinished]
+    if unhealthy := [run for run in runs if run.findings]:
+        lines.append(f"health checks found something in {len(unhealthy)} of {len(runs)} runs, see health.json there:")
+        lines += [f"{name(run)}: {', '.join(run.findings)}" for run in unhealthy]
+    return [_safe(line) for line in lines]
 
 
-def _name(run: RunRecord, comparison: Comparison) -> str:
-    common = set.intersection(*(set(other.overrides) for other in comparison.runs))
-    words = " ".join(word for word in run.overrides if word not in common)
-    return f"{run.directory}{f' ({words})' if words else ''}"
-
-
-def _shown(text: str) -> str:
-    """A text in one line without secrets, which could no longer be told once it is folded."""
+def _safe(text: str) -> str:
+    """A text in one line, without secrets, which could not be recognized once it is folded."""
     return redact(single_line(text))
 
 
-def _text(comparison: Comparison) -> str:
+def _terminal(comparison: Comparison) -> str:
     text = io.StringIO()
     width = shutil.get_terminal_size().columns  # 80 where the output is no terminal
     console = Console(file=text, width=width, markup=False, highlight=False, emoji=False)
     for title, (header, *rows) in _grids(comparison):
-        console.print(Text(_shown(title)), overflow="fold")
+        console.print(Text(_safe(title)), overflow="fold")
         table = Table(box=_LINES, padding=(0, 1, 0, 0), pad_edge=False)
-        for place, name in enumerate(map(_shown, header)):
+        for place, name in enumerate(map(_safe, header)):
             is_key = place < len(comparison.keys)
             folded = Text(name.replace(".", ".\n") if is_key and len(name) > 16 else name)
             table.add_column(folded, overflow="fold", justify="left" if is_key else "right")
         for row in rows:
-            table.add_row(*(Text(_shown(cell)) for cell in row))
+            table.add_row(*(Text(_safe(cell)) for cell in row))
         console.print(table)
-    for line in _closing(comparison):
+    for line in _footer(comparison):
         console.print(Text(line), overflow="ignore", crop=False)  # paths stay whole, to be copied
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def _markdown(comparison: Comparison) -> str:
-    said = []
+    def cell(text: str) -> str:
+        return re.sub(r"([\\|*[])", r"\\\1", _safe(text)).replace("<", "&lt;")
+
+    lines = []
     for title, (header, *rows) in _grids(comparison):
-        listed = (header, ["---"] * len(header), *rows)
-        said += [f"**{_piped(title)}**\n", *("| " + " | ".join(map(_piped, row)) + " |" for row in listed), ""]
-    closing = (f"- {_piped(' '.join(line.split()))}" for line in _closing(comparison))
-    return "\n".join([*said, *closing]) + "\n"
+        lines += [f"**{cell(title)}**\n", f"| {' | '.join(map(cell, header))} |", "|---" * len(header) + "|"]
+        lines += [*(f"| {' | '.join(map(cell, row))} |" for row in rows), ""]
+    return "\n".join([*lines, *(f"- {cell(line.strip())}" for line in _footer(comparison))]) + "\n"
 
 
-def _piped(cell: str) -> str:
-    return re.sub(r"([\\|*]|(?<=\])\()", r"\\\1", _shown(cell)).replace("<", "&lt;")
-
-
-def _plain(comparison: Comparison) -> dict[str, Any]:
-    """Everything with all digits."""
-
-    def plain(value: Estimate | None) -> dict[str, Any] | None:
-        return asdict(value) if value else None
-
-    lines = [
-        {
-            "metric": metric,
-            "settings": dict(zip(comparison.keys, line.settings, strict=True)),
-            "n": line.last.n,
-            "first": plain(line.estimate("first")),
-            "last": plain(line.last),
-            "mean": plain(line.estimate("mean")),
-            "deviation": plain(line.estimate("deviation")),
-            "lowest": line.extreme("low"),
-            "highest": line.extreme("high"),
-            "at": {str(step): plain(line.curve.get(step)) for step in comparison.at},
-            **({"difference": plain(line.difference)} if comparison.baseline else {}),
-            "best": line.is_best,
-            "seeds": {seed: one.last for seed, one in line.by_seed.items()},
-        }
-        for metric, found in comparison.lines.items()
-        for line in found
-    ]
-    return {
-        "by": list(comparison.keys),
-        "baseline": "=".join(comparison.baseline) if comparison.baseline else None,
-        "lines": lines,
-        "unfinished": [
-            {"directory": str(run.directory), "overrides": run.overrides, "status": run.status, "reason": run.reason}
-            for run in comparison.others
-        ],
-        "ailing": [{"directory": str(o.directory), "findings": o.findings} for o in comparison.runs if o.findings],
-    }
+def _rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """Every line of every metric with all digits, for programs."""
+    rows = []
+    for metric, lines in comparison.lines.items():
+        for line in lines:
+            row: dict[str, Any] = {"metric": metric, "n": line.last.n} | asdict(line)
+            curve = row.pop("curve")
+            if not comparison.baseline:
+                row.pop("difference")
+            rows.append(row | {"at": {str(step): curve.get(step) for step in comparison.at}})
+    return rows
 
 
 def _json(comparison: Comparison) -> str:
-    return json.dumps(_plain(comparison), indent=2, allow_nan=False) + "\n"
+    unfinished = [
+        {"directory": str(run.directory), "overrides": run.overrides, "status": run.status, "reason": run.reason}
+        for run in comparison.unfinished
+    ]
+    unhealthy = [{"directory": str(run.directory), "findings": run.findings} for run in comparison.runs if run.findings]
+    page = {"by": comparison.keys, "baseline": comparison.baseline, "lines": _rows(comparison)}
+    return json.dumps(page | {"unfinished": unfinished, "unhealthy": unhealthy}, indent=2, allow_nan=False) + "\n"
 
 
 def _csv(comparison: Comparison) -> str:
-    """A line for each metric and each line of its table, with all digits."""
-    text = io.StringIO()
-    rows = [_flat(line.pop("settings") | line) for line in _plain(comparison)["lines"]]
+    """A row for each line of each metric, with all digits."""
+    rows = [dict(_flatten(row.pop("settings") | row)) for row in _rows(comparison)]
     names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
-            flat |= _flat({f"{name}.{key}": one for key, one in value.items()})
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            flat[no_formula(single_line(name))] = no_formula(single_line(value) if isinstance(value, str) else value)
-    return flat
+            yield (
+                no_formula(single_line(prefix + name)),
+                no_formula(single_line(value) if isinstance(value, str) else value),
+            )
 
 
-FORMS: Mapping[str, Callable[[Comparison], str]] = {"table": _text, "md": _markdown, "csv": _csv, "json": _json}
+FORMATS: Mapping[str, Callable[[Comparison], str]] = {
+    "table": _terminal,
+    "md": _markdown,
+    "csv": _csv,
+    "json": _json,
+}

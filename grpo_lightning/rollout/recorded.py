@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_lightning import recording
 from grpo_lightning.config.shell import format_override
 from grpo_lightning.policy import Policy
-from grpo_lightning.recording import files
-from grpo_lightning.recording.rows import Restored, fingerprint, restored
+from grpo_lightning.recording.rows import RecordedRollout, fingerprint, from_lines
 from grpo_lightning.rollout.collector import Collected, Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.step_context import StepContext
@@ -96,16 +96,16 @@ class Recorded(Collector):
             is_fresh=same and header["fresh"],
         )
 
-    def _found(self, step: int, device: torch.device) -> Restored:
+    def _found(self, step: int, device: torch.device) -> RecordedRollout:
         try:
-            known = files.steps(files.folder(self.path))
+            known = recording.recorded_steps(recording.find_directory(self.path))
             if step not in known:
-                raise ValueError(f"has no rollout of step {step}; there are {files.listed(known)}")
-            header, rows = files.read(known[step])
+                raise ValueError(f"has no rollout of step {step}; there are {recording.format_steps(known)}")
+            header, rows = recording.read(known[step])
         except ValueError as error:
             raise ValueError(f"rollout.path={self.path}: {error}") from error
         self._check(header, known[step])
-        return restored(header, rows, device)
+        return from_lines(header, rows, device)
 
     def _check(self, header: dict[str, float], path: Path) -> None:
         """Refuse what was made otherwise than the settings say, where that would pass unseen."""

@@ -12,9 +12,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning import recording
 from grpo_lightning.config.targets import with_targets
 from grpo_lightning.distributed.devices import default_precision
-from grpo_lightning.recording import files
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -83,7 +83,9 @@ def with_directories(config: dict[str, Any], place: Path) -> dict[str, Any]:
     if recorded := config["rollout"].get("path"):
         sizes = {"prompts": config["data"]["prompts_per_step"], "group_size": config["rollout"]["group_size"]}
         for step in range(1, config["steps"] + 1):
-            files.write(place / recorded / "rollouts" / files.file_name(step), [HEADER | sizes | {"step": step}])
+            recording.write(
+                place / recorded / "rollouts" / recording.file_name(step), [HEADER | sizes | {"step": step}]
+            )
     return config
 
 
