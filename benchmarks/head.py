@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.process import result
 from benchmarks.timing import in_turns, ratio, told
-from grpo_lightning.transformer.head import Head, token_logprobs
+from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
 
 VOCABULARY, HIDDEN = 151_936, 256
 FORMS = ("naive", "recomputed", "one pass")
@@ -29,7 +29,7 @@ def gradients(form: str, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.
         logprobs, _ = token_logprobs(hidden @ weight.T, ids, 1.0)
     else:
         given = (lambda _, part: slopes[part]) if form == "one pass" else None
-        logprobs, _ = Head(weight, None)(hidden, ids, temperature=1.0, entropy=False, loss_gradient=given)
+        logprobs, _ = LMHead(weight, None)(hidden, ids, temperature=1.0, entropy=False, loss_gradient=given)
     logprobs.backward(slopes)
 
 

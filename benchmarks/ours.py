@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from benchmarks.setting import Setting, reward
 from grpo_lightning import advantage, loss, schedule
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.reference import frozen_copy, none
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector

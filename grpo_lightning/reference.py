@@ -1,20 +1,20 @@
 """The policy that the KL term measures against. Each function takes the trained policy as it is at the start."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy import Policy
-from grpo_lightning.policy.adapted import is_adapted
-from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.policy.plain import PlainPolicy
-from grpo_lightning.transformer.head import LossGradient
-from grpo_lightning.types import Prompt, Rollout, Sampled
+from grpo_lightning.policy.adapters import is_adapted
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
+from grpo_lightning.transformer.lm_head import LossGradient
+from grpo_lightning.types import Rollout, Sampled
 
 
 def frozen_copy(policy: Policy, *, dtype: str | None = None, offload: bool = False) -> Policy:
@@ -52,11 +52,15 @@ def adapter_off(policy: Policy) -> Policy:
 
 
 class _AdapterOff(Policy):
-    """Uses the policy's weights without owning them; it only gives log-probabilities."""
+    """Scores with the policy's weights, without its adapter."""
 
     def __init__(self, policy: Policy, model: Any) -> None:
-        super().__init__()
-        self._of_policy = (policy, model)  # a tuple, so no submodules
+        super().__init__(policy.tokenizer, end_ids=policy.end_ids, context=policy.context)
+        self._shared = (policy, model)  # a tuple, so that the weights are not registered a second time
+
+    @property
+    def device(self) -> torch.device:
+        return self._shared[0].device
 
     def logprobs_and_entropy(
         self,
@@ -66,36 +70,24 @@ class _AdapterOff(Policy):
         entropy: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        policy, model = self._of_policy
+        policy, model = self._shared
         with model.disable_adapter():
             return policy.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
-        return self._of_policy[0].microbatches(rows, tokens)
+        return self._shared[0].microbatches(rows, tokens)
 
-    def sample(self, *args: Any, **kwargs: Any) -> Sampled:
-        raise NotImplementedError("a reference does not sample")
-
-    def demonstrate(self, *args: Any) -> Sampled:
-        raise NotImplementedError("a reference does not demonstrate")
-
-    def token_at(self, ids: Sequence[int], end: int) -> int:
-        return self._of_policy[0].token_at(ids, end)
-
-    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
-        return self._of_policy[0].count_tokens(prompts)
-
-    def export(self, directory: Path, weights: Any = None) -> None:
-        raise NotImplementedError("a reference is not exported")
+    def flops(self, rows: Sampled | Rollout) -> float:
+        return self._shared[0].flops(rows)
 
 
 def of_model(policy: Policy, model: nn.Module) -> Policy:
     """A model that a program has loaded itself, read through the policy's tokenizer and on the policy's path.
 
     Args:
-        policy: An ``HFPolicy`` or a ``PlainPolicy``.
+        policy: An ``HFPolicy`` or a ``GenericPolicy``.
         model: Of the same kind and with the same vocabulary; it is frozen.
 
     Raises:
@@ -105,7 +97,7 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
         raise ValueError(
             "reference: the policy's own model, which trains; allowed is a copy of it: copy.deepcopy(model)"
         )
-    if not isinstance(policy, HFPolicy | PlainPolicy):
+    if not isinstance(policy, HFPolicy | GenericPolicy):
         raise ValueError(f"reference={type(model).__name__}: allowed with {type(policy).__name__} is a Policy")
     return type(policy)(model, policy.tokenizer).requires_grad_(False).eval()
 

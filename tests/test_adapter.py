@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_lightning.checkpoint import adapter
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.reference import adapter_off
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import QUANTIZABLE, write_checkpoint
@@ -166,7 +166,7 @@ def test_a_model_that_is_quantized_in_its_files(tmp_path, bits):
     with torch.no_grad():
         assert torch.equal(exported(ids).logits, merged(ids).logits)
     with pytest.raises(ValueError, match="policy: its weights are quantized; allowed with an engine"):
-        list(module.policy.weights())
+        list(module.policy.named_weights())
     with pytest.raises(ValueError, match="policy: its weights are quantized, which cannot be trained"):
         adapted(str(base), tmp_path / "whole", "policy.adapter=null", "reference=frozen_copy")
     assert generate(load(str(base), **SETTINGS), ["abc"], group_size=1, sampling=SAMPLING, seed=1).texts
@@ -185,7 +185,7 @@ def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path,
     base = write_checkpoint(tmp_path / "model", "llama", chat=False, **QUANTIZABLE)
     adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
     policy = load(str(base), **SETTINGS, adapter=adapter, quantization=quantization)
-    rows = policy.demonstrate(["abc", "a longer one"], ["46", "pizza"])
+    rows = policy.tokenize_demonstrations(["abc", "a longer one"], ["46", "pizza"])
 
     def gradient():
         policy.zero_grad()

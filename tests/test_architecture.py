@@ -46,7 +46,7 @@ USED_BY = {
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
-    "safetensors": {"sampler", "transformer/model_files.py"},  # comes with transformers
+    "safetensors": {"sampler", "policy/loading.py"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},

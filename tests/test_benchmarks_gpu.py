@@ -13,7 +13,7 @@ from benchmarks.gpu import apart, decode, equality, flex, progress, runner
 from benchmarks.gpu.stages import NAMES, Stage
 from grpo_lightning.memory import Shape
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.head import Head
+from grpo_lightning.transformer.lm_head import LMHead
 from tests.support.composed import ROOT
 from tests.test_benchmarks import contents
 
@@ -102,10 +102,10 @@ def test_errors_beyond_their_bounds_do_not_pass(monkeypatch) -> None:
 
 
 def test_a_head_that_errs_is_noticed(monkeypatch) -> None:
-    whole, logits = equality.head(1000, entropy=True), Head.logits
+    whole, logits = equality.head(1000, entropy=True), LMHead.logits
     assert whole < 1e-5
     assert equality.head(5000, entropy=False) < 1e-5
-    monkeypatch.setattr(Head, "logits", lambda self, *given: logits(self, *given) * 1.001)
+    monkeypatch.setattr(LMHead, "logits", lambda self, *given: logits(self, *given) * 1.001)
     assert equality.head(1000, entropy=True) > 1e-4
     assert equality.head(5000, entropy=False) > 1e-4
     with pytest.raises(RuntimeError, match="gemma: prompts are not shared"):

@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.testing import assert_close
 
-from grpo_lightning.transformer import attention, compiled
+from grpo_lightning.transformer import attention, kernels
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.block_mask import _bounds, _visible_pairs, block_mask
+from grpo_lightning.transformer.attention_flex import _bounds, _visible_pairs, block_mask
 from tests.test_attention import mask, masked, tensors
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         torch, "compile", lambda function, dynamic, options: plain(function, dynamic=dynamic, backend=counting)
     )
-    compiled._made.cache_clear()
+    kernels._made.cache_clear()
     monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
     draw = random.Random(0)
     lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
@@ -114,12 +114,12 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch: pytest.MonkeyPatch) -
     assert len(graphs) > torch._dynamo.config.recompile_limit
     assert torch._dynamo.config.optimize_ddp
     torch._dynamo.reset()
-    compiled._made.cache_clear()
+    kernels._made.cache_clear()
 
 
 def test_graphs_are_whole_under_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     noted = lambda: seen.append(torch._dynamo.config.optimize_ddp)  # noqa: E731
-    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: noted)
+    monkeypatch.setattr(kernels, "_made", lambda function, dynamic: noted)
     attention.compiled_flex()
     assert seen == [False]

@@ -6,13 +6,13 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import attention, fused_decode, shared_prompt_cache
 from grpo_lightning.sampler.native.attention import excluding
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.sampler.native.token_sampling import sample_tokens
-from grpo_lightning.transformer import compiled, head
-from grpo_lightning.transformer.head import Head
+from grpo_lightning.transformer import kernels, lm_head
+from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
@@ -49,11 +49,11 @@ def like_gpu(monkeypatch, *, copied: int) -> None:
 
 
 def test_nothing_is_compiled_on_a_cpu_nor_for_small_tensors():
-    assert not compiled.pays(torch.zeros(compiled.LEAST))
-    on_gpu = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: compiled.LEAST})()
-    assert compiled.pays(on_gpu)
-    small = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: compiled.LEAST - 1})()
-    assert not compiled.pays(small)
+    assert not kernels.worth_compiling(torch.zeros(kernels.COMPILE_MIN_SIZE))
+    on_gpu = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: kernels.COMPILE_MIN_SIZE})()
+    assert kernels.worth_compiling(on_gpu)
+    small = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: kernels.COMPILE_MIN_SIZE - 1})()
+    assert not kernels.worth_compiling(small)
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_a_traced_head_has_the_same_gradients(request):
 
     def computed(early, bias=None):
         known = (lambda _, part: slopes[part]) if early else None
-        logprobs, _ = Head(weight, bias)(
+        logprobs, _ = LMHead(weight, bias)(
             hidden, ids, temperature=0.8, entropy=False, loss_gradient=known, chunk=16 * 500
         )
         return [logprobs.detach(), *torch.autograd.grad(logprobs, [hidden, weight], slopes)]
@@ -183,7 +183,7 @@ def test_a_traced_head_keeps_small_gradients_in_16_bits(as_if_it_paid):
     # p = 1 - 2^-12 for the chosen token: rounded to 16 bits before 1 is taken away, nothing would be left of it.
     weight = torch.tensor([[0.0], [-8.317522]]).to(torch.bfloat16).requires_grad_()
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = Head(weight, None)(
+    logprobs, _ = LMHead(weight, None)(
         hidden, torch.tensor([0]), temperature=1.0, entropy=False, loss_gradient=lambda *_: torch.ones(1)
     )
     logprobs.sum().backward()
@@ -208,12 +208,12 @@ def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
 
 def test_settings_hold_while_a_function_runs_and_not_behind_it():
     before = torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp
-    with compiled.compiling():
-        with compiled.compiling():
+    with kernels.compiling():
+        with kernels.compiling():
             assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == (64, False)
         assert torch._dynamo.config.recompile_limit == 64
     assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
-    with pytest.raises(ZeroDivisionError), compiled.compiling():
+    with pytest.raises(ZeroDivisionError), kernels.compiling():
         raise ZeroDivisionError
     assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
 
@@ -234,17 +234,17 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
     def twice(x):
         return 2 * x
 
-    monkeypatch.setattr(compiled, "_PLAIN", set())
-    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: broken)
-    one = compiled.compiled(twice)
+    monkeypatch.setattr(kernels, "_PLAIN", set())
+    monkeypatch.setattr(kernels, "_made", lambda function, dynamic: broken)
+    one = kernels.compiled(twice)
     assert [one(2), one(3)] == [4, 6]
     assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
     with pytest.raises(TorchDynamoException):
-        compiled.compiled(len, or_plain=False)("abc")
+        kernels.compiled(len, or_plain=False)("abc")
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(compiled, "_made", lambda function, dynamic: full)
+    monkeypatch.setattr(kernels, "_made", lambda function, dynamic: full)
     with pytest.raises(torch.OutOfMemoryError):
-        compiled.compiled(len)("abc")
+        kernels.compiled(len)("abc")

@@ -22,8 +22,9 @@ import grpo_lightning as grpo
 from grpo_lightning.advantage import leave_one_out
 from grpo_lightning.config import ConfigError
 from grpo_lightning.data import PromptData
-from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.reward import RewardSpec
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
@@ -357,7 +358,7 @@ def test_a_plain_module_learns_from_prompts_of_token_ids(tmp_path):
     run = grpo.compose(
         *PLAIN, "steps=40", run_dir=tmp_path, policy=(model, None), reward=early, data=[[1, 2, 3], [4, 5], [6], [7, 8]]
     )
-    assert isinstance(run.module.policy, PlainPolicy)
+    assert isinstance(run.module.policy, GenericPolicy)
     first = run.module.train_step([[1, 2, 3], [4, 5]])["reward/total"]
     assert first < 0.5
     run = grpo.compose(
@@ -381,7 +382,7 @@ def test_a_plain_module_is_scored_as_it_was_sampled():
         def decode(self, ids):
             return "".join(chr(96 + number) for number in ids)
 
-    policy = PlainPolicy(Own(), Text())
+    policy = GenericPolicy(Own(), Text())
     sampling = grpo.Sampling(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
     sampled = generate(policy, ["abc", "a", "abcdef", [3, 4]], group_size=6, sampling=sampling, seed=1)
     lengths = sampled.mask.sum(-1)
@@ -413,7 +414,7 @@ def test_a_plain_module_may_have_a_tokenizer_of_transformers_and_a_reference(che
     assert first["policy/kl_divergence"] == 0.0
     assert run.module.train_step(["one", "two"])["policy/kl_divergence"] > 0.0
     assert run.module.reference.model is reference
-    assert run.module.policy.templated
+    assert run.module.policy.uses_chat_template
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, correction, k3, token_mean
 from grpo_lightning.loss.correction import corrections, mismatch
 from grpo_lightning.module.update import accumulate
-from grpo_lightning.transformer import head
+from grpo_lightning.transformer import lm_head
 from grpo_lightning.types import Rollout
 from tests.support.composed import build, composed
 from tests.support.mismatch import NOISE, Staged
@@ -203,14 +203,14 @@ def test_micro_batches_change_nothing(name, on_policy, drawn):
 @pytest.mark.parametrize(("name", "on_policy"), [("token_truncation", True), ("token_mask", False)])
 def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, monkeypatch):
     passes = []
-    plain = head._logit_gradients
+    plain = lm_head._logit_gradients
 
     def counting(*arguments):
         passes.append(1)
         return plain(*arguments)
 
-    monkeypatch.setattr(head, "_logit_gradients", counting)
-    monkeypatch.setattr(head, "CHUNK", 90 * 11)  # about eleven tokens at a time
+    monkeypatch.setattr(lm_head, "_logit_gradients", counting)
+    monkeypatch.setattr(lm_head, "CHUNK", 90 * 11)  # about eleven tokens at a time
     policy, rows = ragged(torch.float32)
     early, _ = updated(policy, rows, TIGHT[name], on_policy=on_policy)
     # Were the head's gradient not that of the loss, bit for bit, it would have been made a second time.

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.sampler.native import token_sampling as module
 from grpo_lightning.sampler.native.token_sampling import inverse_cdf, likeliest_tokens, sample_tokens, uniforms
-from grpo_lightning.transformer.head import token_logprobs
+from grpo_lightning.transformer.lm_head import token_logprobs
 from grpo_lightning.types import Sampling
 
 

@@ -51,9 +51,9 @@ def test_an_adapter_is_merged_and_named_as_the_model_names_its_weights(vllm):
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     disturb(policy, scale=0.1)
     assert gap(policy, sample(vllm, policy)) < 1e-4
-    assert dict(policy.weights()).keys() == dict(tiny().weights()).keys() == NAMES
+    assert dict(policy.named_weights()).keys() == dict(tiny().named_weights()).keys() == NAMES
     merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
-    for name, weight in policy.weights():
+    for name, weight in policy.named_weights():
         assert torch.allclose(weight, merged[name], atol=1e-6), name
 
 

@@ -11,7 +11,7 @@ from grpo_lightning.environment.gymnasium import Gymnasium
 from grpo_lightning.environment.python import _cell
 from grpo_lightning.environment.retry import Retry
 from grpo_lightning.environment.tools import Tools
-from grpo_lightning.policy.replies import special_ids
+from grpo_lightning.policy.chat import special_ids
 from grpo_lightning.reward.accuracy import exact
 from tests.support import toolbox
 from tests.support.hostile_turns import turns

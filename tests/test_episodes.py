@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.sampler.native import multi_turn, shared_prompt_cache
 from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
@@ -108,7 +108,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
 def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
-    policy = PlainPolicy(Digits())
+    policy = GenericPolicy(Digits())
     policy.end_ids = [9, 0]
     environment = lambda turns: None if len(turns) == 4 else "7 " * len(turns[-1])  # noqa: E731
     prompts, sampling = ["1 2 3", "4"], Sampling(**PLAIN | {"max_new_tokens": 40})

@@ -11,12 +11,12 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
-from grpo_lightning.policy.hf import load
-from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.rollout.tries import with_sets
 from grpo_lightning.sampler.support import options, support_of_tokens
-from grpo_lightning.transformer import logits
+from grpo_lightning.transformer import logprobs
 from grpo_lightning.types import Prompts, Rollout, Sampling
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
@@ -136,11 +136,11 @@ def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, filters):
-    monkeypatch.setattr(logits, "CHUNK", 5 * policy.model.config.vocab_size + 3)  # chunks of five tokens
+    monkeypatch.setattr(logprobs, "CHUNK", 5 * policy.model.config.vocab_size + 3)  # chunks of five tokens
     sampling = Sampling(**FREE | filters | {"temperature": 0.6})
     rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     policy.share_prompts = True
-    found = {"shared": policy.support(rows, sampling), "plain": PlainPolicy(policy.model).support(rows, sampling)}
+    found = {"shared": policy.support(rows, sampling), "plain": GenericPolicy(policy.model).support(rows, sampling)}
     policy.share_prompts = False
     found["own path"] = policy.support(rows, sampling)
     by_hand, in_another_order = oracle(policy, rows, sampling), {"min_p", "top_p"} <= filters.keys()

@@ -7,7 +7,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
 
-from grpo_lightning.transformer.head import Head, token_logprobs
+from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
 from grpo_lightning.types import SamplingSupport
 
 SIZE, WIDTH, VOCABULARY = 7, 6, 11
@@ -18,7 +18,7 @@ def made(*, bias=False, scale=1.0, softcap=None, dtype=torch.float32):
     weight = (torch.randn(VOCABULARY, WIDTH) * 0.8).to(dtype).requires_grad_()
     bias = torch.randn(VOCABULARY).to(dtype).requires_grad_() if bias else None
     hidden = torch.randn(SIZE, WIDTH).to(dtype).requires_grad_()
-    return Head(weight, bias, scale, softcap), hidden, torch.randint(VOCABULARY, (SIZE,))
+    return LMHead(weight, bias, scale, softcap), hidden, torch.randint(VOCABULARY, (SIZE,))
 
 
 def plain(head, hidden, ids, temperature, support=None):
@@ -132,7 +132,7 @@ def test_outside_of_a_set_there_is_neither_probability_nor_gradient(bias, scale,
 def test_with_the_right_gradient_the_logits_are_made_once(monkeypatch):
     head, hidden, ids = made()
     calls = []
-    monkeypatch.setattr(Head, "scaled", lambda self, logits, temperature: calls.append(1) or logits)
+    monkeypatch.setattr(LMHead, "scaled", lambda self, logits, temperature: calls.append(1) or logits)
     slopes = torch.randn(SIZE)
     for slope, count in ((lambda _, part: slopes[part], 1), (lambda _, part: 2 * slopes[part], 2), (None, 2)):
         calls.clear()
@@ -154,7 +154,7 @@ def test_without_gradient_nothing_is_kept():
     with torch.no_grad():
         logprobs, _ = head(hidden, ids, temperature=1.0, entropy=False, loss_gradient=lambda *_: pytest.fail("asked"))
     assert not logprobs.requires_grad
-    only_hidden = Head(head.weight.detach(), None)(hidden, ids, temperature=1.0, entropy=False)[0]
+    only_hidden = LMHead(head.weight.detach(), None)(hidden, ids, temperature=1.0, entropy=False)[0]
     only_hidden.sum().backward()
     assert hidden.grad is not None
 
@@ -164,7 +164,7 @@ def test_impossible_tokens_have_no_entropy():
     weight = torch.tensor([[1.0], [3.0], [1.0]]).log()
     weight[2] = -torch.inf
     weight.requires_grad_()
-    logprobs, entropy = Head(weight, None)(torch.ones(1, 1), torch.tensor([1]), temperature=1.0, entropy=True)
+    logprobs, entropy = LMHead(weight, None)(torch.ones(1, 1), torch.tensor([1]), temperature=1.0, entropy=True)
     assert_close(logprobs, torch.tensor([0.75]).log())
     assert_close(entropy, torch.tensor([0.5623351]))  # -(.25 log .25 + .75 log .75)
     entropy.sum().backward()
@@ -174,7 +174,7 @@ def test_impossible_tokens_have_no_entropy():
 
 def test_half_precision_sums_in_float32():
     head, hidden, ids = made(dtype=torch.bfloat16)
-    exact = Head(head.weight.detach().float().requires_grad_(), None), hidden.detach().float().requires_grad_()
+    exact = LMHead(head.weight.detach().float().requires_grad_(), None), hidden.detach().float().requires_grad_()
     found = head(hidden, ids, temperature=1.0, entropy=False, chunk=VOCABULARY)[0]
     expected = exact[0](exact[1], ids, temperature=1.0, entropy=False)[0]
     assert found.dtype == torch.float32
@@ -216,7 +216,7 @@ SMALL = {
 def test_the_models_own_logits(model):
     torch.manual_seed(0)
     model = model()
-    head = Head.of(model)
+    head = LMHead.of(model)
     ids = torch.randint(50, (1, 6))
     hidden = model.get_decoder()(ids).last_hidden_state[0]
     assert_close(head.logits(hidden, head.weight, head.bias, 1.0), model(ids).logits[0], rtol=1e-5, atol=1e-6)
@@ -225,4 +225,4 @@ def test_the_models_own_logits(model):
 def test_a_head_that_is_more_than_a_layer_is_not_taken_for_one():
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 50))
-    assert Head.of(model) is None
+    assert LMHead.of(model) is None

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from grpo_lightning.memory import COPIED, GiB, Shape
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native.kv_cache import rows_within
 from grpo_lightning.sampler.native.shared_prompt_cache import Buffers
 from grpo_lightning.types import Sampling

@@ -12,7 +12,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from grpo_lightning.policy import hf
+from grpo_lightning.policy import loading
 from grpo_lightning.reward.model import RewardModel
 from tests.support.checkpoints import QUANTIZABLE, write_checkpoint, write_reward_model
 
@@ -32,7 +32,7 @@ def model(whole, tmp_path):
 
 
 def opened(path):
-    return hf.load(str(path), **PLAIN)
+    return loading.load(str(path), **PLAIN)
 
 
 def reward_model(path):
@@ -171,7 +171,7 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(file, values, model, r
         opened(model)
     (model / "theirs.py").write_text("raise RuntimeError('it ran')\n")
     with pytest.raises(RuntimeError, match="it ran"):
-        hf.load(str(model), **PLAIN | {"trust_remote_code": True})
+        loading.load(str(model), **PLAIN | {"trust_remote_code": True})
 
 
 def test_code_of_a_model_that_transformers_knows_is_not_needed(model, ran):

@@ -41,7 +41,7 @@ def test_three_steps(architecture, chat, tmp_path):
     run.execute()
     module = run.module
     assert module.completed_steps == 3
-    assert module.policy.templated == chat
+    assert module.policy.uses_chat_template == chat
     assert module.metrics["policy/kl_divergence"] > 0
     assert 0.99 < module.metrics["policy/ratio_mean"] < 1.01
     start = dict(module.reference.named_parameters())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_lightning.config import ConfigError, check_runtime
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.transformer import offload
 from grpo_lightning.transformer.offload import Moved, Offload
@@ -138,7 +138,7 @@ def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkp
                 weight.data = weight.data.clone()
 
     monkeypatch.setattr(reference, "to", move)
-    with suppress(BrokenOff), reference.present("elsewhere"):
+    with suppress(BrokenOff), reference.on_device("elsewhere"):
         assert torch.equal(reference.logprobs(rows, temperature=1.0), expected)
         for weight, place in before:
             assert weight.data_ptr() != place
@@ -150,5 +150,5 @@ def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkp
 
 
 def test_weights_that_are_trained_are_not_offloaded(checkpoint):
-    with pytest.raises(ValueError, match=r"allowed for frozen weights; model\.model\.embed_tokens\.weight is trained"):
+    with pytest.raises(ValueError, match=r"needs frozen weights; model\.model\.embed_tokens\.weight is trained"):
         opened(checkpoint).offload()

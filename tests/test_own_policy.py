@@ -14,7 +14,7 @@ from tests.support.running import SMALL, small_run
 
 TASK = [setting for setting in SMALL if not setting.startswith(("policy", "rollout.max_new_tokens"))]
 LOADED = {
-    "_target_": "grpo_lightning.policy.hf.load",
+    "_target_": "grpo_lightning.policy.loading.load",
     "path": "/models/a",
     "trust_remote_code": False,
     "adapter": {"r": 8},
@@ -145,7 +145,7 @@ def test_a_run_killed_before_its_export_finishes(trained):
 
 
 def test_settings_of_a_checkpoint_build_nothing_below_a_policy():
-    nested = {"_target_": "grpo_lightning.policy.hf.load", "path": "x", "trust_remote_code": True}
-    policy = {"_target_": "grpo_lightning.policy.hf.load", "path": "y", "template_kwargs": {"x": nested}}
+    nested = {"_target_": "grpo_lightning.policy.loading.load", "path": "x", "trust_remote_code": True}
+    policy = {"_target_": "grpo_lightning.policy.loading.load", "path": "y", "template_kwargs": {"x": nested}}
     with pytest.raises(ValueError, match=r"its settings have policy\.template_kwargs\.x\._target_, which would build"):
         own_policy.own_settings({"policy": policy}, [], lambda key: None)

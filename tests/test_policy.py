@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.policy.loading import resolve
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load, resolve
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
 from tests.support.sampling import generate
@@ -384,7 +384,7 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(checkpoints):
     assert len(generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)) == 6
     for call in (
         lambda: generate(policy, ["an <image> here"], group_size=2, sampling=FREE, seed=1),
-        lambda: policy.demonstrate(["a"], ["an <image> here"]),
+        lambda: policy.tokenize_demonstrations(["a"], ["an <image> here"]),
     ):
         with pytest.raises(ValueError, match=f"has {count} embeddings, a text has the token {count}: '.*<image> here"):
             call()
@@ -414,7 +414,7 @@ def test_user_errors(checkpoints, tmp_path):
 
 def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
     policy = opened(checkpoints["qwen2"])
-    rows = policy.demonstrate(PROMPTS[:2], ["46", "<answer>4 + 2</answer>"])
+    rows = policy.tokenize_demonstrations(PROMPTS[:2], ["46", "<answer>4 + 2</answer>"])
     assert rows.texts == ("46", "<answer>4 + 2</answer>")
     for row, text in enumerate(rows.texts):
         completion = rows.ids[row, -rows.mask.shape[1] :][rows.mask[row]].tolist()

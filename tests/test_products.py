@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.transformer import products
-from grpo_lightning.transformer.head import Head
+from grpo_lightning.transformer import kernels
+from grpo_lightning.transformer.lm_head import LMHead
 
 HALF = torch.bfloat16
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", first, "CPU")
     library.impl("addmm.dtype_out", second, "CPU")
-    monkeypatch.setattr(products, "keeps_sums", lambda device, dtype: dtype == HALF)
+    monkeypatch.setattr(kernels, "keeps_sums", lambda device, dtype: dtype == HALF)
     yield called
     library._destroy()
 
@@ -61,7 +61,7 @@ def found(autocast: bool, *, chunk: int) -> tuple[Tensor, list[Tensor]]:
     hidden, weight, bias, ids, slopes = case()
     leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
     with torch.autocast("cpu", dtype=HALF, enabled=autocast):
-        logprobs, _ = Head(weight, bias)(hidden, ids, temperature=0.8, entropy=False, chunk=chunk)
+        logprobs, _ = LMHead(weight, bias)(hidden, ids, temperature=0.8, entropy=False, chunk=chunk)
         gradients = torch.autograd.grad(logprobs, leaves, slopes)
     return logprobs, list(gradients)
 
@@ -98,7 +98,7 @@ def test_in_float32_nothing_is_asked_of_them(on_gpu: list[str]) -> None:
 def test_a_linear_layer_under_autocast_rounds_its_factors_and_not_its_sums(on_gpu: list[str]) -> None:
     hidden, weight, bias, _, _ = case()
     with torch.autocast("cpu", dtype=HALF):
-        found = products.linear(hidden, weight, bias)
+        found = kernels.linear(hidden, weight, bias)
     rounded = [each.to(HALF).double() for each in (hidden, weight, bias)]
     assert_close(found.double(), torch.nn.functional.linear(*rounded), rtol=0, atol=2e-6)
 
@@ -106,23 +106,23 @@ def test_a_linear_layer_under_autocast_rounds_its_factors_and_not_its_sums(on_gp
 def test_sums_over_chunks_do_not_round_each() -> None:
     # 1 + 2^-10 needs 11 bits, of which bfloat16 has 8
     total = torch.ones(1, 1)
-    products.add_product(total, torch.tensor([[2.0**-5]], dtype=HALF), torch.tensor([[2.0**-5]], dtype=HALF))
+    kernels.add_product(total, torch.tensor([[2.0**-5]], dtype=HALF), torch.tensor([[2.0**-5]], dtype=HALF))
     assert total.item() == 1 + 2.0**-10
-    products.add_product(total, torch.tensor([[3.0]]), torch.tensor([[1 / 4]]))
+    kernels.add_product(total, torch.tensor([[3.0]]), torch.tensor([[1 / 4]]))
     assert total.item() == 1.75 + 2.0**-10
 
 
 def test_a_device_is_tried_before_it_is_relied_on(on_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert products._adds_up(CPU, HALF)
-    monkeypatch.setattr(products, "_sums", lambda one, other: (one @ other).float())  # rounded
-    assert not products._adds_up(CPU, HALF)
+    assert kernels._adds_up(CPU, HALF)
+    monkeypatch.setattr(kernels, "_sums", lambda one, other: (one @ other).float())  # rounded
+    assert not kernels._adds_up(CPU, HALF)
     monkeypatch.undo()
-    monkeypatch.setattr(products, "_add_sums", lambda total, one, other: total.copy_(products._sums(one, other)))
-    assert not products._adds_up(CPU, HALF)
+    monkeypatch.setattr(kernels, "_add_sums", lambda total, one, other: total.copy_(kernels._sums(one, other)))
+    assert not kernels._adds_up(CPU, HALF)
 
 
 def test_a_cpu_has_none() -> None:
-    assert not products.keeps_sums(CPU, HALF)
-    assert not products.keeps_sums(torch.device("cuda"), torch.float32)
+    assert not kernels.keeps_sums(CPU, HALF)
+    assert not kernels.keeps_sums(torch.device("cuda"), torch.float32)
     with pytest.raises(NotImplementedError):
-        products._adds_up(CPU, HALF)
+        kernels._adds_up(CPU, HALF)

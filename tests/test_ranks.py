@@ -5,7 +5,7 @@ import torch
 
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate
@@ -38,7 +38,7 @@ def test_own_microbatches_cover_every_row_once_and_are_as_many_everywhere(policy
     seen = []
     counts = set()
     for rank in range(processes):
-        parts, idle = policy.own_microbatches(rows, 60, Ranks(rank, processes))
+        parts, idle = policy.local_microbatches(rows, 60, Ranks(rank, processes))
         counts.add(len(parts))
         seen += [row for part in parts[: len(parts) - idle] for row in part.tolist()]
         assert all(part.tolist() == [0] for part in parts[len(parts) - idle :])
@@ -47,7 +47,8 @@ def test_own_microbatches_cover_every_row_once_and_are_as_many_everywhere(policy
 
 
 def test_a_process_with_fewer_micro_batches_makes_idle_ones(policy, rows):
-    assert sorted(policy.own_microbatches(rows[torch.arange(9)], 50, Ranks(rank, 2))[1] for rank in range(2)) == [0, 1]
+    few = rows[torch.arange(9)]
+    assert sorted(policy.local_microbatches(few, 50, Ranks(rank, 2))[1] for rank in range(2)) == [0, 1]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -63,7 +64,7 @@ def test_gradients_added_up_over_processes_are_those_of_one(policy, rows, proces
     expected = gradient(*[[torch.arange(len(rows))], weights])
     found = torch.zeros_like(expected)
     for rank in range(processes):
-        parts, idle = policy.own_microbatches(rows, 60, Ranks(rank, processes))
+        parts, idle = policy.local_microbatches(rows, 60, Ranks(rank, processes))
         found += gradient(parts[: len(parts) - idle], weights)
     assert (found - expected).norm() < 1e-6 * expected.norm()
 

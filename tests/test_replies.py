@@ -8,10 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_lightning.policy.hf import load
-from grpo_lightning.policy.plain import Words
-from grpo_lightning.policy.replies import Replies, cleaned, special_ids, special_texts
-from grpo_lightning.policy.scratch import character_tokenizer
+from grpo_lightning.policy.chat import ChatReplies, cleaned, special_ids, special_texts
+from grpo_lightning.policy.generic import TokenizerAdapter
+from grpo_lightning.policy.loading import character_tokenizer, load
 from tests.support.checkpoints import CORPUS, write_checkpoint
 from tests.support.checkpoints import tokenizer as chatml
 
@@ -37,8 +36,8 @@ FAMILIES = {
 """Name of a template -> the end of the model's turn, its other special tokens, and whether words begin with a space."""
 
 
-def made(name: str, *, system_prompt: str | None = None, **template_kwargs) -> Replies:
-    """Replies with the template of that name and a small tokenizer with its special tokens."""
+def made(name: str, *, system_prompt: str | None = None, **template_kwargs) -> ChatReplies:
+    """ChatReplies with the template of that name and a small tokenizer with its special tokens."""
     end, others, spaced = FAMILIES[name]
     bpe = Tokenizer(models.BPE())
     if spaced:  # as those of SentencePiece: a text begins with a space that is not there
@@ -59,9 +58,9 @@ def made(name: str, *, system_prompt: str | None = None, **template_kwargs) -> R
         bos_token=next((one for one in others if one in ("<s>", "<bos>", "<|begin_of_text|>")), None),
         chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
     )
-    return Replies(
+    return ChatReplies(
         tokenizer,
-        templated=True,
+        uses_chat_template=True,
         template_kwargs=template_kwargs,
         system_prompt=system_prompt,
         end_ids=[tokenizer.eos_token_id],
@@ -72,13 +71,13 @@ def said(role, content):
     return {"role": role, "content": content}
 
 
-def rendered(replies: Replies, *messages) -> str:
+def rendered(replies: ChatReplies, *messages) -> str:
     """The whole conversation by the template."""
     tokenizer = replies._tokenizer
     return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
 
-def tokens(replies: Replies, text: str) -> list[int]:
+def tokens(replies: ChatReplies, text: str) -> list[int]:
     return replies._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -138,35 +137,35 @@ def test_what_is_returned_may_be_changed():
 
 def test_without_a_template_an_empty_line_stands_between():
     words = chatml(chat=False)
-    replies = Replies(
-        words, templated=False, template_kwargs=None, system_prompt="unused", end_ids=[words.eos_token_id]
+    replies = ChatReplies(
+        words, uses_chat_template=False, template_kwargs=None, system_prompt="unused", end_ids=[words.eos_token_id]
     )
     assert words.decode(replies.ids("higher", after=words.eos_token_id)) == "\n\nhigher"
     assert replies.end_of_turn("user", otherwise=7) == 7
     spaced = made("mistral_v0_2")._tokenizer  # whose texts begin with a space that is not there
-    replies = Replies(spaced, templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    replies = ChatReplies(spaced, uses_chat_template=False)
     whole = spaced("pizza\n\nhigher", add_special_tokens=False)["input_ids"]
     assert replies.ids("higher", after=None) == whole[-len(replies.ids("higher", after=None)) :]
     assert "▁" not in spaced.convert_ids_to_tokens(replies.ids("higher", after=None))
-    numbers = Replies(Words(None), templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    numbers = ChatReplies(TokenizerAdapter(None), uses_chat_template=False, end_ids=[])
     assert numbers.ids("5 6", after=None) == [5, 6]
 
 
 def test_only_what_stands_before_a_reply_is_not_repeated():
-    numbers = Replies(Words(None), templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    numbers = ChatReplies(TokenizerAdapter(None), uses_chat_template=False, end_ids=[])
     assert numbers.ids("9 7", after=9) == [9, 7]  # the reply's own 9
     assert numbers.ids("9", after=9) == [9]
     words = chatml(chat=False)
     words.add_tokens(["\n\n"])
     [line] = words("\n\n")["input_ids"]
-    replies = Replies(words, templated=False, template_kwargs=None, system_prompt=None, end_ids=[])
+    replies = ChatReplies(words, uses_chat_template=False)
     assert replies.ids("46", after=line) == replies.ids("46", after=None)[1:] == words("46")["input_ids"]
     assert replies.ids("", after=line) == [line]  # or there would be nothing to go on from
 
 
 def test_the_shipped_tokenizer_reads_replies_by_the_letter():
     words = character_tokenizer(64)
-    replies = Replies(words, templated=True, template_kwargs=None, system_prompt=None, end_ids=[words.eos_token_id])
+    replies = ChatReplies(words, uses_chat_template=True, end_ids=[words.eos_token_id])
     assert words.decode(replies.ids("too low", after=words.eos_token_id)) == "\ntoo low\n"
     assert words.decode(replies.ids("<e<eos>os>ü", after=None)) == "\n<unk>\n"
 
@@ -228,7 +227,7 @@ _GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 def test_templates_of_ones_own_are_looked_at_too(template, message):
     words = chatml(chat=True)
     words.chat_template = template
-    replies = Replies(words, templated=True, template_kwargs=None, system_prompt=None, end_ids=[words.eos_token_id])
+    replies = ChatReplies(words, uses_chat_template=True, end_ids=[words.eos_token_id])
     with pytest.raises(ValueError, match=message):
         replies.check("user")
 

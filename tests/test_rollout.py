@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.policy import Policy
+from grpo_lightning.policy.generic import TokenizerAdapter
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.judge import Judge
@@ -30,7 +31,7 @@ class Fixed(Policy):
     lengths = (1, 2, 3, 1, 3, 2)
 
     def __init__(self):
-        super().__init__()
+        super().__init__(TokenizerAdapter(None), end_ids=[])
         self.calls = []
 
     def sample(self, prompts, *, group_size, sampling, seed, first_prompt=0, poll=None, on_finished=None):
@@ -57,10 +58,9 @@ class Fixed(Policy):
     def token_at(self, ids, end):
         return end - 1
 
-    demonstrate = count_tokens = export = None  # not used here
+    device = None  # not used here
 
 
-Fixed.__abstractmethods__ = frozenset()
 REWARDS = {
     "has_answer": RewardSpec(lambda completions, answer: [float(a in t) for t, a in zip(completions, answer)], 1.0),
     "length": RewardSpec(lambda completions: [float(len(t)) if t else None for t in completions], 0.5),

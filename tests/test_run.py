@@ -131,7 +131,7 @@ def test_a_broken_setting_stops_before_anything_is_loaded_or_written(tmp_path, m
 
 
 def test_a_reward_without_its_column_stops_before_weights_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.policy.scratch.LlamaForCausalLM", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr("grpo_lightning.policy.loading.LlamaForCausalLM", lambda *_: pytest.fail("weights were made"))
     monkeypatch.setattr("tests.support.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
     with pytest.raises(ValueError, match="colour"):
         small_run(tmp_path)

@@ -5,7 +5,7 @@ import torch
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
-from grpo_lightning.policy.scratch import character_llama
+from grpo_lightning.policy.loading import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.distributed.sharding import gathered, layers, shard
 from grpo_lightning.policy import Policy
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Sampled, Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.sampling import generate

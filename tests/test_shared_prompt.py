@@ -11,8 +11,9 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.adapted import base_of, weight_of
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.adapters import base_of, weight_of
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, windows
 from grpo_lightning.sampler.native import shared_prompt_cache as cache
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_lightning.policy import hf
-from grpo_lightning.policy.scratch import character_llama
+from grpo_lightning.policy.loading import character_llama
 from grpo_lightning.types import Sampled
 from tests.support.running import small_run
 

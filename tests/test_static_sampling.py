@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import fused_decode
 from grpo_lightning.sampler.native.attention import attend, written_out
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
@@ -74,7 +75,7 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
     """What `NativeSampler.generate` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)
-    cache = policy.cache(
+    cache = policy.kv_cache(
         tokens,
         group_size,
         longest=max(map(len, tokens)) + sampling.max_new_tokens,
@@ -82,7 +83,7 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
     if like_gpu:
         cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-    with policy.evaluation():
+    with policy.eval_mode():
         return decode(
             cache,
             uniforms(5, rows, sampling.max_new_tokens),
@@ -164,14 +165,14 @@ def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
-    cache = policy.cache(prompts, 2, longest=max(map(len, prompts)) + 100)
+    cache = policy.kv_cache(prompts, 2, longest=max(map(len, prompts)) + 100)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
     of = MultiTurnBatch if kind == "talking" else DecodeBatch
     slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64)
     if kind == "talking":
         slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
-    with policy.evaluation(), torch.no_grad():
+    with policy.eval_mode(), torch.no_grad():
         slots.open(range(at_once or 6))
         cache.reserve(3)
         for _ in range(3):

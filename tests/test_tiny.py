@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lightning.policy.hf import load
-from grpo_lightning.policy.loading import resolve
+from grpo_lightning.policy.loading import load, resolve
 from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation

@@ -22,8 +22,8 @@ from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.module.update import accumulate
-from grpo_lightning.policy.hf import load
-from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
@@ -139,7 +139,7 @@ def test_sets_take_4_bytes_for_each_of_their_tokens_and_never_more_than_1024(tmp
         def forward(self, ids):
             return self.logits.expand(*ids.shape, 3000)
 
-    policy = PlainPolicy(Flat())
+    policy = GenericPolicy(Flat())
     sampled = generate(policy, [[1], [2]], group_size=3, sampling=Sampling(**FREE | {"top_p": 0.9}), seed=0)
     assert sampled.support.sizes.tolist() == [[1024] * 12] * 6  # of a nucleus of 2,700
     bytes_of = [value.numel() * value.element_size() for value in (sampled.support.sizes, sampled.support.ids)]
@@ -171,7 +171,7 @@ WORTH = torch.tensor([[0.3, -1.0, 0.7, 0.2, 0.9], [1.1, 0.4, -0.3, 0.8, -0.6]], 
 
 
 def test_the_expected_gradient_is_that_of_the_truncated_policy():
-    policy, temperature = PlainPolicy(Bigram()), 0.8
+    policy, temperature = GenericPolicy(Bigram()), 0.8
     table = policy.model.table
     probabilities = (table / temperature).softmax(-1).detach()
     inside = torch.zeros(5, 5, dtype=torch.bool)
@@ -305,7 +305,7 @@ def test_the_shared_and_the_plain_path_agree(policy, bonus, mixed):
             rows, temperature=0.6, entropy=bool(bonus), loss_gradient=known
         ),
         separate(policy.model, rows, temperature=0.6, entropy=bool(bonus)),
-        PlainPolicy(policy.model).logprobs_and_entropy(rows, temperature=0.6, entropy=bool(bonus)),
+        GenericPolicy(policy.model).logprobs_and_entropy(rows, temperature=0.6, entropy=bool(bonus)),
     ):
         value = loss(logprobs, entropy, rows, weights)[0]
         slopes = gradients(policy, value)

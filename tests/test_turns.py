@@ -8,8 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from grpo_lightning.data.demonstrations import OwnDemonstrations
-from grpo_lightning.policy.hf import HFPolicy, load
-from grpo_lightning.policy.plain import PlainPolicy
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.types import Sampled
@@ -36,7 +37,7 @@ def policy(tmp_path_factory) -> HFPolicy:
 
 
 def test_rows_by_hand(policy):
-    rows = policy.demonstrate(PROMPTS, TALKS)
+    rows = policy.tokenize_demonstrations(PROMPTS, TALKS)
     decode, length = policy.tokenizer.decode, rows.mask.shape[1]
     completions, real = rows.ids[:, -length:], rows.attention_mask[:, -length:]
     talk = "<|im_end|>\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -64,10 +65,11 @@ def test_turns_end_as_the_template_ends_them(tmp_path):
     path = write_checkpoint(tmp_path / "llama", "llama", chat=True)
     policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
     policy.tokenizer.eos_token = "<|endoftext|>"
-    rows = policy.demonstrate(["a"], [turns("b", "c", "d")])
+    rows = policy.tokenize_demonstrations(["a"], [turns("b", "c", "d")])
     text = policy.tokenizer.decode(rows.ids[0, -rows.mask.shape[1] :])
     assert text == "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
-    assert policy.tokenizer.decode(policy.demonstrate(["a"], ["b"]).ids[0]).endswith("assistant\nb<|endoftext|>")
+    single = policy.tokenize_demonstrations(["a"], ["b"]).ids[0]
+    assert policy.tokenizer.decode(single).endswith("assistant\nb<|endoftext|>")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_turns_end_as_the_template_ends_them(tmp_path):
 )
 def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
     with pytest.raises(ValueError, match=f"column 'completion': {message}"):
-        policy.demonstrate(["p"], [talk])
+        policy.tokenize_demonstrations(["p"], [talk])
     file = tmp_path / "a.jsonl"
     file.write_text(
         json.dumps({"prompt": "p", "completion": "c"}) + "\n" + json.dumps({"prompt": "p", "completion": talk})
@@ -109,7 +111,7 @@ def paths(path) -> list:
     return [
         load(str(path), **settings),
         load(str(path), **settings, share_prompts=False),
-        PlainPolicy(Own(len(words)), words),
+        GenericPolicy(Own(len(words)), words),
     ]
 
 
@@ -125,7 +127,7 @@ def gradient(policy, rows: Sampled, tokens: int, *, microbatch_tokens: int) -> t
 def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_path, number):
     policy = paths(write_checkpoint(tmp_path / "model", "llama", chat=True))[number]
     prompts, talks = [PROMPTS[0], *PROMPTS], [turns("7", "lower", "3"), *TALKS]  # two have the same prompt
-    rows = policy.demonstrate(prompts, talks)
+    rows = policy.tokenize_demonstrations(prompts, talks)
     start, tokens = rows.ids.shape[1] - rows.mask.shape[1], int(rows.mask.sum())
     before, after = [], []
     for ids, real, mask in zip(rows.ids, rows.attention_mask, rows.mask, strict=True):
@@ -137,7 +139,7 @@ def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_
             after.append(ids[begin:until].tolist())
     assert len(before) == 2 + 3 + 1 + 2
     assert sum(map(len, after)) == tokens
-    single = policy.demonstrate(before, ["x"] * len(before))
+    single = policy.tokenize_demonstrations(before, ["x"] * len(before))
     length, width = max(map(len, after)), single.ids.shape[1] - single.mask.shape[1]
     mask = torch.tensor([[t < len(turn) for t in range(length)] for turn in after])
     single = Sampled(
@@ -159,7 +161,7 @@ def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_
 
 
 def test_replies_are_read_and_not_predicted(policy):
-    rows, path, asked = policy.demonstrate(PROMPTS, TALKS), SharedPath.of(policy.model), []
+    rows, path, asked = policy.tokenize_demonstrations(PROMPTS, TALKS), SharedPath.of(policy.model), []
 
     def head(hidden, ids, **settings):
         asked.append((len(hidden), ids.tolist()))

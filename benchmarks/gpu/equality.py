@@ -12,7 +12,7 @@ from benchmarks.gpu.progress import enough, keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.setting import NATIVE
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.transformer.head import Head, token_logprobs
+from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
 from grpo_lightning.transformer.logprobs import separate
 from grpo_lightning.types import Sampled
 
@@ -121,7 +121,7 @@ def head(vocabulary: int, *, entropy: bool) -> float:
     ]
     ids = torch.randint(vocabulary, (rows,), device=device())
     slopes = torch.randn(2, rows, device=device())
-    chunked = Head(given[1], None)(given[0], ids, temperature=0.7, entropy=entropy, chunk=30 * vocabulary)
+    chunked = LMHead(given[1], None)(given[0], ids, temperature=0.7, entropy=entropy, chunk=30 * vocabulary)
     whole = token_logprobs(given[0] @ given[1].T, ids, 0.7, entropy_gradient=True)
     kinds = 1 + entropy
     found, expected = (

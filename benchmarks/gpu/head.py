@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.progress import keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.timing import in_turns, quartiles, ratio
-from grpo_lightning.transformer.head import Head
+from grpo_lightning.transformer.lm_head import LMHead
 
 CHUNKS = (24, 25, 26, 27, 28)
 """Binary logarithms of the most logits at a time."""
@@ -33,7 +33,7 @@ def run(reduced: bool) -> dict[str, Any]:
         states.grad = weight.grad = None
         size = {} if chunk is None else {"chunk": chunk}
         with half():
-            logprobs, _ = Head(weight, None)(
+            logprobs, _ = LMHead(weight, None)(
                 states, ids, temperature=1.0, entropy=False, loss_gradient=lambda _, part: slopes[part], **size
             )
         logprobs.backward(slopes)

@@ -9,7 +9,8 @@ from benchmarks.gpu.models import model, policy, prompts, sampling, sized
 from benchmarks.gpu.progress import keep
 from benchmarks.gpu.tools import device, half
 from benchmarks.setting import NATIVE
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Sampled
 
 BOUND = 0.01

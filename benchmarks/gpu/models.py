@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from benchmarks.gpu.tools import device
 from benchmarks.shapes import qwen
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.policy.scratch import character_tokenizer
+from grpo_lightning.policy.loading import character_tokenizer
 from grpo_lightning.types import Sampling
 
 SMALL = {

@@ -227,7 +227,7 @@ def _engine_entropy(get: Reader) -> Iterator[str]:
 
 def _engine_policy(get: Reader) -> Iterator[str]:
     name = _engine(get)
-    if get("policy._target_") == "grpo_lightning.policy.plain.PlainPolicy":
+    if get("policy._target_") == "grpo_lightning.policy.generic.GenericPolicy":
         yield f"policy=plain: allowed with {name} are policies of transformers, whose models vLLM knows"
     elif (bits := get("policy.quantization")) is not None:
         yield f"policy.quantization={bits}: allowed with {name} is null: its weights are handed over as they are"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from grpo_lightning.policy.adapted import is_adapted
+from grpo_lightning.policy.adapters import is_adapted
 from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits
 
 log = logging.getLogger(__name__)

@@ -29,10 +29,10 @@ class SFTLightningModule(StepModule):
         if "completion" not in prompts.columns:
             raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")
         with self.clock("update"):
-            rows = self.policy.demonstrate(prompts.texts, prompts.columns["completion"])
+            rows = self.policy.tokenize_demonstrations(prompts.texts, prompts.columns["completion"])
             tokens = rows.mask.sum()
             total = torch.zeros((), device=self.device)
-            indices, idle = self.policy.own_microbatches(rows, self.microbatch_tokens, ranks)
+            indices, idle = self.policy.local_microbatches(rows, self.microbatch_tokens, ranks)
             for number, index in enumerate(indices):
                 is_real = number < len(indices) - idle  # the others keep step with processes that have more
                 loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() * is_real / tokens

@@ -72,7 +72,7 @@ def accumulate(
     sums: dict[str, Tensor] = {}
     ratio = [weights.new_zeros(0)]
     microbatches: list[tuple[Tensor, Tensor]] = []
-    indices, idle = policy.own_microbatches(taught, microbatch_tokens, ranks)
+    indices, idle = policy.local_microbatches(taught, microbatch_tokens, ranks)
     for number, index in enumerate(indices):
         is_real = number < len(indices) - idle  # the others keep step with processes that have more
         rows, row_weights = taught[index], weights[index] * is_real

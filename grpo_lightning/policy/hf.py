@@ -3,27 +3,24 @@
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.memory import COPIED, Shape
-from grpo_lightning.policy.adapted import base_of, is_adapted, with_adapter
-from grpo_lightning.policy.loading import check_embeddings, end_ids, evaluation, named, pretrained, without_dropout
-from grpo_lightning.policy.replies import Replies, is_templated
+from grpo_lightning.policy.adapters import base_of, is_adapted, named_weights, with_adapter, write_untied
+from grpo_lightning.policy.base import Policy
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
-from grpo_lightning.policy.tokenization import TextPolicy
-from grpo_lightning.policy.weights import named_weights, write_untied
 from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows_within
-from grpo_lightning.transformer import logits, logprobs
+from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
-from grpo_lightning.transformer.head import LossGradient
-from grpo_lightning.transformer.logits import Chunk
+from grpo_lightning.transformer.lm_head import LossGradient
+from grpo_lightning.transformer.logprobs import Chunk
 from grpo_lightning.transformer.offload import Offload
 from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
@@ -32,7 +29,7 @@ from grpo_lightning.types import Rollout, Sampled, Sampling
 log = logging.getLogger(__name__)
 
 
-class HFPolicy(TextPolicy):
+class HFPolicy(Policy):
     """A transformers causal language model and its tokenizer.
 
     Whatever sampling options the model's ``generation_config`` holds are ignored: only its end tokens count.
@@ -67,7 +64,7 @@ class HFPolicy(TextPolicy):
         super().__init__(
             tokenizer,
             end_ids=end_ids(model, tokenizer),
-            embeddings=check_embeddings(model, tokenizer),
+            num_embeddings=check_embeddings(model, tokenizer),
             context=getattr(model.config, "max_position_embeddings", None),
             system_prompt=system_prompt,
             plain_text=plain_text,
@@ -92,16 +89,15 @@ class HFPolicy(TextPolicy):
         place: torch.device = self.model.device
         return place
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        return evaluation(self.model)
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        self.model.eval()  # in training mode transformers does not use the KV cache under gradient checkpointing
+        try:
+            yield
+        finally:
+            self.model.train()
 
-    def cache(
-        self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        *,
-        longest: int,
-    ) -> KVCache:
+    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
         # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
         if path := self._shared_path(max(map(len, prompts))):
             return path.cache(
@@ -113,7 +109,7 @@ class HFPolicy(TextPolicy):
             )
         return DynamicKVCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 
-    def at_once(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
+    def max_concurrent(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
         if sampling.kv_cache_gib is None:
             return None
         return rows_within(
@@ -146,8 +142,8 @@ class HFPolicy(TextPolicy):
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
         path = self._shared_path(rows.ids.shape[1])
         if path is None:
-            return logits.separate(self.model, rows, temperature=temperature)
-        return logits.shared(path.decoder, path.head, rows, temperature=temperature)
+            return logprobs.separate_logits(self.model, rows, temperature=temperature)
+        return logprobs.shared_logits(path.decoder, path.head, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
         shares = self.share_prompts and self._reaches(rows.ids.shape[1])
@@ -181,12 +177,10 @@ class HFPolicy(TextPolicy):
         model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight with its names in the model's files, adapters merged, whole where weights are sharded."""
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model)
 
-    def describe(self, directory: Path) -> torch.dtype:
-        """Write the model's configuration for an engine; returns the type of the numbers that it computes with."""
+    def write_config(self, directory: Path) -> torch.dtype:
         write_untied(self._base, directory)
         return compute_dtype(self.model)
 
@@ -206,79 +200,57 @@ class HFPolicy(TextPolicy):
         return longest <= (window(self.model) or longest)
 
 
-def load(
-    path: str,
-    *,
-    dtype: str,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    adapter: Mapping[str, Any] | None = None,
-    system_prompt: str | None = None,
-    plain_text: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
-    share_prompts: bool = True,
-    quantization: str | None = None,
-    gradient_checkpointing: bool = False,
-    activation_offload: bool = False,
-    reply_role: str | None = None,
-) -> HFPolicy:
-    """A policy from a hub name or a directory in Hugging Face format.
+def check_embeddings(model: Any, tokenizer: Any) -> int:
+    """Check that the model can read the tokenizer's tokens.
 
-    Args:
-        path: Hub name, directory, or ``pkg://package/folder`` for weights shipped inside a Python package.
-        dtype: Of the weights: float32, bfloat16 or float16.
-        attn_implementation: transformers' name, such as sdpa or eager.
-        trust_remote_code: Whether code that comes with the weights may run.
-        adapter: Arguments of peft's ``LoraConfig``, such as r, lora_alpha and target_modules: only the adapter is
-            trained. null trains all weights.
-        system_prompt: As in ``HFPolicy``.
-        plain_text: As in ``HFPolicy``.
-        template_kwargs: As in ``HFPolicy``.
-        share_prompts: As in ``HFPolicy``.
-        quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
-            adapter. null: as they are.
-        gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
-        activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
-        reply_role: As in ``HFPolicy``; unless it is null, the chat template must show such replies, which is looked at
-            before weights are read.
+    It may have more embeddings than there are tokens, as where their number is rounded up.
+
+    Special tokens that neither the chat template nor the tokenizer itself puts into a text may lack one, such as the
+    placeholder of images in the tokenizer of Gemma 3's text models; `check_ids` looks for them.
+
+    Returns:
+        The number of embeddings.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or the chat
-            template cannot show replies.
+        ValueError: The tokenizer has ids that the model has no embedding for.
     """
-
-    def check_replies(tokenizer: Any) -> None:
-        if reply_role is not None:
-            templated = is_templated(tokenizer, plain_text=plain_text)
-            Replies(
-                tokenizer,
-                templated=templated,
-                template_kwargs=template_kwargs,
-                system_prompt=system_prompt,
-                end_ids=(),  # not known without the model
-            ).check(reply_role)
-
-    disable_progress_bar()
-    model, tokenizer = pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-        check_tokenizer=check_replies,
-    )
-    if adapter is not None:
-        model = with_adapter(model, adapter)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with named(path):
-        return HFPolicy(
-            model,
-            tokenizer,
-            system_prompt=system_prompt,
-            plain_text=plain_text,
-            template_kwargs=template_kwargs,
-            share_prompts=share_prompts,
-            activation_offload=activation_offload,
-            reply_role=reply_role,
+    count = len(model.get_input_embeddings().weight)
+    ids = tokenizer.get_vocab()
+    added = tokenizer.added_tokens_decoder
+    own = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    template = str(tokenizer.chat_template or "")
+    without = {token: number for token, number in ids.items() if number >= count}
+    for token, number in without.items():
+        if number in added and added[number].special and number not in own and token not in template:
+            continue
+        raise ValueError(
+            f"the model has {count} embeddings, the tokenizer's largest id is {max(ids.values())}: the tokenizer "
+            "belongs to another model, or the model's embeddings must be resized first"
         )
+    if without:
+        log.warning("the model has no embeddings for the special tokens %s: no text may hold them", sorted(without))
+    return count
+
+
+def without_dropout(model: Any) -> None:
+    """Switch off all dropout of a transformers model: what is sampled without it has to be trained without it."""
+    for part in (model.config, *model.modules()):
+        for name, value in vars(part).items():
+            is_rate = "dropout" in name or "pdrop" in name or (name == "p" and isinstance(part, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
+
+    Raises:
+        ValueError: There is none.
+    """
+    own = model.generation_config or GenerationConfig()
+    ids: set[int] = set()
+    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids |= {value} if isinstance(value, int) else set(value or ())
+    if not ids:
+        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
+    return sorted(ids)

@@ -1,24 +1,121 @@
-"""Weights and tokenizer from the hub, a directory, or a Python package."""
+"""Weights and tokenizer from the hub, a directory or a Python package; or a small model with random weights."""
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import string
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from safetensors import SafetensorError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.logging import disable_progress_bar
+from transformers.utils.peft_utils import find_adapter_config_file
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
-from grpo_lightning.policy.adapted import without_adapters
-from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
-from grpo_lightning.types import Prompt
-
-log = logging.getLogger(__name__)
+from grpo_lightning.policy.adapters import with_adapter, without_adapters
+from grpo_lightning.policy.chat import ChatReplies, has_chat_template
+from grpo_lightning.policy.hf import HFPolicy
 
 _SHIPPED = "pkg://"
+
+SPECIAL = ("<pad>", "<unk>", "<eos>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+CHARACTERS = "\n" + "".join(sorted(c for c in string.printable if c.isprintable()))
+"""Newline and the 95 printable ASCII characters, in code-point order."""
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
+
+
+def load(
+    path: str,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    adapter: Mapping[str, Any] | None = None,
+    system_prompt: str | None = None,
+    plain_text: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    share_prompts: bool = True,
+    quantization: str | None = None,
+    gradient_checkpointing: bool = False,
+    activation_offload: bool = False,
+    reply_role: str | None = None,
+) -> HFPolicy:
+    """A policy from a hub name or a directory in Hugging Face format.
+
+    Args:
+        path: Hub name, directory, or ``pkg://package/folder`` for weights shipped inside a Python package.
+        dtype: Of the weights: float32, bfloat16 or float16.
+        attn_implementation: transformers' name, such as sdpa or eager.
+        trust_remote_code: Whether code that comes with the weights may run.
+        adapter: Arguments of peft's ``LoraConfig``, such as r, lora_alpha and target_modules: only the adapter is
+            trained. null trains all weights.
+        system_prompt: As in ``HFPolicy``.
+        plain_text: As in ``HFPolicy``.
+        template_kwargs: As in ``HFPolicy``.
+        share_prompts: As in ``HFPolicy``.
+        quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
+            adapter. null: as they are.
+        gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
+        activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
+        reply_role: As in ``HFPolicy``; unless it is null, the chat template must show such replies, which is looked at
+            before weights are read.
+
+    Raises:
+        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or the chat
+            template cannot show replies.
+    """
+
+    def check_replies(tokenizer: Any) -> None:
+        if reply_role is not None:
+            templated = has_chat_template(tokenizer, plain_text=plain_text)
+            ChatReplies(
+                tokenizer,
+                uses_chat_template=templated,
+                template_kwargs=template_kwargs,
+                system_prompt=system_prompt,
+                end_ids=(),  # not known without the model
+            ).check(reply_role)
+
+    disable_progress_bar()
+    model, tokenizer = pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+        check_tokenizer=check_replies,
+    )
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with named(path):
+        return HFPolicy(
+            model,
+            tokenizer,
+            system_prompt=system_prompt,
+            plain_text=plain_text,
+            template_kwargs=template_kwargs,
+            share_prompts=share_prompts,
+            activation_offload=activation_offload,
+            reply_role=reply_role,
+        )
 
 
 def pretrained(
@@ -103,77 +200,10 @@ def named(path: str) -> Iterator[None]:
         raise ValueError(f"policy.path={path!r}: {error}") from error
 
 
-def check_embeddings(model: Any, tokenizer: Any) -> int:
-    """Check that the model can read the tokenizer's tokens.
-
-    It may have more embeddings than there are tokens, as where their number is rounded up.
-
-    Special tokens that neither the chat template nor the tokenizer itself puts into a text may lack one, such as the
-    placeholder of images in the tokenizer of Gemma 3's text models; `check_ids` looks for them.
-
-    Returns:
-        The number of embeddings.
-
-    Raises:
-        ValueError: The tokenizer has ids that the model has no embedding for.
-    """
-    count = len(model.get_input_embeddings().weight)
-    ids = tokenizer.get_vocab()
-    added = tokenizer.added_tokens_decoder
-    own = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-    template = str(tokenizer.chat_template or "")
-    without = {token: number for token, number in ids.items() if number >= count}
-    for token, number in without.items():
-        if number in added and added[number].special and number not in own and token not in template:
-            continue
-        raise ValueError(
-            f"the model has {count} embeddings, the tokenizer's largest id is {max(ids.values())}: the tokenizer "
-            "belongs to another model, or the model's embeddings must be resized first"
-        )
-    if without:
-        log.warning("the model has no embeddings for the special tokens %s: no text may hold them", sorted(without))
-    return count
-
-
-def is_ids(prompt: Prompt) -> bool:
-    """Whether a prompt is given as token ids."""
-    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
-
-
-def check_ids(
-    texts: Sequence[str], encoded: Sequence[Sequence[int]], embeddings: int | None, *, least: int = 0
-) -> None:
-    """Check that the model can read encoded texts.
-
-    Args:
-        texts: The texts, which messages show.
-        encoded: The token ids of each text.
-        embeddings: The number of the model's embeddings; None: not known.
-        least: How many tokens each text must have.
-
-    Raises:
-        ValueError: One has a token that the model has no embedding for, or no tokens where some are needed.
-    """
-    for text, ids in zip(texts, encoded, strict=True):
-        if len(ids) < least:
-            raise ValueError(f"a prompt has no tokens: {text[:80]!r}")
-        if embeddings is not None and max(ids, default=0) >= embeddings:
-            raise ValueError(f"the model has {embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}")
-
-
 def _own_device() -> str:
     """The name of this process's GPU, or of the CPU where there is none."""
     number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     return f"cuda:{number}" if torch.cuda.is_available() else "cpu"
-
-
-def without_dropout(model: Any) -> None:
-    """Switch off all dropout of a transformers model: what is sampled without it has to be trained without it."""
-    for part in (model.config, *model.modules()):
-        for name, value in vars(part).items():
-            is_rate = "dropout" in name or "pdrop" in name or (name == "p" and isinstance(part, nn.Dropout))
-            if is_rate and isinstance(value, float):
-                setattr(part, name, 0.0)
 
 
 def resolve(path: str) -> str:
@@ -192,25 +222,165 @@ def resolve(path: str) -> str:
 
 
 @contextmanager
-def evaluation(model: Any) -> Iterator[None]:
-    """Inside, the model uses its cache, which transformers switches off where gradients are checkpointed."""
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
+def readable_errors(key: str, path: str, what: str) -> Iterator[None]:
+    """Inside, what transformers raises while it reads a model becomes a ``ValueError`` of one sentence.
 
-
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
+    Args:
+        key: Of the setting that names the model, such as ``policy.path``.
+        path: Its value.
+        what: The kind of model that has to be there, such as "a model".
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such model, a file is missing or damaged, it needs code of its own or a package that is
+            not installed, or the path is the directory of a run.
     """
-    own = model.generation_config or GenerationConfig()
-    ids: set[int] = set()
-    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        ids |= {value} if isinstance(value, int) else set(value or ())
-    if not ids:
-        raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
-    return sorted(ids)
+    directory = Path(path).expanduser()
+    if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
+        raise ValueError(
+            f"{key}={path!r} is the directory of a run; use its export: {key}={os.path.join(path, 'export')}"
+        )
+    try:
+        yield
+    except RuntimeError:  # such as too little memory
+        raise
+    except Exception as error:
+        raise ValueError(f"{key}={path!r}: {_reason(error, key, what, is_local=directory.is_dir())}") from error
+
+
+def _reason(error: Exception, key: str, what: str, *, is_local: bool) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    told = single_line(first)
+    if isinstance(error, ImportError):
+        return f"a package is missing: {told}"
+    if isinstance(error, UnpicklingError):
+        return "its weights are a pickle that holds more than tensors, which could run code; use safetensors"
+    if isinstance(error, SafetensorError):
+        return f"a file of its weights is damaged or cut off ({told}); copy or download it again"
+    if "trust_remote_code" in str(error):
+        flag = f"{key.rpartition('.')[0]}.trust_remote_code=true"
+        return f"it comes with code of its own, which runs only with {flag}; read that code first"
+    if isinstance(error, OSError) and not is_local:
+        told = single_line(" ".join(str(error).split()))
+        return f"no directory with {what} in Hugging Face format, and the hub could not be asked for one: {told}"
+    name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return f"transformers cannot read {what} there: {name}{told}"
+
+
+def with_weights(kind: Any, path: str, **options: Any) -> tuple[Any, dict[str, list[Any]]]:
+    """A model of transformers, with the adapter that lies beside its weights, and what was not read of either.
+
+    ``from_pretrained`` loads both, and then reports on the adapter alone: missing weights below it would be random.
+
+    Args:
+        kind: Such as ``AutoModelForCausalLM``.
+        path: Hub name or directory.
+        options: Those of ``from_pretrained``.
+
+    Returns:
+        The model, and names as transformers' loading report has them: ``missing_keys`` and ``mismatched_keys`` with the
+        shapes in the files and in the model.
+    """
+    model, report = kind.from_pretrained(
+        path,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        adapter_kwargs={"subfolder": "no-adapter-here"},
+        **options,
+    )
+    reports = [report]
+    if find_adapter_config_file(path) is not None:
+        adapter = model.load_adapter(path, dtype=options.get("dtype"), ignore_mismatched_sizes=True)
+        reports.append(adapter.to_dict())
+    return model, {name: [*chain(*(one[name] for one in reports))] for name in ("missing_keys", "mismatched_keys")}
+
+
+def check_whole(model: Any, report: Mapping[str, Any], where: str) -> None:
+    """Check that all weights were read.
+
+    Args:
+        model: The model that was loaded.
+        report: Of `with_weights`, in which tied weights and buffers that are not saved do not count as missing.
+        where: The setting that names it, for messages.
+
+    Raises:
+        ValueError: Some weights are not in the files, or of another shape there; they would be random.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{where}: {len(missing)} of the model's weights are missing there, such as {', '.join(missing[:3])}: "
+            "use files with all weights of the model that their config.json describes"
+        )
+    shapes = {name: (tuple(stored), tuple(own)) for name, stored, own in report["mismatched_keys"]}
+    for name, module in model.named_modules():  # transformers does not compare those that bitsandbytes quantizes
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
+            state = getattr(module.weight, "quant_state", None)  # two 4-bit numbers are packed into one
+            stored = tuple(module.weight.shape if state is None else state.shape)
+            if stored != (own := (module.out_features, module.in_features)):
+                shapes[f"{name}.weight"] = stored, own
+    if shapes:
+        listed = [f"{name} {stored} instead of {own}" for name, (stored, own) in sorted(shapes.items())]
+        raise ValueError(
+            f"{where}: {len(listed)} of the model's weights {'has' if len(listed) == 1 else 'have'} another shape "
+            f"there, such as {', '.join(listed[:3])}: use weights of the model that their config.json describes"
+        )
+
+
+def character_llama(
+    *, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, context: int, seed: int
+) -> HFPolicy:
+    """A policy with random weights.
+
+    Args:
+        hidden_size: Width of the model, a multiple of ``num_heads``.
+        intermediate_size: Width of its feed-forward layers.
+        num_layers: Decoder layers.
+        num_heads: Attention heads.
+        context: Most tokens, prompt and completion together.
+        seed: Decides the weights; the global random state is left as it is.
+    """
+    tokenizer = character_tokenizer(context)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return HFPolicy(model, tokenizer)
+
+
+def character_tokenizer(context: int) -> PreTrainedTokenizerFast:
+    """A Hugging Face tokenizer with one token per character and one per tag.
+
+    The tags are ordinary added tokens, so decoding without special tokens keeps them. The special tokens' names in a
+    text are read as characters (``split_special_tokens``), so that no prompt can contain an end of sequence.
+
+    Returns:
+        103 tokens: padding, unknown and end of sequence, newline and printable ASCII, then the four tags.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+    )

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.policy.adapted import base_of, weight_of
+from grpo_lightning.policy.adapters import base_of, weight_of
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep, PackedLinear, packs
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.sampler.native.token_sampling import uniforms
 from grpo_lightning.transformer import logprobs
-from grpo_lightning.transformer.head import Head, LossGradient
+from grpo_lightning.transformer.lm_head import LMHead, LossGradient
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SharedPath:
     """A decoder whose attention can be replaced, and its head."""
 
     decoder: Any
-    head: Head
+    head: LMHead
 
     @classmethod
     def of(cls, model: Any) -> "SharedPath":
@@ -39,7 +39,7 @@ class SharedPath:
             CannotShare: The model has no such parts.
         """
         base = base_of(model)
-        head = Head.of(base)
+        head = LMHead.of(base)
         if head is None:
             raise CannotShare("its last layer is not a plain linear one")
         if getattr(base.config.get_text_config(), "attention_dropout", 0.0):

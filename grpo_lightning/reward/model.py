@@ -17,8 +17,8 @@ from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.config.rules import choice, integer, local_or_hub, problems
+from grpo_lightning.policy.loading import check_whole, readable_errors, with_weights
 from grpo_lightning.transformer.attention import use_grouped
-from grpo_lightning.transformer.model_files import check_whole, readable_errors, with_weights
 
 if TYPE_CHECKING:
     from grpo_lightning.types import Prompt

@@ -173,8 +173,8 @@ class Collector:
         if reference is None:
             return logprobs
         sampled = sampled.without_support
-        parts, _ = reference.own_microbatches(sampled, microbatch_tokens, context.ranks)
-        with reference.present(logprobs.device):
+        parts, _ = reference.local_microbatches(sampled, microbatch_tokens, context.ranks)
+        with reference.on_device(logprobs.device):
             for rows in parts:
                 logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.temperature)
         if context.ranks.size == 1:

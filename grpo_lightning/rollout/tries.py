@@ -186,7 +186,7 @@ def with_sets(
         return sampled, {}
     ranks = context.ranks
     with context.clock("score"):
-        batches, idle = policy.own_microbatches(sampled, microbatch_tokens, ranks)
+        batches, idle = policy.local_microbatches(sampled, microbatch_tokens, ranks)
         found = [(rows, policy.support(sampled[rows], sampling)) for rows in batches]
         own = [
             (rows.to(_CPU), one.support.to(_CPU), int(one.outside.sum())) for rows, one in found[: len(found) - idle]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT, MIN_LOGIT, likeliest_tokens
-from grpo_lightning.transformer.logits import Chunk
+from grpo_lightning.transformer.logprobs import Chunk
 from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 
 

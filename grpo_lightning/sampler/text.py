@@ -10,11 +10,11 @@ from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Par
 from grpo_lightning.types import Sampled, spans
 
 if TYPE_CHECKING:
-    from grpo_lightning.policy.tokenization import TextPolicy
+    from grpo_lightning.policy import Policy
 
 
 def as_sampled(
-    policy: "TextPolicy", prompts: list[list[int]], drawn: Decoded, talk: "Conversation | None" = None
+    policy: "Policy", prompts: list[list[int]], drawn: Decoded, talk: "Conversation | None" = None
 ) -> Sampled:
     """Prompts [P] with their completions [B, T] as rows, decoded.
 
@@ -105,7 +105,7 @@ class Conversation:
     Args:
         partner: Replies.
         tokenizer: Decodes.
-        reply_ids: ``TextPolicy.reply_ids``.
+        reply_ids: ``Policy.reply_ids``.
     """
 
     def __init__(self, partner: Partner, tokenizer: Any, reply_ids: Callable[..., list[int]]) -> None:

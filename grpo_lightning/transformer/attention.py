@@ -26,8 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_lightning.transformer import attention_cpu
-from grpo_lightning.transformer.block_mask import BLOCK, block_mask
-from grpo_lightning.transformer.compiled import compiled
+from grpo_lightning.transformer.attention_flex import BLOCK, block_mask
+from grpo_lightning.transformer.kernels import compiled
 
 _PREFIX = "grouped_"
 

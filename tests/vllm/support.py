@@ -5,7 +5,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
-from grpo_lightning.policy.hf import HFPolicy, load
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.vllm.colocated import VLLM
 from grpo_lightning.types import Sampling
 from tests.support.episodes import Played, chatty

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.transformer import compiled
+from grpo_lightning.transformer import kernels
 from grpo_lightning.transformer.attention import Attention
-from grpo_lightning.transformer.softmax import dot
+from grpo_lightning.transformer.kernels import dot
 
 _BATCH = 32
 """Rows for which oneDNN chooses the layout; any other number is allowed."""
@@ -150,8 +150,8 @@ class FusedDecodeStep:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
         self._qkv, self._mlp = _qkv, _mlp
-        if compiled.pays(decoder.embed_tokens.weight):
-            self._qkv, self._mlp = compiled.compiled(_qkv), compiled.compiled(_mlp)
+        if kernels.worth_compiling(decoder.embed_tokens.weight):
+            self._qkv, self._mlp = kernels.compiled(_qkv), kernels.compiled(_mlp)
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width

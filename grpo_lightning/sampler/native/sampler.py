@@ -185,10 +185,10 @@ class NativeSampler(Sampler):
         tokens = policy.tokenize(prompts)
         longest = max(map(len, tokens)) + sampling.max_new_tokens
         policy.check_context(longest, "rollout.max_new_tokens")
-        cache = policy.cache(tokens, group_size, longest=longest)
+        cache = policy.kv_cache(tokens, group_size, longest=longest)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
         talk = None if partner is None else Conversation(partner, policy.tokenizer, policy.reply_ids)
-        with policy.evaluation():
+        with policy.eval_mode():
             decoded = decode(
                 cache,
                 uniforms(seed, rows, sampling.max_new_tokens).to(policy.device),
@@ -198,7 +198,7 @@ class NativeSampler(Sampler):
                 stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
                 poll=poll,
                 on_finished=reporter(policy.tokenizer, on_finished),
-                at_once=policy.at_once(tokens, sampling, longest=longest),
+                at_once=policy.max_concurrent(tokens, sampling, longest=longest),
                 talk=talk,
             )
         return as_sampled(policy, tokens, decoded, talk)

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_lightning.memory import COPIED
 from grpo_lightning.sampler.native.attention import Grouping, Held, attend, counts_keys, excluding, joined, seen
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
-from grpo_lightning.transformer import compiled
+from grpo_lightning.transformer import kernels
 from grpo_lightning.transformer.attention import Stream, forward
 
 Pair = tuple[Tensor, Tensor]
@@ -273,9 +273,9 @@ class SharedPromptCache:
         self._reads = partial(prefill, decoder, tokens=PREFILL_TOKENS)
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
-        self._compiles = compiled.pays(decoder.get_input_embeddings().weight)
-        self._store = compiled.compiled(store) if self._compiles else store
-        self._joined = compiled.compiled(joined) if self._compiles else joined
+        self._compiles = kernels.worth_compiling(decoder.get_input_embeddings().weight)
+        self._store = kernels.compiled(store) if self._compiles else store
+        self._joined = kernels.compiled(joined) if self._compiles else joined
         self.version, self.is_static, self.extends = 0, is_static, not windows
         self._to_come = len(prompts) * group_size
         """Completions that have not been held yet."""
@@ -466,7 +466,7 @@ class SharedPromptCache:
             }
         positions = self._before + self._lengths
         if self._flat:
-            with compiled.compiling() if self._compiles else nullcontext():
+            with kernels.compiling() if self._compiles else nullcontext():
                 hidden = self._flat(tokens, positions, self)
         else:
             # [b] -> [b, 1] -> hidden [b, 1, H] -> [b, H]

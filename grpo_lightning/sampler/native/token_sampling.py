@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lightning.transformer import compiled
-from grpo_lightning.transformer.softmax import dot
+from grpo_lightning.transformer import kernels
+from grpo_lightning.transformer.kernels import dot
 from grpo_lightning.types import Sampling
 
 MAX_SUPPORT = 1024
@@ -84,7 +84,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Sample
     if sampling.truncated and sampling.temperature != 0:
         shifted, _, total = _exponentials(logits, sampling.temperature)
         return _from_set(shifted, total, sampling, uniform, total.isfinite())
-    from_all = compiled.compiled(_from_all) if compiled.pays(logits) else _from_all
+    from_all = kernels.compiled(_from_all) if kernels.worth_compiling(logits) else _from_all
     return SampledTokens(*from_all(logits, uniform, sampling.temperature))
 
 

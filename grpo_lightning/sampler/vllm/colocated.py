@@ -99,8 +99,6 @@ class VLLM(EngineSampler):
             ValueError: vLLM cannot run the policy's model.
             RuntimeError: It has kept some of its weights, or keys and values of older ones.
         """
-        if not hasattr(policy, "weights"):
-            raise ValueError(f"sampler=vllm: allowed are policies of transformers; this is a {type(policy).__name__}")
         self._version = None
         with clock("wake"):
             if self._llm is None:
@@ -164,7 +162,7 @@ class VLLM(EngineSampler):
         on_gpu = self._device.type == "cuda"
         cache = self.kv_cache_gib or (None if on_gpu else CPU_CACHE_GIB)
         with TemporaryDirectory(prefix="grpo-lightning-") as folder, launched(ranks), undisturbed():
-            self._dtype = policy.describe(Path(folder))  # outside of what follows, where nothing is rounded
+            self._dtype = policy.write_config(Path(folder))  # outside of what follows, where nothing is rounded
             if self.dtype is not None:
                 self._dtype = getattr(torch, self.dtype)
             more = dict(self.engine)
@@ -197,7 +195,7 @@ class VLLM(EngineSampler):
         """Write the policy's weights into the engine, and forget what was computed with older ones."""
 
         def cast() -> Iterator[tuple[str, Tensor]]:
-            for name, weight in policy.weights():
+            for name, weight in policy.named_weights():
                 yield name, weight.to(self._dtype)
 
         with complaints() as told, plain_arithmetic(self._device):

@@ -73,14 +73,14 @@ class GenerationRequest:
 class WeightSource(Protocol):
     """What an engine needs of a policy to copy its weights."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight with its name in the model's files, adapters merged, whole where weights are sharded.
 
         A tied one comes under each of its names.
         """
         ...
 
-    def describe(self, directory: Path) -> torch.dtype:
+    def write_config(self, directory: Path) -> torch.dtype:
         """Write the model's configuration, with an untied head; returns the type in which it computes."""
         ...
 

@@ -68,10 +68,6 @@ class VLLMServer(EngineSampler):
             ValueError: The server serves no model, or several.
             RuntimeError: It does not answer, or has kept keys and values of older weights.
         """
-        if not hasattr(policy, "weights"):
-            raise ValueError(
-                f"sampler=vllm_server: allowed are policies of transformers; this is a {type(policy).__name__}"
-            )
         self._version, self._ranks = None, ranks
         with clock("sync"):
             self.model = self.model or ranks.all_or_raise(self._only_model)[ranks.rank]
@@ -120,9 +116,9 @@ class VLLMServer(EngineSampler):
         """The weights as a model's directory; all processes iterate, the first one writes."""
         is_first = ranks.rank == 0
         if is_first:
-            dtype = policy.describe(place)
+            dtype = policy.write_config(place)
         kept = {}
-        for name, weight in policy.weights():
+        for name, weight in policy.named_weights():
             if is_first:
                 wanted = getattr(torch, self.dtype) if self.dtype else dtype
                 kept[name] = weight.to("cpu", wanted, copy=True).contiguous()  # files hold no tied weights

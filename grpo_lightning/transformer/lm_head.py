@@ -15,9 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.transformer.compiled import pays
-from grpo_lightning.transformer.products import add_product, linear
-from grpo_lightning.transformer.softmax import LEAST, expected, log_sum, softmax_gradient
+from grpo_lightning.transformer.kernels import (
+    MIN_LOGPROB,
+    add_product,
+    expected,
+    linear,
+    log_sum,
+    softmax_gradient,
+    worth_compiling,
+)
 from grpo_lightning.types import OUTSIDE, SamplingSupport
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +48,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log softmax(logits / temperature) at ``ids``, and the entropy of the distribution.
 
-    All logits are there at once; `Head` does the same in chunks.
+    All logits are there at once; `LMHead` does the same in chunks.
 
     Args:
         logits: [..., V] of any float dtype; sums run in float32, of float64 in float64.
@@ -68,7 +74,7 @@ def token_logprobs(
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """A linear layer whose outputs are scaled, bounded and divided by the temperature, as the model does it itself.
 
     z = scale * (weight h + bias); with a soft-cap c, z = c tanh(z / c) (Gemma 2, arXiv:2408.00118, section 2); the
@@ -83,7 +89,7 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: Any) -> "Head | None":
+    def of(cls, model: Any) -> "LMHead | None":
         """The head of a transformers causal language model; None where the last layer is more than a linear one."""
         layer = model.get_output_embeddings()
         # Exactly this type: what inherits from it, such as a quantized layer, computes something else.
@@ -171,7 +177,7 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """The chunks of `Head`, forward and backward."""
+    """The chunks of `LMHead`, forward and backward."""
 
     @staticmethod
     def forward(
@@ -180,7 +186,7 @@ class _Logprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        head: Head,
+        head: LMHead,
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None,
@@ -268,7 +274,7 @@ class _Gradients:
 
 
 def _logit_gradients(
-    head: Head,
+    head: LMHead,
     logits: Tensor,
     log_total: Tensor,
     chosen: Tensor,
@@ -287,13 +293,13 @@ def _logit_gradients(
     # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
     copy = logits.clone() if head.softcap is not None else None
     factor = head.scale / temperature
-    if entropy is None and head.softcap is None and head.bias is None and pays(logits):
+    if entropy is None and head.softcap is None and head.bias is None and worth_compiling(logits):
         return softmax_gradient(logits, log_total, chosen, dtype), dlogprobs * -factor
     if entropy is None:
         dlogits = logits.sub_(log_total).exp_()
         dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
         return head.inner(dlogits, copy, temperature), dlogprobs * -factor
-    logp = logits.sub_(log_total).clamp_(min=LEAST)
+    logp = logits.sub_(log_total).clamp_(min=MIN_LOGPROB)
     entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
     dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
     dlogits.mul_(logp.exp_())

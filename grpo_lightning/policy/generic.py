@@ -1,22 +1,21 @@
 """Any module that gives logits for token ids, as a policy: on the plain path, without a cache."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.tokenization import TextPolicy
+from grpo_lightning.policy.base import Policy
 from grpo_lightning.sampler.native.kv_cache import KVCache, NoKVCache
-from grpo_lightning.transformer.head import LossGradient, token_logprobs
-from grpo_lightning.transformer.logits import Chunk, parts
+from grpo_lightning.transformer.lm_head import LossGradient, token_logprobs
+from grpo_lightning.transformer.logprobs import Chunk, logits_in_chunks
 from grpo_lightning.transformer.packing import lengths
 from grpo_lightning.types import Rollout, Sampled
 
 
-class PlainPolicy(TextPolicy):
+class GenericPolicy(Policy):
     """A causal model of one's own: ``forward(ids [B, N]) -> logits [B, N, V]``, or an object with these as ``logits``.
 
     Every token that is sampled takes a forward pass of all tokens before it. Rows are padded on the right with the
@@ -44,11 +43,10 @@ class PlainPolicy(TextPolicy):
         template_kwargs: Mapping[str, Any] | None = None,
         reply_role: str | None = None,
     ) -> None:
-        words = tokenizer if hasattr(tokenizer, "batch_decode") else Words(tokenizer)
+        words = tokenizer if hasattr(tokenizer, "batch_decode") else TokenizerAdapter(tokenizer)
         super().__init__(
             words,
             end_ids=[] if words.eos_token_id is None else [words.eos_token_id],
-            embeddings=None,
             context=context,
             system_prompt=system_prompt,
             plain_text=plain_text,
@@ -61,16 +59,7 @@ class PlainPolicy(TextPolicy):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def cache(
-        self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        *,
-        longest: int,
-    ) -> KVCache:
+    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
         return NoKVCache(self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device)
 
     def logprobs_and_entropy(
@@ -93,7 +82,7 @@ class PlainPolicy(TextPolicy):
 
     @torch.no_grad()
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-        return parts(self._completion_logits(rows), rows, temperature=temperature)
+        return logits_in_chunks(self._completion_logits(rows), rows, temperature=temperature)
 
     def _completion_logits(self, rows: Sampled | Rollout) -> Tensor:
         """[B, T, V] that the completion tokens are drawn from."""
@@ -136,7 +125,7 @@ class PlainPolicy(TextPolicy):
         return logits
 
 
-class Words:
+class TokenizerAdapter:
     """What policies use of transformers' tokenizers, around any object with ``encode`` and ``decode``."""
 
     chat_template = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_lightning.config.rules import REPLY_ROLES
+from grpo_lightning.config.rules import REPLY_ROLES, messages_problem
 from grpo_lightning.types import Message
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ class _Frame:
     """The special token ids of head and tail, in their order."""
 
 
-class Replies:
+class ChatReplies:
     """Replies as token ids.
 
     Args:
         tokenizer: Of transformers, or anything that behaves like one.
-        templated: Whether prompts go through its chat template; else texts are joined by an empty line.
+        uses_chat_template: Whether prompts go through its chat template; else texts are joined by an empty line.
         template_kwargs: Further arguments of the chat template.
         system_prompt: What prompts begin with; it is not said again.
         end_ids: Token ids that end what the model says.
@@ -53,12 +53,13 @@ class Replies:
         self,
         tokenizer: Any,
         *,
-        templated: bool,
-        template_kwargs: Mapping[str, Any] | None,
-        system_prompt: str | None,
-        end_ids: Sequence[int],
+        uses_chat_template: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        end_ids: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._templated, self._kwargs = tokenizer, templated, dict(template_kwargs or {})
+        self._tokenizer, self._uses_chat_template = tokenizer, uses_chat_template
+        self._kwargs = dict(template_kwargs or {})
         self._opening = [_message("system", system_prompt)] if system_prompt else []
         self._end_ids = frozenset(end_ids)
         self._special_ids = special_ids(tokenizer) | self._end_ids
@@ -129,7 +130,7 @@ class Replies:
             raise ValueError(f"the role of a reply {role!r}: allowed: {', '.join(REPLY_ROLES)}")
         names = special_texts(self._tokenizer)
         tools = self._kwargs.get("tools") or ()
-        if not self._templated:
+        if not self._uses_chat_template:
             if tools:
                 raise ValueError(
                     f"tools ({', '.join(_named(tools))}): the policy has no chat template that would show them, or "
@@ -181,7 +182,7 @@ class Replies:
 
     def _behind(self, text: str, role: str) -> str:
         """What stands behind the model's words: the end of its turn, the reply, and the beginning of its next turn."""
-        if not self._templated:
+        if not self._uses_chat_template:
             return f"\n\n{text}"
         return self._rendered(_MARK, (role, text)).partition(_MARK)[2]  # of several marks the first is not the reply's
 
@@ -209,7 +210,7 @@ class Replies:
         return [int(one) for one in ids]
 
 
-def is_templated(tokenizer: Any, *, plain_text: bool) -> bool:
+def has_chat_template(tokenizer: Any, *, plain_text: bool) -> bool:
     """Whether prompts go through a chat template."""
     return bool(getattr(tokenizer, "chat_template", None)) and not plain_text
 
@@ -266,3 +267,50 @@ def _same(text: str) -> str:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A demonstration as token ids."""
+
+    ids: list[int]
+    """Every turn with its end, and the replies between them."""
+    is_model: list[bool]
+    """Which of them the model is to generate."""
+    text: str
+    """The last turn."""
+
+
+def tokenize_demonstration(
+    tokenizer: Any, replies: ChatReplies, completion: str | list[Message], *, end: int
+) -> Demonstration:
+    """A demonstration as token ids, each turn tokenized by itself.
+
+    Args:
+        tokenizer: Of transformers, or anything that behaves like one.
+        replies: Renders the replies between the turns.
+        completion: A text, or messages in which those of the assistant take turns with replies, and end it.
+        end: The end of sequence, which ends a text; turns end as the chat template ends them.
+
+    Raises:
+        ValueError: The messages do not take turns, or the chat template does not show replies.
+    """
+    if isinstance(completion, str):
+        [ids] = tokenizer([completion], add_special_tokens=False)["input_ids"]
+        return Demonstration([*ids, end], [True] * (len(ids) + 1), completion)
+    if fault := messages_problem(completion):
+        raise ValueError(f"column 'completion': {fault}")
+    texts = [message["content"] for message in completion[::2]]
+    answers = [(message["content"], message["role"]) for message in completion[1::2]]
+    if answers:
+        end = replies.end_of_turn(answers[0][1], otherwise=end)
+    ids, is_model = list[int](), list[bool]()
+    for number, turn in enumerate(tokenizer(texts, add_special_tokens=False)["input_ids"]):
+        if number:
+            text, role = answers[number - 1]
+            reply = replies.ids(text, role=role, after=end)
+            ids += reply
+            is_model += [False] * len(reply)
+        ids += [*turn, end]
+        is_model += [True] * (len(turn) + 1)
+    return Demonstration(ids, is_model, texts[-1])

@@ -1,0 +1,363 @@
+"""A causal language model with its tokenizer: policies score and tokenize, samplers generate.
+
+B = P * G rows, a prompt's rows adjacent; S prompt tokens, T completion tokens, V the size of the vocabulary.
+"""
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.distributed.ranks import Ranks
+from grpo_lightning.memory import Shape
+from grpo_lightning.policy.chat import ChatReplies, has_chat_template, tokenize_demonstration
+from grpo_lightning.sampler.native.kv_cache import KVCache
+from grpo_lightning.sampler.support import EngineSupport, engine_support
+from grpo_lightning.transformer.lm_head import LossGradient
+from grpo_lightning.transformer.logprobs import Chunk
+from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
+from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
+
+
+class Policy(nn.Module, ABC):
+    """A causal language model with its tokenizer; subclasses compute the logits.
+
+    Args:
+        tokenizer: Of transformers, or anything that behaves like one.
+        end_ids: Token ids that end a completion.
+        num_embeddings: How many token ids the model can read; None: not known.
+        context: Most tokens of prompt and completion together; None: any number, or not known.
+        system_prompt: Put before every prompt that has no system message; None for none.
+        plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
+        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+        reply_role: Role of an environment's replies unless it names one itself: user or tool; None: user.
+    """
+
+    idle_device: torch.device | None = None
+    """Where offloaded weights are kept between uses; None: they stay where they are used."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        end_ids: Sequence[int],
+        num_embeddings: int | None = None,
+        context: int | None = None,
+        system_prompt: str | None = None,
+        plain_text: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reply_role: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.uses_chat_template = has_chat_template(tokenizer, plain_text=plain_text)
+        self.template_kwargs = dict(template_kwargs or {})
+        self.end_ids = list(end_ids)
+        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
+        self.pad_id: int = next(number for number in padding if number is not None)
+        self.num_embeddings = num_embeddings
+        self.context = context
+        self.reply_role = reply_role or "user"
+        self.replies = ChatReplies(
+            tokenizer,
+            uses_chat_template=self.uses_chat_template,
+            template_kwargs=self.template_kwargs,
+            system_prompt=system_prompt,
+            end_ids=self.end_ids,
+        )
+
+    # Scoring
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @abstractmethod
+    def logprobs_and_entropy(
+        self,
+        rows: Sampled | Rollout,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        loss_gradient: LossGradient | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of every completion token, and entropy of the distribution it comes from.
+
+        Args:
+            rows: Prompt and completion as token ids, and the sets ``support`` that the tokens were drawn from:
+                probabilities are those of the set, which is held as it is. ``rows.without_support`` has none.
+            temperature: Divides the logits.
+            entropy: Whether to return the entropy, which passes a gradient.
+            loss_gradient: The gradient of the loss with respect to the log-probabilities, where it is known
+                beforehand: saves time, changes no result.
+
+        Returns:
+            Two [B, T] float32 tensors in nats, 0 where masked; None in place of the entropy without ``entropy``.
+        """
+
+    def logprobs(self, rows: Sampled | Rollout, *, temperature: float) -> Tensor:
+        """The log-probabilities [B, T] of `logprobs_and_entropy`."""
+        return self.logprobs_and_entropy(rows, temperature=temperature)[0]
+
+    def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+        """The logits that the completion tokens of ``rows`` are drawn from, without gradient, a few tokens at a time.
+
+        Args:
+            rows: Prompt and completion as token ids.
+            temperature: Divides the logits, > 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no logits")
+
+    @torch.no_grad()
+    def support(self, rows: Sampled | Rollout, sampling: Sampling) -> EngineSupport:
+        """The sets that an engine with this policy's weights draws the completion tokens of ``rows`` from.
+
+        Args:
+            rows: Prompt and completion as token ids.
+            sampling: How they were drawn, truncated.
+
+        Returns:
+            The sets [B, T], with every drawn token in its own, and which tokens [B, T] had to be added to theirs.
+        """
+        return engine_support(rows, self.logits(rows, temperature=sampling.temperature), sampling)
+
+    def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+        """Index tensors that cut ``rows`` into micro-batches within a budget of tokens."""
+        return padded_microbatches(rows, tokens)
+
+    def local_microbatches(self, rows: Sampled | Rollout, tokens: int, ranks: Ranks) -> tuple[list[Tensor], int]:
+        """This process's micro-batches of ``rows``, as many as every other process gets.
+
+        Args:
+            rows: The same in all processes.
+            tokens: Most tokens in one forward pass.
+            ranks: The processes; groups stay together where there are enough of them.
+
+        Returns:
+            Index tensors, and how many at the end are idle: there only to make as many forward passes as the others.
+        """
+        if ranks.size == 1:
+            return self.microbatches(rows, tokens), 0
+        sizes, prompts = lengths(rows)
+        groups = same_prompts(rows)
+        for group in groups:
+            sizes[group[0]] += prompts[group[0]]
+        device = rows.mask.device
+        of_rank = [torch.tensor(part, dtype=torch.long, device=device) for part in ranks.balance(groups, sizes)]
+        batches = [
+            [part[index] for index in self.microbatches(rows[part], tokens)] if len(part) else [] for part in of_rank
+        ]
+        local = batches[ranks.rank]
+        idle = max(map(len, batches)) - len(local)
+        return [*local, *[torch.zeros(1, dtype=torch.long, device=device)] * idle], idle
+
+    # Size and place
+
+    def flops(self, rows: Sampled | Rollout) -> float:
+        """Least floating-point operations of ``logprobs`` without gradient; 0: not known."""
+        return 0.0
+
+    def flops_per_second(self) -> float:
+        """The machine's peak rate of matrix products, as measured now; 0: not known."""
+        return 0.0
+
+    def shape(self) -> Shape | None:
+        """The model's sizes, for a prediction of memory; None: not known."""
+        return None
+
+    def offload(self) -> None:
+        """Keep the weights, which must be frozen, in CPU RAM, except inside `on_device`.
+
+        Raises:
+            ValueError: Some are trained.
+        """
+        if trained := [name for name, weight in self.named_parameters() if weight.requires_grad]:
+            raise ValueError(f"offload needs frozen weights; {trained[0]} is trained")
+        self.idle_device = torch.device("cpu")
+        self.to(self.idle_device)
+        if torch.cuda.is_available():
+            for weight in self.parameters():
+                weight.data = weight.data.pin_memory()  # a GPU reads it several times as fast
+
+    @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """Inside, the weights of an offloaded policy are on ``device``: copies, which are dropped afterwards."""
+        if self.idle_device is None:
+            yield
+            return
+        kept = [(weight, weight.data) for weight in self.parameters()]
+        self.to(device, non_blocking=True)
+        try:
+            yield
+        finally:
+            for weight, values in kept:
+                weight.data = values
+            self.to(self.idle_device)  # buffers, such as rotary frequencies, may have changed
+
+    # For samplers
+
+    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
+        """A KV cache at the beginning of ``group_size`` completions of every prompt.
+
+        Args:
+            prompts: [P] the token ids of each.
+            group_size: Completions per prompt, G.
+            longest: Most tokens of a prompt and its completion together.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not sample")
+
+    def max_concurrent(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
+        """How many completions fit into the KV cache's budget at a time; None: all."""
+        return None
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Inside, the model is as it should be for sampling."""
+        return nullcontext()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight with its name in the model's files, adapters merged and shards gathered, for an engine.
+
+        Raises:
+            ValueError: Engines cannot run such a policy.
+        """
+        raise ValueError(f"sampler: vLLM needs a policy of transformers; this is a {type(self).__name__}")
+
+    def write_config(self, directory: Path) -> torch.dtype:
+        """Write the model's configuration for an engine; returns the dtype that the policy computes in."""
+        raise ValueError(f"sampler: vLLM needs a policy of transformers; this is a {type(self).__name__}")
+
+    # Text
+
+    def render(self, prompt: str | list[Message]) -> str:
+        """The text that the model continues: the chat template's, or the messages' own text where there is none."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
+        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if not self.uses_chat_template:
+            return "\n\n".join(message["content"] for message in messages)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+        return text
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of every prompt; those that are token ids already stay as they are.
+
+        A chat template brings its own special tokens, plain text gets the tokenizer's.
+        """
+        given = [_as_ids(prompt) for prompt in prompts]
+        texts = ["" if ids is not None else self.render(prompt) for prompt, ids in zip(prompts, given, strict=True)]  # type: ignore[arg-type]
+        encoded = self.tokenizer(texts, add_special_tokens=not self.uses_chat_template)["input_ids"]
+        tokens = [own if ids is None else ids for ids, own in zip(given, encoded, strict=True)]
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            if not ids:
+                raise ValueError(f"a prompt has no tokens: {str(prompt)[:80]!r}")
+            self._check_ids(str(prompt), ids)
+        return tokens
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Length of each prompt in tokens, chat template included."""
+        return [len(ids) for ids in self.tokenize(prompts)]
+
+    def pad_left(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids [n, S] and which of them are real [n, S]."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows], device=self.device)
+        mask = torch.tensor([[t >= width - len(row) for t in range(width)] for row in rows], device=self.device)
+        return ids, mask
+
+    def check_context(self, tokens: int, key: str) -> None:
+        """Raise ``ValueError`` if so many tokens of prompt and completion do not fit; ``key`` is what to lower."""
+        if self.context is not None and tokens > self.context:
+            raise ValueError(
+                f"prompt and completion need up to {tokens} tokens, the model's context holds {self.context}: "
+                f"lower {key} or data.max_prompt_length"
+            )
+
+    def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:
+        """Token ids of an environment's or tool's reply, which follow the model's turn.
+
+        Args:
+            text: The reply. Special tokens that it names are taken out.
+            after: The last token of the model's turn.
+            role: Role of the reply, user or tool; None: ``reply_role``.
+
+        Raises:
+            ValueError: The chat template does not show replies as they are, or the model cannot read one.
+        """
+        if not (ids := self.replies.ids(text, role=role or self.reply_role, after=after)):
+            raise ValueError(f"the reply {text[:80]!r} has no tokens: allowed are texts that the tokenizer can express")
+        self._check_ids(text, ids)
+        return ids
+
+    def tokenize_demonstrations(self, prompts: Sequence[Prompt], completions: Sequence[str | list[Message]]) -> Sampled:
+        """Demonstrations as rows, each ended by the end-of-sequence token; ``logprobs`` are zero.
+
+        A completion of several turns is a list of messages, the assistant's in turn with replies, which are not in
+        ``mask``.
+        """
+        if (end := self.tokenizer.eos_token_id) is None:
+            raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
+        prompt_ids, prompt_mask = self.pad_left(self.tokenize(prompts))
+        rows = [tokenize_demonstration(self.tokenizer, self.replies, one, end=end) for one in completions]
+        for row in rows:
+            self._check_ids(row.text, row.ids)
+        length = max(len(row.ids) for row in rows)
+        self.check_context(prompt_ids.shape[1] + length, "the demonstrations")
+        ids, is_real = prompt_ids.new_full((len(rows), length), self.pad_id), prompt_mask.new_zeros(len(rows), length)
+        mask = torch.zeros_like(is_real)
+        for number, row in enumerate(rows):
+            ids[number, : len(row.ids)] = torch.tensor(row.ids)
+            mask[number, : len(row.ids)] = torch.tensor(row.is_model)
+            is_real[number, : len(row.ids)] = True
+        zeros = torch.zeros(mask.shape, device=ids.device)
+        return Sampled(
+            ids=torch.cat([prompt_ids, ids], 1),
+            attention_mask=torch.cat([prompt_mask, is_real], 1),
+            mask=mask,
+            logprobs=zeros,
+            entropy=zeros,
+            texts=tuple(row.text for row in rows),
+            finished=(True,) * len(rows),
+        )
+
+    def token_at(self, ids: Sequence[int], end: int) -> int:
+        """Index of the completion token with which the decoded text has ``end`` characters; else of the last one."""
+
+        # The text of a longer prefix is never shorter, so the first prefix that reaches ``end`` can be searched.
+        def reaches(tokens: int) -> bool:
+            text = self.tokenizer.decode(
+                ids[: tokens + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return len(text) >= end
+
+        return min(bisect.bisect_left(range(len(ids)), True, key=reaches), len(ids) - 1)
+
+    def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format.
+
+        Args:
+            directory: Where to.
+            weights: Named as in ``state_dict``, where the policy holds a part of them only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not exported")
+
+    def _check_ids(self, text: str, ids: Sequence[int]) -> None:
+        if self.num_embeddings is not None and max(ids, default=0) >= self.num_embeddings:
+            raise ValueError(
+                f"the model has {self.num_embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}"
+            )
+
+
+def _as_ids(prompt: Prompt) -> list[int] | None:
+    """A prompt that is given as token ids; None for text and messages."""
+    if isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt):
+        return None
+    return [int(one) for one in prompt]  # type: ignore[arg-type]

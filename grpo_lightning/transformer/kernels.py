@@ -1,0 +1,213 @@
+"""Functions that become few kernels on a GPU, where operations one by one would read and write all numbers again."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+from torch import Tensor
+
+from grpo_lightning.config.redaction import single_line
+
+log = logging.getLogger(__name__)
+
+COMPILE_MIN_SIZE = 1 << 22
+"""Numbers from which on compiling pays: it takes seconds, in which small tensors are done without it."""
+_MOST_GRAPHS = 64
+
+
+def worth_compiling(tensor: Tensor) -> bool:
+    """Whether what is computed of a tensor is to be compiled."""
+    return tensor.device.type == "cuda" and tensor.numel() >= COMPILE_MIN_SIZE
+
+
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_plain: bool = True) -> Callable[..., Any]:
+    """A function as torch compiles it, with the roundings that it has otherwise.
+
+    Args:
+        function: It looks at no value of a tensor. The same function is compiled once, whoever asks for it.
+        dynamic: Whether sizes may vary from the start; None: those that turn out to.
+        or_plain: Whether it is called as it is where torch cannot compile it, such as without a C compiler; with a
+            warning, once.
+    """
+    made = _made(function, dynamic)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if function in _PLAIN:
+            return function(*args, **kwargs)
+        from torch._dynamo.exc import TorchDynamoException  # which nobody else needs
+
+        with compiling():
+            try:
+                return made(*args, **kwargs)
+            except (TorchDynamoException, RuntimeError) as error:
+                if not or_plain or not (isinstance(error, TorchDynamoException) or "C compiler" in str(error)):
+                    raise
+                if not _PLAIN:
+                    log.warning(
+                        "torch cannot compile here, which makes sampling slower: %s", single_line(str(error)[:300])
+                    )
+                _PLAIN.add(function)
+        return function(*args, **kwargs)
+
+    return call
+
+
+_PLAIN: set[Callable[..., Any]] = set()
+"""What cannot be compiled here."""
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, torch compiles as these functions want it; around many calls it saves each of them a tenth of a ms."""
+    if _inside.now:
+        yield
+        return
+    # Under DDP torch cuts a graph where its gradients are exchanged, which these do not need, and older versions
+    # cannot do in FlexAttention (pytorch#137481). The limit leaves room for several models, with and without
+    # gradients. Sizes that are equal by chance, such as 2 key heads and 2 blocks, must not count as one.
+    import torch._dynamo
+
+    settings: Any = torch._dynamo.config
+    shapes: Any = torch.fx.experimental._config
+    with settings.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS), shapes.patch(use_duck_shape=False):
+        _inside.now = True
+        try:
+            yield
+        finally:
+            _inside.now = False
+
+
+class _Inside(threading.local):
+    """Whether this thread is inside of `compiling`."""
+
+    now = False
+
+
+@cache
+def _made(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
+
+
+_inside = _Inside()
+
+
+MIN_LOGPROB = -1e4
+"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, [..., V] and [..., V] -> [...], in their dtype under autocast, too."""
+    kind = one.device.type
+    if not torch.is_autocast_enabled(kind):
+        sums: Tensor = torch.linalg.vecdot(one, other)
+        return sums
+    # Autocast would round both, and the sums, to 16 bits.
+    with torch.autocast(kind, enabled=False):
+        return dot(one, other)
+
+
+def expected(logits: Tensor, log_total: Tensor) -> Tensor:
+    """The mean [n] of the logits [n, V] under their own softmax."""
+    logp = (logits - log_total).clamp_(min=MIN_LOGPROB)
+    return dot(logp.exp(), logp) + log_total.squeeze(-1)
+
+
+def log_sum(logits: Tensor) -> Tensor:
+    """The log-sum-exp [n, 1] of logits [n, V]."""
+    return (compiled(_logsumexp) if worth_compiling(logits) else _logsumexp)(logits)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax less 1 for the chosen tokens, in ``dtype`` [n, V], by one kernel.
+
+    Args:
+        logits: [n, V]
+        log_total: [n, 1] their log-sum-exp.
+        chosen: [n, 1] the tokens.
+        dtype: Of the result.
+    """
+    made: Tensor = compiled(_softmax_gradient)(logits, log_total, chosen, dtype)
+    return made
+
+
+def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    return ((logits - log_total).exp() - (places == chosen).to(logits.dtype)).to(dtype)
+
+
+@cache
+def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of matrices of ``dtype`` can be had in float32 on a device; tried once for each.
+
+    Never on a CPU: PyTorch 2.13 has no such product there.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        return _adds_up(device, dtype)
+    except (RuntimeError, TypeError) as error:
+        log.info("products of %s matrices are rounded to it on %s: %s", dtype, device, error)
+        return False
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer, weight h + bias for every row h, in float32.
+
+    Args:
+        hidden: [n, H]
+        weight: [V, H]
+        bias: [V] or None
+
+    Returns:
+        [n, V], rounded to the type of the factors only where the device has no other product.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if keeps_sums(hidden.device, weight.dtype):
+        sums = _sums(hidden, weight.T)
+        return sums if bias is None else sums.add_(bias)
+    return torch.nn.functional.linear(hidden, weight, bias).float()
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add the product of ``one`` [m, n] and ``other`` [n, k] to ``total`` [m, k], which is float32, in place."""
+    if one.dtype == torch.float32:
+        total.addmm_(one, other)
+    elif keeps_sums(one.device, one.dtype):
+        with torch.autocast(one.device.type, enabled=False):
+            _add_sums(total, one, other)
+    else:
+        # addmm_ wants one dtype for all: the product is made in 16 bits, its sum over chunks in float32.
+        total += one @ other
+
+
+def _adds_up(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 1 + 2^-12, which 16 bits do not hold, is kept as a sum of products, and added to itself."""
+    one = torch.zeros(16, 16, device=device, dtype=dtype)
+    one[:, 0], one[:, 1] = 1.0, 2.0**-5
+    other = torch.zeros_like(one)
+    other[0], other[1] = 1.0, 2.0**-7
+    sums = _sums(one, other)
+    _add_sums(sums, one, other)
+    return bool((sums == 2.0 + 2.0**-11).all())
+
+
+def _sums(one: Tensor, other: Tensor) -> Tensor:
+    made: Tensor = torch.mm(one, other, out_dtype=torch.float32)
+    return made
+
+
+def _add_sums(total: Tensor, one: Tensor, other: Tensor) -> None:
+    torch.addmm(total, one, other, out_dtype=torch.float32, out=total)
