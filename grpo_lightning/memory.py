@@ -10,7 +10,7 @@ from typing import Any
 
 GiB = float(2**30)
 CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
-"""Bytes of the logits that exist at a time, by device, see `transformer.head`."""
+"""Bytes of the logits that exist at a time, by device, see `transformer.lm_head`."""
 _FIRST_ROOM = {"cpu": 64, "cuda": 256}
 """Tokens that a completion has room for at first, see `sampler.native.shared_prompt_cache`."""
 COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}

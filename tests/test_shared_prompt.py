@@ -323,8 +323,8 @@ def test_rows_beyond_a_sliding_window(kind, monkeypatch):
     assert windows(policy.model) == ({0: 24, 1: 24} if kind == "mistral" else {1: 24})
     assert policy._shared_path(24) is not None
     assert policy._shared_path(25) is None  # by which completions are scored
-    made, plain = [], HFPolicy.cache
-    monkeypatch.setattr(HFPolicy, "cache", lambda *given, **more: made.append(plain(*given, **more)) or made[-1])
+    made, plain = [], HFPolicy.kv_cache
+    monkeypatch.setattr(HFPolicy, "kv_cache", lambda *given, **more: made.append(plain(*given, **more)) or made[-1])
     sampling = replace(FREE, max_new_tokens=60)
     sampled = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=1)
     assert isinstance(made[0], cache.SharedPromptCache)

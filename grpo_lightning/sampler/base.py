@@ -113,7 +113,7 @@ class Sampler(ABC):
         its prompt and of its place in the group.
 
         Args:
-            policy: A `policy.tokenization.Policy`: tokenizes, and has the weights.
+            policy: A `policy.Policy`: tokenizes, and has the weights.
             prompts: [P]
             group_size: Completions per prompt, G.
             sampling: How tokens are drawn.
