@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from grpo_lightning import __version__, preflight
 from grpo_lightning.callbacks.export import check_replaceable, export
-from grpo_lightning.checkpoint import changes, leftovers, lock, own_policy, resume
-from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.checkpoint import lock, resume, rewind
+from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
+from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
 from grpo_lightning.config.redaction import redact_config, redact_overrides
 from grpo_lightning.data import PromptData
@@ -129,11 +130,13 @@ class Run:
             ValueError: The run directory holds another run, or the checkpoint cannot be used.
             Preempted: A signal, such as Ctrl-C or SIGTERM; the last complete step is saved.
         """
-        if summary := resume.ended(self.config | ({"checkpoint": "last"} if self._has_begun else {}), self.directory):
+        if summary := resume.finished_summary(
+            self.config | ({"checkpoint": "last"} if self._has_begun else {}), self.directory
+        ):
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        alone = lock.all_held(self.config, self.directory) if is_first_process() else nullcontext()
+        alone = lock.lock_run(self.config, self.directory) if is_first_process() else nullcontext()
         with alone, self._recorded("fit") as checkpoint:
             if is_first_process():
                 for caution in config_warnings(self.config):
@@ -141,11 +144,11 @@ class Run:
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
             if checkpoint:
-                recorded = resume.known(checkpoint, trainer, is_adapter=module.base is not None)
-                resume.same_optimizer(recorded["config"], module.settings)
-            changes.tell(recorded, module.settings, version=__version__, data=self.data.fingerprint())
+                recorded = resume.recorded_run(checkpoint, trainer, is_adapter=module.base is not None)
+                resume.check_optimizer(recorded["config"], module.settings)
+            resume.warn_of_changes(recorded, module.settings, version=__version__, data=self.data.fingerprint())
             if is_first_process() and (checkpoint or not module.completed_steps):
-                leftovers.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
+                rewind.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_begun = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
@@ -167,7 +170,7 @@ class Run:
         with self._recorded("export") as checkpoint:
             module = self.module
             if is_first_process():
-                own_policy.load(module, checkpoint)
+                load_checkpoint(module, checkpoint)
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
                 log.info("exported to %s", directory)
         return directory
@@ -177,7 +180,7 @@ class Run:
         with self._recorded("preflight") as checkpoint, isolate_rng():
             module, trainer = self.module, self.trainer
             check_prompts(self.data, module.policy, self.config)
-            own_policy.load(module, checkpoint)
+            load_checkpoint(module, checkpoint)
             return preflight.conduct(
                 cast(GRPOLightningModule, module),
                 self.data,
@@ -203,7 +206,7 @@ class Run:
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first_process() or is_externally_launched() else 0)
         if is_first_process() and self._summary:
-            command = continue_command(self._overrides, self.directory, steps=2 * self.config["steps"])
+            command = resume_command(self._overrides, self.directory, steps=2 * self.config["steps"])
             for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
                 say(line)
         return sweep_value(self.metrics, self.config)
@@ -222,15 +225,17 @@ class Run:
         checkpoint = None
         if (mode == "fit" and again) or not trained_already:  # else the policy as it is now goes on, or is measured
             given, named = self.config | {"mode": mode} | again, self._directory_given or bool(again)
-            checkpoint = resume.chosen(given, self.directory, directory_given=named, overrides=self._overrides)
-        steps, seconds, first = resume.so_far(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
+            checkpoint = resume.find_checkpoint(given, self.directory, directory_given=named, overrides=self._overrides)
+        steps, seconds, first = (
+            resume.recorded_progress(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
+        )
         began = first or now()
         overrides = redact_overrides(self._overrides)
         activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
         if mode == "fit" and is_first_process():
-            own = checkpoint is not None and resume.is_own(checkpoint, self.directory)
+            own = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
-            leftovers.sweep(self.directory, keep=checkpoint, completed=completed)
+            rewind.remove_stale_files(self.directory, keep=checkpoint, completed=completed)
         if self._on_start is not None and is_first_process():
             self._on_start(self.directory)
 
@@ -254,14 +259,14 @@ class Run:
         with signals.listening() as listener:
             try:
                 if checkpoint:
-                    own_policy.check_weights(checkpoint, self.module)
+                    check_weights(checkpoint, self.module)
                 yield checkpoint
                 status = "finished" if mode != "fit" or self._made_all_steps() else "stopped"
             except BaseException as error:
                 lost = lost_contact(error)
                 if asked := listener.asked(error, is_consequence=lost is not None):
                     status = asked.status
-                    saved = resume.what_is_saved(mode, self.directory, self._overrides)
+                    saved = resume.describe_saved(mode, self.directory, self._overrides)
                     raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
                 problem = sentence(lost or error)
                 if lost:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from grpo_lightning.checkpoint import adapter
+from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter
 from grpo_lightning.policy.loading import load
 from grpo_lightning.reference import adapter_off
 from grpo_lightning.types import Sampling
@@ -76,13 +76,13 @@ def test_a_checkpoint_of_all_weights_needs_no_base():
     policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     policy[0].requires_grad_(False)
     held = {f"policy.{name}": weight for name, weight in policy.state_dict().items()}
-    base = adapter.fingerprint(policy)
-    adapter.check(policy, base, {"state_dict": held})
+    base = base_fingerprint(policy)
+    check_adapter(policy, base, {"state_dict": held})
     trained = {"policy.1.weight": held["policy.1.weight"]}
-    adapter.check(policy, base, {"state_dict": trained, "base": base})
+    check_adapter(policy, base, {"state_dict": trained, "base": base})
     for theirs in ({}, {"base": None}, {"base": "0123"}):
-        with pytest.raises(ValueError, match=r"the checkpoint's adapter was trained above other weights \("):
-            adapter.check(policy, base, {"state_dict": trained} | theirs)
+        with pytest.raises(ValueError, match=r"the checkpoint's adapter was trained on other base weights \("):
+            check_adapter(policy, base, {"state_dict": trained} | theirs)
 
 
 def test_without_an_adapter_there_is_nothing_to_switch_off(base):
@@ -110,11 +110,11 @@ def test_a_checkpoint_holds_the_adapter_only_and_names_its_base(base, tmp_path):
     other.save_pretrained(tmp_path / "other")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{base}/{file}", tmp_path / "other" / file)
-    with pytest.raises(ValueError, match="the checkpoint's adapter was trained above other weights"):
+    with pytest.raises(ValueError, match="the checkpoint's adapter was trained on other base weights"):
         adapted(str(tmp_path / "other"), tmp_path / "new", adapter, "steps=3", f"checkpoint={path}")
     del content["base"]
     torch.save(content, tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match=r"adapter was trained above other weights \(None\) than policy"):
+    with pytest.raises(ValueError, match=r"adapter was trained on other base weights \(None\) than policy"):
         adapted(base, tmp_path / "theirs", adapter, "mode=export", f"checkpoint={tmp_path}/theirs.ckpt")
     wider = adapter.replace("[q_proj]", "[q_proj, v_proj]")
     with pytest.raises(ValueError, match="the checkpoint lacks weights that policy.adapter has, 4 such as"):

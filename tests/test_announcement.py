@@ -1,7 +1,7 @@
 """What a run says at its start and at its end."""
 
 from grpo_lightning import __version__
-from grpo_lightning.checkpoint.command import continue_command
+from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config.shell import command_name
 from grpo_lightning.output.announcement import fitted, greeting, opening
 from grpo_lightning.output.ending import closing, label, outcome
@@ -107,5 +107,5 @@ def test_a_run_ends_with_what_it_leaves_behind(tmp_path):
 
 
 def test_a_finished_run_is_continued_for_as_many_steps_again(tmp_path):
-    command = continue_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=80)
+    command = resume_command(["seed=1", "steps=40", "checkpoint=last"], tmp_path, steps=80)
     assert command == f"{command_name()} seed=1 steps=80 hydra.run.dir={tmp_path} checkpoint=last"

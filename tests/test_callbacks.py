@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.callbacks.samples import _clean, completions_table, fence, inert
-from grpo_lightning.checkpoint import tensorboard
+from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.config.redaction import escape_control
@@ -34,22 +34,21 @@ def scalars(directory) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_events_are_cut_back_to_the_recorded_length(tmp_path):
-    writer = SummaryWriter(str(tmp_path), filename_suffix=tensorboard.SUFFIX)
+    writer = SummaryWriter(str(tmp_path), filename_suffix=rewind.EVENTS_SUFFIX)
     writer.add_scalar("x", 1.0, 1)
     writer.flush()
-    known = tensorboard.position(tmp_path)
+    known = rewind.event_lengths(tmp_path)
     writer.add_scalar("x", 2.0, 2)
     writer.close()
-    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{tensorboard.SUFFIX}")
+    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{rewind.EVENTS_SUFFIX}")
     later.add_scalar("x", 3.0, 3)
     later.close()
     assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
-    assert tensorboard.rewind(tmp_path, known) > 0
+    rewind.rewind_events(tmp_path, known)
     assert scalars(tmp_path)["x"] == [(1, 1.0)]
-    assert tensorboard.position(tmp_path) == known
-    assert tensorboard.rewind(tmp_path, known) == 0
-    tensorboard.rewind(tmp_path, {})
-    assert tensorboard.position(tmp_path) == {}
+    assert rewind.event_lengths(tmp_path) == known
+    rewind.rewind_events(tmp_path, {})
+    assert rewind.event_lengths(tmp_path) == {}
 
 
 def test_a_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.checkpoint import leftovers
+from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.io import read
-from grpo_lightning.checkpoint.resume import chosen
+from grpo_lightning.checkpoint.resume import find_checkpoint
 from grpo_lightning.config.shell import command_name
 from tests.support.composed import composed
 from tests.support.running import small_run
@@ -88,18 +88,18 @@ def test_a_damaged_checkpoint_is_named_and_the_best_one_offered(name, run, tmp_p
     for mode in ("fit", "validate", "export"):
         config, given = CONFIG | {"mode": mode}, ["steps=4", "checkpoint=last"]
         with pytest.raises(ValueError, match=rf"checkpoint={run / LAST} {expected}") as refusal:
-            chosen(config, run, directory_given=True, overrides=given)
+            find_checkpoint(config, run, directory_given=True, overrides=given)
         command = f"{command_name()} steps=4 hydra.run.dir={run} checkpoint={run}/checkpoints/best.ckpt"
         assert str(refusal.value).endswith(f"best.ckpt of step {step}, is continued by: {command}")
     with pytest.raises(ValueError, match=expected):
-        chosen(CONFIG | {"checkpoint": str(run / LAST)}, tmp_path / "other", directory_given=True)
+        find_checkpoint(CONFIG | {"checkpoint": str(run / LAST)}, tmp_path / "other", directory_given=True)
     assert not (tmp_path / "code ran").exists()
     assert contents(run) == before
 
 
 def test_an_address_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint=http://a/b.ckpt is not a local file: download it first"):
-        chosen(CONFIG | {"checkpoint": "http://a/b.ckpt"}, tmp_path, directory_given=True)
+        find_checkpoint(CONFIG | {"checkpoint": "http://a/b.ckpt"}, tmp_path, directory_given=True)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_run_without_its_last_checkpoint_is_not_overwritten(checkpoint, run, t
 def test_where_nothing_is_whole_that_is_said(run):
     for path in (run / "checkpoints").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no other whole checkpoint stands beside it; another hydra.run.dir= starts"):
+    with pytest.raises(ValueError, match="there is no other readable checkpoint beside it"):
         small_run(run, *RUN, "checkpoint=last")
 
 
@@ -166,10 +166,10 @@ def test_directories_that_a_checkpoint_leads_to_stay(tmp_path):
     own = tmp_path / "checkpoints"
     for name in ("last_1_0.ckpt", "last_2_0.ckpt", "last_3_0.ckpt", "last_4_0.ckpt"):
         (own / name).mkdir(parents=True)
-    assert leftovers.sweep(tmp_path) == []  # no link: which of them is the run's cannot be told
+    assert rewind.remove_stale_files(tmp_path) == []  # no link: which of them is the run's cannot be told
     (own / "last.ckpt").symlink_to("last_3_0.ckpt")
     (own / "best.ckpt").symlink_to("last_1_0.ckpt")
-    leftovers.sweep(tmp_path, keep=own / "last_4_0.ckpt")
+    rewind.remove_stale_files(tmp_path, keep=own / "last_4_0.ckpt")
     assert {path.name for path in own.iterdir() if not path.is_symlink()} == {
         *("last_1_0.ckpt", "last_3_0.ckpt", "last_4_0.ckpt")
     }
@@ -189,15 +189,17 @@ def test_a_sharded_checkpoint_is_for_the_trainer_that_wrote_it(tmp_path):
     last.symlink_to("last_3_0.ckpt")
     config, sharding = composed("checkpoint=last"), composed("checkpoint=last", "trainer=fsdp")
     with pytest.raises(ValueError, match=r"last.ckpt is a sharded checkpoint: use trainer=fsdp, or mode=export"):
-        chosen(config, tmp_path, directory_given=True)
-    assert chosen({**config, "mode": "export"}, tmp_path, directory_given=True) == last
-    assert chosen(sharding, tmp_path, directory_given=True) == last
+        find_checkpoint(config, tmp_path, directory_given=True)
+    assert find_checkpoint({**config, "mode": "export"}, tmp_path, directory_given=True) == last
+    assert find_checkpoint(sharding, tmp_path, directory_given=True) == last
     (target / ".metadata").unlink()
-    with pytest.raises(ValueError, match=r"last.ckpt was not written to its end: .metadata is missing; no other whole"):
-        chosen(sharding, tmp_path, directory_given=True)
+    with pytest.raises(
+        ValueError, match=r"last.ckpt was not written to its end: .metadata is missing; there is no other"
+    ):
+        find_checkpoint(sharding, tmp_path, directory_given=True)
     shutil.rmtree(target)
     with pytest.raises(ValueError, match=r"checkpoint=last: there is no \S+last.ckpt$"):
-        chosen(config, tmp_path, directory_given=True)
+        find_checkpoint(config, tmp_path, directory_given=True)
 
 
 def test_an_optimizer_of_another_kind_is_refused(run):
@@ -218,11 +220,11 @@ def test_a_sharded_checkpoint_from_elsewhere_is_not_unpickled(tmp_path):
         for words in (["trainer=fsdp"], ["mode=export"], ["mode=validate", "trainer=fsdp"]):
             config = composed(f"checkpoint={path}", *words)
             with pytest.raises(ValueError, match=r"sharded checkpoints hold pickles and are read from this run's own"):
-                chosen(config, tmp_path / "run", directory_given=True)
+                find_checkpoint(config, tmp_path / "run", directory_given=True)
         with pytest.raises(ValueError, match="or export it where it was made"):
             small_run(tmp_path / "run", "mode=export", f"checkpoint={path}")
     assert not (tmp_path / "code ran").exists()
     own = tmp_path / "run" / "checkpoints" / "last_3_0.ckpt"
     shutil.copytree(stranger, own)
     config = composed(f"checkpoint={own}", "mode=export")
-    assert chosen(config, tmp_path / "run", directory_given=True) == own
+    assert find_checkpoint(config, tmp_path / "run", directory_given=True) == own

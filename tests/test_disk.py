@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.checkpoint import disk
+from grpo_lightning.checkpoint import io
 from grpo_lightning.checkpoint.io import read
 from tests.support.disk import on_small_disk
 from tests.support.running import SMALL, small_run
@@ -65,7 +65,7 @@ def no_room(*_, **__):
 
 @pytest.mark.parametrize("how", ["fsync", "archive"])
 def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypatch):
-    written, save, usage = [], torch.save, disk.shutil.disk_usage
+    written, save, usage = [], torch.save, io.shutil.disk_usage
 
     def saved(*arguments):  # of steps 0, 1 and 2
         written.append(arguments)
@@ -79,12 +79,12 @@ def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypat
         return usage(place)._replace(free=5_000 if len(written) > 3 else 10**9)
 
     monkeypatch.setattr(torch, "save", saved)
-    monkeypatch.setattr(disk.shutil, "disk_usage", free)
+    monkeypatch.setattr(io.shutil, "disk_usage", free)
     expected = (
         r"last.ckpt was not written \(No space left on device\): it takes \d+ kB, and 5000 bytes are free on its disk; "
         r"last.ckpt and best.ckpt of earlier steps stay as before"
     )
-    with pytest.raises(disk.CannotSave, match=expected):
+    with pytest.raises(io.CannotSave, match=expected):
         small_run(tmp_path, "steps=5", "callbacks.checkpoint.every=1")
     assert leftovers(tmp_path) == []
     assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 2
@@ -92,11 +92,11 @@ def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypat
 
 
 def test_another_error_while_saving_stays_what_it_is(tmp_path):
-    with pytest.raises(RuntimeError, match="no disk"), disk.telling(tmp_path / "x", 1, kept=lambda: ""):
+    with pytest.raises(RuntimeError, match="no disk"), io.explain_write_errors(tmp_path / "x", 1, kept=lambda: ""):
         raise RuntimeError("no disk")
     with (
-        pytest.raises(disk.CannotSave, match=r"x cannot be written: Read-only file system; all stays"),
-        disk.telling(tmp_path / "x", 1, kept=lambda: "all stays"),
+        pytest.raises(io.CannotSave, match=r"x was not written \(Read-only file system\); all stays"),
+        io.explain_write_errors(tmp_path / "x", 1, kept=lambda: "all stays"),
     ):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -119,7 +119,7 @@ def test_an_export_without_room_leaves_the_old_one(tmp_path, monkeypatch):
     before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", no_room)
     with pytest.raises(
-        disk.CannotSave, match=r"export was not written .* the checkpoints stay, and mode=export checkpoint=last"
+        io.CannotSave, match=r"export was not written .* the checkpoints stay, and mode=export checkpoint=last"
     ):
         small_run(tmp_path, "steps=2", "checkpoint=last")
     assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
@@ -133,43 +133,31 @@ def test_the_size_of_a_checkpoint_is_foretold(optimizer, tmp_path):
     large = ("policy.hidden_size=256", "policy.intermediate_size=1024", "rollout.max_new_tokens=2")
     module = small_run(tmp_path, *large, *optimizer)
     written = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
-    foretold = disk.checkpoint_bytes(module.policy, module.optimizer, all_weights=True)
+    foretold = io.checkpoint_bytes(module.policy, module.optimizer, all_weights=True)
     assert written * 0.97 < foretold < written * 1.1
 
 
-def test_what_is_there_already_is_counted(tmp_path, monkeypatch, caplog):
-    own = tmp_path / "checkpoints"
+def test_a_checkpoint_that_is_there_leaves_room_for_one_more(tmp_path, monkeypatch):
+    directory = tmp_path / "checkpoints"
 
-    def room(free: int, *, export: int = 0) -> str:
-        caplog.clear()
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: type("Usage", (), {"free": free}))
-        disk.check_room(own, checkpoint=100_000, export=export)
-        return caplog.text
+    def check(free: int) -> None:
+        monkeypatch.setattr(io.shutil, "disk_usage", lambda place: type("Usage", (), {"free": free}))
+        io.check_room(directory, checkpoint=100_000)
 
-    with pytest.raises(disk.CannotSave, match=r"takes 100 kB, and 200 kB are free; make room for two"):
-        room(199_999)
-    assert "200 kB are free, and the run may need 300 kB" in room(200_000)
-    assert room(300_000) == ""
-    assert (
-        "the run may need 350 kB: last.ckpt, best.ckpt and the one in writing take 100 kB each, the export 50"
-        in room(300_000, export=50_000)
-    )
-    own.mkdir()
-    (own / "last.ckpt").write_text("")
-    with pytest.raises(disk.CannotSave, match=r"make room for one more"):
-        room(99_999)
-    assert "may need 200 kB" in room(150_000)
-    os.link(own / "last.ckpt", own / "best.ckpt")  # the same file
-    assert "may need 200 kB" in room(150_000)
-    (own / "best.ckpt").unlink()
-    (own / "best.ckpt").write_text("")
-    assert room(150_000) == ""
+    check(200_000)
+    with pytest.raises(io.CannotSave, match=r"takes 100 kB, and 200 kB are free; make room for two"):
+        check(199_999)
+    directory.mkdir()
+    (directory / "last.ckpt").write_text("")
+    check(100_000)
+    with pytest.raises(io.CannotSave, match=r"make room for one more"):
+        check(99_999)
 
 
 def test_an_optimizer_that_cannot_be_tried_counts_as_adamw():
     def own(parameters):
         raise TypeError("wants more")
 
-    assert disk.state_bytes(own) == 8
-    assert disk.state_bytes(torch.optim.AdamW) == 8
-    assert disk.state_bytes(lambda parameters: torch.optim.SGD(parameters, lr=1)) == 0
+    assert io.optimizer_bytes(own) == 8
+    assert io.optimizer_bytes(torch.optim.AdamW) == 8
+    assert io.optimizer_bytes(lambda parameters: torch.optim.SGD(parameters, lr=1)) == 0

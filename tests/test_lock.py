@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.checkpoint.lock import NAME, Locked, all_held, held, is_held
+from grpo_lightning.checkpoint.lock import LOCK_FILE, Locked, is_locked, lock, lock_run
 from tests.support.composed import ROOT
 from tests.support.running import SMALL, small_run
 
@@ -25,8 +25,8 @@ def impatient(monkeypatch):
 
 
 HOLDER = (
-    "import sys, time; from pathlib import Path; from grpo_lightning.checkpoint.lock import held\n"
-    "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
+    "import sys, time; from pathlib import Path; from grpo_lightning.checkpoint.lock import lock\n"
+    "with lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
 )
 
 
@@ -55,12 +55,12 @@ def test_a_second_run_is_refused_and_changes_nothing(overrides, tmp_path, other,
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / f".last.ckpt.{other.pid}").write_text("in writing")
     (tmp_path / "summary.json").write_text("{}")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != NAME}
-    expected = rf"hydra.run.dir=.*: process {other.pid} on {socket.gethostname()} is training in it since 20"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != LOCK_FILE}
+    expected = rf"hydra.run.dir=.*: process {other.pid} on {socket.gethostname()} uses it since 20"
     with pytest.raises(Locked, match=expected):
         small_run(tmp_path, *overrides)
     assert {path: path.read_bytes() for path in before} == before
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json", NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "summary.json", LOCK_FILE}
 
 
 @pytest.mark.slow
@@ -71,35 +71,35 @@ def test_a_second_run_with_the_same_place_for_its_files_is_refused(name, tmp_pat
     small_run(tmp_path / "first", *both)
     shutil.rmtree(shared)
     other = holder(shared)
-    with pytest.raises(Locked, match=rf"callbacks.{name}.directory={shared}: process {other.pid} on .* is training in"):
+    with pytest.raises(Locked, match=rf"callbacks.{name}.directory={shared}: process {other.pid} on .* uses"):
         small_run(tmp_path / "second", *both[name == "rollouts" :][:1])
     other.kill()
     other.wait()
-    assert {path.name for path in shared.iterdir()} == {NAME}
+    assert {path.name for path in shared.iterdir()} == {LOCK_FILE}
 
 
 def test_a_lock_ends_with_its_process(tmp_path, other):
     other.kill()
-    with held(tmp_path):
-        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
-    assert not (tmp_path / NAME).exists()
+    with lock(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 @pytest.mark.slow
 def test_a_process_keeps_out_of_its_own_directory(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with held(tmp_path / "run"):
+    with lock(tmp_path / "run"):
         for name in ("run", "link"):
-            with pytest.raises(Locked, match=f"process {os.getpid()} on "), held(tmp_path / name):
+            with pytest.raises(Locked, match=f"process {os.getpid()} on "), lock(tmp_path / name):
                 pass
         with pytest.raises(subprocess.TimeoutExpired):  # still held, by the first one
             subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path / "run"), "0"], cwd=ROOT, timeout=1.5)
-    with held(tmp_path / "run"):
+    with lock(tmp_path / "run"):
         pass
 
 
 def test_workers_do_not_hold_the_lock(tmp_path):
-    with held(tmp_path):
+    with lock(tmp_path):
         worker = subprocess.Popen(["sleep", "60"], close_fds=False)
         forked = os.fork()
         if not forked:
@@ -107,7 +107,7 @@ def test_workers_do_not_hold_the_lock(tmp_path):
             os._exit(0)
     try:
         holder(tmp_path, seconds=0).wait()
-        with held(tmp_path):
+        with lock(tmp_path):
             pass
     finally:
         for pid in (worker.pid, forked):
@@ -118,7 +118,7 @@ def test_workers_do_not_hold_the_lock(tmp_path):
 def test_a_place_that_is_no_directory_is_refused_by_its_key(tmp_path):
     (tmp_path / "file").write_text("")
     expected = r"hydra.run.dir=.*file.run: the directory cannot be written to"
-    with pytest.raises(Locked, match=expected), held(tmp_path / "file" / "run"):
+    with pytest.raises(Locked, match=expected), lock(tmp_path / "file" / "run"):
         pass
 
 
@@ -141,13 +141,13 @@ def test_validation_looks_at_a_run_that_trains(tmp_path):
 
 def test_the_weights_for_a_server_are_one_runs(tmp_path):
     config = {"sampler": {"directory": str(tmp_path / "weights")}}
-    with all_held(config, tmp_path / "one"):
-        again = all_held(config, tmp_path / "two")
+    with lock_run(config, tmp_path / "one"):
+        again = lock_run(config, tmp_path / "two")
         with pytest.raises(Locked, match=r"^sampler\.directory=.*/weights: "), again:
             pass
-        with all_held({"sampler": {"directory": None}}, tmp_path / "two"):
+        with lock_run({"sampler": {"directory": None}}, tmp_path / "two"):
             pass
-    with all_held(config, tmp_path / "two"):
+    with lock_run(config, tmp_path / "two"):
         pass
     assert list((tmp_path / "weights").iterdir()) == []
 
@@ -157,6 +157,6 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with held(tmp_path):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
+    with lock(tmp_path):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)

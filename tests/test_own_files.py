@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
 from grpo_lightning.callbacks.export import check_replaceable
-from grpo_lightning.checkpoint import tensorboard
+from grpo_lightning.checkpoint import rewind
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from grpo_lightning.output.files import no_formula, replace
 from tests.support.running import SMALL, small_run
@@ -59,13 +59,13 @@ def logged(directory, step, suffix=""):
 @pytest.mark.slow
 def test_a_new_run_removes_no_foreign_logs(tmp_path):
     logs = tmp_path / "tensorboard"
-    foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, tensorboard.SUFFIX)]
-    killed = logged(logs, 7, tensorboard.SUFFIX)  # of a run that was killed before its first checkpoint
+    foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, rewind.EVENTS_SUFFIX)]
+    killed = logged(logs, 7, rewind.EVENTS_SUFFIX)  # of a run that was killed before its first checkpoint
     before = {path: path.read_bytes() for path in foreign}
     small_run(tmp_path, "steps=1")
     assert {path: path.read_bytes() for path in before} == before
     assert not killed.exists()
-    assert list(logs.glob(f"*{tensorboard.SUFFIX}"))
+    assert list(logs.glob(f"*{rewind.EVENTS_SUFFIX}"))
     small_run(tmp_path / "two", "steps=2", f"checkpoint={tmp_path}/checkpoints/last.ckpt")
     small_run(tmp_path, "steps=2", "checkpoint=last")
     assert {path: path.read_bytes() for path in before} == before

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import grpo_lightning as grpo
-from grpo_lightning.checkpoint import own_policy
-from grpo_lightning.checkpoint.own_policy import own_settings, recalled
+from grpo_lightning.checkpoint.policy import policy_settings
 from tests.support.composed import composed
 from tests.support.running import SMALL, small_run
 
@@ -35,6 +34,12 @@ def recorded(**parts):
 
 def nothing(key):
     return None
+
+
+def settings_of(config, overrides, current, directory):
+    torch.save({"step": {"completed": 1}, "run": {"config": config}}, directory / "x.ckpt")
+    named = {"mode": "export", "checkpoint": str(directory / "x.ckpt"), "run_dir": str(directory)}
+    return policy_settings(named, overrides, current)
 
 
 def test_an_export_needs_nothing_but_the_checkpoint(trained, tmp_path, caplog):
@@ -65,21 +70,21 @@ def test_a_validation_has_the_policy_and_lengths_of_the_training(trained, tmp_pa
 
 def test_the_last_checkpoint_of_the_directory_is_read_too(trained, tmp_path, caplog):
     named = {"mode": "export", "checkpoint": "last", "run_dir": str(trained)}
-    assert recalled(named, (), nothing)["policy"]["hidden_size"] == 16
-    assert recalled(named | {"mode": "fit"}, (), nothing) == {}
-    assert recalled(named | {"run_dir": "/nonexistent"}, (), nothing) == {}
+    assert policy_settings(named, (), nothing)["policy"]["hidden_size"] == 16
+    assert policy_settings(named | {"mode": "fit"}, (), nothing) == {}
+    assert policy_settings(named | {"run_dir": "/nonexistent"}, (), nothing) == {}
     file = tmp_path / "a.ckpt"
     torch.save({"step": {"completed": 1}, "run": {"config": recorded()}}, file)
     caplog.set_level("INFO")
-    assert recalled(named | {"checkpoint": str(file)}, (), nothing)["policy"] == LOADED
-    assert "policy.path=/models/a, as the checkpoint says" in caplog.text
+    assert policy_settings(named | {"checkpoint": str(file)}, (), nothing)["policy"] == LOADED
+    assert "policy.path=/models/a, as in the checkpoint" in caplog.text
 
 
-def test_what_the_user_says_wins():
+def test_what_the_user_says_wins(tmp_path):
     value = {"policy.path": "/moved/a", "policy.adapter.r": 4, "rollout.max_new_tokens": 7}.get
     then = recorded(rollout={"max_new_tokens": 100}, validation={"max_new_tokens": 50}, loss={"kl_coef": 0.5})
     words = ["policy.path=/moved/a", "++policy.adapter.r=4", "rollout.max_new_tokens=7"]
-    updates = own_settings(then, words, value)
+    updates = settings_of(then, words, value, tmp_path)
     assert updates == {
         "policy": LOADED | {"path": "/moved/a", "adapter": {"r": 4}},
         "reference": then["reference"],
@@ -87,7 +92,7 @@ def test_what_the_user_says_wins():
         "loss.kl_coef": 0.5,
     }
     assert LOADED["adapter"] == {"r": 8}
-    assert own_settings(then, ["policy=gpt2", "reference@reference=none"], nothing) == {}
+    assert settings_of(then, ["policy=gpt2", "reference@reference=none"], nothing, tmp_path) == {}
 
 
 KERNEL = "somebody/kernel"
@@ -102,18 +107,18 @@ KERNEL = "somebody/kernel"
         (LOADED | {"attn_implementation": KERNEL}, {"attn_implementation": KERNEL}, r"attn_implementation is somebody"),
         (
             LOADED | {"trust_remote_code": True},
-            {"trust_remote_code": True, "path": "x"},
-            r"trained with policy.trust_remote_code=true and policy.path=/models/a, whose code would run: give both",
+            {"trust_remote_code": True},
+            r"its policy.trust_remote_code is True, which would run code \(policy.path=/models/a\)",
         ),
     ],
 )
-def test_what_cannot_be_taken_over_is_asked_for(policy, given, message):
+def test_what_cannot_be_taken_over_is_asked_for(policy, given, message, tmp_path):
     values = {f"policy.{name}": value for name, value in given.items()}
     for few in ([], list(values)[:-1]):
         with pytest.raises(ValueError, match=message):
-            own_settings(recorded(policy=policy), [f"{key}=…" for key in few], values.get)
+            settings_of(recorded(policy=policy), [f"{key}=…" for key in few], values.get, tmp_path)
     if given:
-        taken = own_settings(recorded(policy=policy), [f"{key}=…" for key in values], values.get)
+        taken = settings_of(recorded(policy=policy), [f"{key}=…" for key in values], values.get, tmp_path)
         assert taken["policy"] == policy | given
 
 
@@ -128,12 +133,12 @@ def test_a_policy_of_another_shape_is_named_by_its_settings(mode, trained, tmp_p
     assert "\n" not in str(error.value)
 
 
-def test_settings_of_the_first_version_are_understood():
+def test_settings_of_the_first_version_are_understood(tmp_path):
     """It had no version in its checkpoints, and the same names for what builds policies."""
     now = composed()["policy"]
     old = {key: value for key, value in now.items() if key != "share_prompts"}
-    assert own_settings(recorded(policy=old), [], nothing)["policy"] == old
-    assert own_settings({}, [], nothing) == {}
+    assert settings_of(recorded(policy=old), [], nothing, tmp_path)["policy"] == old
+    assert settings_of({}, [], nothing, tmp_path) == {}
 
 
 def test_a_run_killed_before_its_export_finishes(trained):
@@ -144,8 +149,8 @@ def test_a_run_killed_before_its_export_finishes(trained):
     assert json.loads((trained / "summary.json").read_text())["steps"] == 1
 
 
-def test_settings_of_a_checkpoint_build_nothing_below_a_policy():
+def test_settings_of_a_checkpoint_run_no_code(tmp_path):
     nested = {"_target_": "grpo_lightning.policy.loading.load", "path": "x", "trust_remote_code": True}
     policy = {"_target_": "grpo_lightning.policy.loading.load", "path": "y", "template_kwargs": {"x": nested}}
-    with pytest.raises(ValueError, match=r"its settings have policy\.template_kwargs\.x\._target_, which would build"):
-        own_policy.own_settings({"policy": policy}, [], lambda key: None)
+    with pytest.raises(ValueError, match=r"its policy\.template_kwargs\.x\.trust_remote_code is True, which would run"):
+        settings_of({"policy": policy}, [], nothing, tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.checkpoint.io import read, weights
+from grpo_lightning.checkpoint.io import read, read_weights
 from tests.support.composed import ROOT
 from tests.support.processes import finish, start
 
@@ -173,7 +173,7 @@ def test_sharded_checkpoints_hold_the_same_weights_and_continue_exactly(tmp_path
     assert read(last)["step"]["completed"] == 3
     assert {path.resolve().name for path in last.parent.iterdir()} == {path.name for path in last.parent.glob("*_*")}
     expected = outcome(tmp_path, "whole")[1]["state_dict"]
-    found = weights(last)
+    found = read_weights(last)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

@@ -154,7 +154,7 @@ def test_unfinished_runs_are_listed_with_their_reason(sweep, capsys):
     (sweep / "12" / "summary.json").write_text("{")
     done = [json.loads((sweep / str(n) / "summary.json").read_text())["overrides"] for n in range(9)]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": [*done, ["seed=9"], ["seed=10"], ["steps=20", "seed=77"]]}))
-    with lock.held(sweep / "11"):
+    with lock.lock(sweep / "11"):
         text = " ".join(printed(capsys, sweep).split())
     for part in (
         "5 of 14 runs without a result:",
@@ -253,14 +253,14 @@ def test_findings_of_the_health_checks_are_shown(sweep, capsys):
 
 def test_the_lock_of_another_process_is_seen_and_the_report_loads_nothing_heavy(tmp_path):
     (tmp_path / ".lock").write_text('{"pid": 1}')
-    assert not lock.is_held(tmp_path)  # nobody holds it
+    assert not lock.is_locked(tmp_path)  # nobody holds it
     write_run(tmp_path, ["seed=0"], [0.1, 0.4], values={METRIC: {"first": 0.1, "last": 0.4}})
     code = (
         "import sys\nfrom pathlib import Path\nfrom grpo_lightning.checkpoint import lock\n"
         "from grpo_lightning.report.__main__ import main\n"
         "main(sys.argv[1:])\nheavy = ('tensorboard', 'torch', 'matplotlib')\n"
         "print([name for name in heavy if name in sys.modules])\n"
-        "with lock.held(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+        "with lock.lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -270,6 +270,6 @@ def test_the_lock_of_another_process_is_seen_and_the_report_loads_nothing_heavy(
         assert lines[-1], lines
     assert "0.100 → 0.400" in "".join(lines)
     assert lines[-2] == "[]\n"
-    assert lock.is_held(tmp_path)
+    assert lock.is_locked(tmp_path)
     holder.communicate("", timeout=60)
-    assert not lock.is_held(tmp_path)
+    assert not lock.is_locked(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-from grpo_lightning.checkpoint.resume import known
+from grpo_lightning.checkpoint.resume import recorded_run
 from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.strategies import (
     FullyShardedStrategy,
@@ -109,6 +109,6 @@ def test_an_adapter_of_another_trainer_is_refused_where_its_optimizer_would_be_m
     torch.save({"run": {"events": {}}, "step": {"completed": 1, "processes": 2, "sharded": False}}, path)
     sharded = SimpleNamespace(world_size=2, strategy=FullyShardedStrategy(timeout=1))
     with pytest.raises(ValueError, match=r"last.ckpt is of an adapter trained without trainer=fsdp"):
-        known(path, sharded, is_adapter=True)
-    assert known(path, SimpleNamespace(world_size=2, strategy=None), is_adapter=True) == {"events": {}}
-    assert known(path, sharded, is_adapter=False) == {"events": {}}
+        recorded_run(path, sharded, is_adapter=True)
+    assert recorded_run(path, SimpleNamespace(world_size=2, strategy=None), is_adapter=True) == {"events": {}}
+    assert recorded_run(path, sharded, is_adapter=False) == {"events": {}}

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning import __version__
-from grpo_lightning.callbacks.export import Export
-from grpo_lightning.checkpoint import disk, tensorboard
+from grpo_lightning.checkpoint import io, rewind
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
@@ -53,19 +52,18 @@ class RunCheckpoint(Checkpoint):
         return self.directory / "last.ckpt"
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        steps, exports = _steps(module), any(isinstance(callback, Export) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        self._bytes = disk.checkpoint_bytes(steps.policy, steps.optimizer, all_weights=steps.base is None)
-        export = disk.weights_bytes(steps.policy.state_dict().values()) if exports else 0
+        steps = _steps(module)
+        self._bytes = io.checkpoint_bytes(steps.policy, steps.optimizer, all_weights=steps.base is None)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._data = data.fingerprint() if hasattr(data, "fingerprint") else None
         problem = None
         if trainer.is_global_zero:
             try:
-                disk.check_room(self.directory, checkpoint=self._bytes, export=export)
-            except disk.CannotSave as error:
+                io.check_room(self.directory, checkpoint=self._bytes)
+            except io.CannotSave as error:
                 problem = str(error)
         if problem := trainer.strategy.broadcast(problem):  # all processes end, none waits for another
-            raise disk.CannotSave(problem)
+            raise io.CannotSave(problem)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         done = _steps(module).completed_steps
@@ -88,7 +86,7 @@ class RunCheckpoint(Checkpoint):
         self._save(trainer)
         best = self.directory / "best.ckpt"
         if improved and trainer.is_global_zero:
-            with disk.telling(best, self._bytes, kept=self._kept):
+            with io.explain_write_errors(best, self._bytes, kept=self._kept):
                 _link(self.last, best)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -110,7 +108,7 @@ class RunCheckpoint(Checkpoint):
             "version": __version__,
             "config": _steps(module).settings,
             "best": self.best,
-            "events": tensorboard.position(self.events_directory),
+            "events": rewind.event_lengths(self.events_directory),
             "started": activity.noted().get("started"),
             "seconds": self._seconds_before + time.perf_counter() - self._started,
             "data": self._data,
@@ -122,7 +120,7 @@ class RunCheckpoint(Checkpoint):
         self._saved_step = checkpoint["step"]["completed"]
 
     def _save(self, trainer: Trainer) -> None:
-        with disk.telling(self.last, self._bytes, kept=self._kept):
+        with io.explain_write_errors(self.last, self._bytes, kept=self._kept):
             trainer.save_checkpoint(self.last, weights_only=False)
         self._saved_step = _steps(trainer.lightning_module).completed_steps
 

@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from grpo_lightning import __version__
-from grpo_lightning.checkpoint import disk
+from grpo_lightning.checkpoint import io
 from grpo_lightning.distributed.sharding import is_sharded, whole_weights
 from grpo_lightning.policy import Policy
 
@@ -39,8 +39,8 @@ def export(
     directory = check_replaceable(directory).resolve()  # the end of a link is replaced, not the link
     staged = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    needed = disk.weights_bytes((weights or policy.state_dict()).values())
-    with disk.telling(directory, needed, kept=lambda: _LATER):
+    needed = io.weights_bytes((weights or policy.state_dict()).values())
+    with io.explain_write_errors(directory, needed, kept=lambda: _LATER):
         try:
             staged.mkdir(parents=True)
             policy.export(staged, weights)

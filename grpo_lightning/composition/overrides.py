@@ -348,10 +348,10 @@ def _recall_policy(cfg: DictConfig, explicit: Sequence[str]) -> None:
     """To export or validate a checkpoint, policy and reference are its own where the user has not named them."""
     if cfg.mode == "fit" or cfg.checkpoint is None:
         return
-    from grpo_lightning.checkpoint.own_policy import recalled
+    from grpo_lightning.checkpoint.policy import policy_settings
 
     named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
-    for key, value in recalled(named, explicit, lambda key: select(cfg, key)).items():
+    for key, value in policy_settings(named, explicit, lambda key: select(cfg, key)).items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
 
 

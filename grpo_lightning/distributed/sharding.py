@@ -2,7 +2,7 @@
 
 PyTorch's ``fully_shard`` (FSDP2): https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
-Two functions say whether weights are sharded, by a trainer or a module; `chosen.uses_fsdp` says it by settings.
+Two functions say whether weights are sharded, by a trainer or a module; `uses_fsdp` says it by settings.
 """
 
 from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from grpo_lightning.checkpoint import adapter
+from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, trained_names
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.distributed.strategies import check_strategy
@@ -76,7 +76,7 @@ class StepModule(LightningModule):
         self.sampler = sampler or NativeSampler()
         self.settings = dict(settings or {})
         self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
-        self.base = adapter.fingerprint(policy)
+        self.base = base_fingerprint(policy)
         """Tells apart the weights that are not trained, as below an adapter; checkpoints hold the others only."""
         self.strict_loading = self.base is None
         self.clock = Clock()
@@ -255,7 +255,7 @@ class StepModule(LightningModule):
         checkpoint.pop("loops", None)
         if self.base is not None:
             checkpoint["base"] = self.base
-            trained = adapter.names(self.policy)
+            trained = trained_names(self.policy)
             checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
         checkpoint["step"] = {
             "completed": self.completed_steps,
@@ -273,7 +273,7 @@ class StepModule(LightningModule):
         Raises:
             ValueError: It holds an adapter of another base, or of other shape than this policy's.
         """
-        adapter.check(self.policy, self.base, checkpoint)
+        check_adapter(self.policy, self.base, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.restore(state["skipped"])

@@ -134,7 +134,7 @@ def read_run(directory: Path) -> RunRecord:
     """The run in a directory."""
     summary = _json(directory / "summary.json")
     overrides = tuple(summary.get("overrides") or _yaml(directory / ".hydra" / "overrides.yaml") or ())
-    if lock.is_held(directory):
+    if lock.is_locked(directory):
         return RunRecord(directory, overrides, "running", "a process trains in it", summary)
     if not summary:
         return RunRecord(directory, overrides, "killed", "it has begun, but has no readable summary.json")
