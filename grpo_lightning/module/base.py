@@ -124,17 +124,21 @@ class StepModule(LightningModule):
         Returns:
             The step's metrics by name.
         """
+        self.begin_without_trainer()
+        if not isinstance(prompts, Prompts):
+            prompts = Prompts(tuple(prompts), {name: tuple(values) for name, values in columns.items()})
+        with self.loop.precision():
+            self.training_step(prompts)
+        return dict(self.metrics)
+
+    def begin_without_trainer(self) -> None:
+        """Get ready for steps in this process, on the device of the weights."""
         if self._own_loop is None:
             self.to(next(self.policy.parameters()).device)
             self.loop = self._own_loop = Loop(self, precision=self.settings.get("trainer", {}).get("precision"))
             self.on_fit_start()
             self.on_train_start()
         self.loop = self._own_loop  # a validation by a Trainer has its own
-        if not isinstance(prompts, Prompts):
-            prompts = Prompts(tuple(prompts), {name: tuple(values) for name, values in columns.items()})
-        with self.loop.precision():
-            self.training_step(prompts)
-        return dict(self.metrics)
 
     @classmethod
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:

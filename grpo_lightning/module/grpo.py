@@ -13,6 +13,7 @@ from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
+from grpo_lightning.rollout.step_context import StepContext
 from grpo_lightning.schedule import (
     resolve_schedules,
     restore_schedules,
@@ -101,21 +102,10 @@ class GRPOLightningModule(StepModule):
         self.clock.restart()
         numbers = schedule_values(self._varying, step)
         rollout, loss = resolve_schedules(self.rollout, step), resolve_schedules(self.loss, step)
-        with self.sampling(), self.gradient_step.blamed(step, "rollout"):
-            collected = rollout.collect(
-                self.policy,
-                self.reference,
-                prompts,
-                microbatch_tokens=self.microbatch_tokens,
-                context=self.context("rollout", step),
-                carried=self.carried,
-            )
+        collected = self.collect(prompts, rollout, self.context("rollout", step), carried=self.carried)
         self.carried = collected.carried
-        if self.self_check and step == 0 and collected.is_fresh:
-            checked = (self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
-            check_rollout(*checked, coarse=self.sampler.is_coarse, filtered=self.sampler.is_engine)
         with self.clock("update"):
-            updates = self._updates(collected, loss, rollout.temperature)
+            updates = self.update(collected, loss, rollout.temperature, apply_gradients=self.apply_gradients)
         flops = collected.flops + 3 * sum(update.flops for update in updates)  # backward costs two forwards
         metrics: dict[str, Any] = {
             **collected.metrics,
@@ -128,8 +118,32 @@ class GRPOLightningModule(StepModule):
         made = {"collector": rollout, "collected": collected, "updates": updates}
         return made | {"scored": collected.scored, "advantages": collected.advantages, "ratio": ratio}
 
-    def _updates(self, collected: Collected, loss: PolicyLoss, temperature: float) -> list[Update]:
-        """Every optimizer step on a rollout."""
+    def collect(
+        self, prompts: Prompts, rollout: Collector, context: StepContext, *, carried: Scored | None = None
+    ) -> Collected:
+        """Collect one rollout with the weights as they are.
+
+        Raises:
+            SelfCheckError: It is the first one of a run, and does not agree with itself.
+        """
+        with self.sampling(), self.gradient_step.blamed(self.completed_steps, "rollout"):
+            collected = rollout.collect(
+                self.policy,
+                self.reference,
+                prompts,
+                microbatch_tokens=self.microbatch_tokens,
+                context=context,
+                carried=carried,
+            )
+        if self.self_check and self.completed_steps == 0 and collected.is_fresh:
+            checked = (self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
+            check_rollout(*checked, coarse=self.sampler.is_coarse, filtered=self.sampler.is_engine)
+        return collected
+
+    def update(
+        self, collected: Collected, loss: PolicyLoss, temperature: float, *, apply_gradients: Callable[[], float]
+    ) -> list[Update]:
+        """Make all optimizer steps on a rollout: backward passes, and ``apply_gradients`` after each minibatch's."""
         rollout = collected.rollout
         size = self.minibatch_size or len(rollout)
         generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
@@ -149,7 +163,7 @@ class GRPOLightningModule(StepModule):
                 ranks=self.loop.ranks,
                 backward=self.loop.backward,
             )
-            update.metrics["optim/grad_norm"] = torch.tensor(self.apply_gradients())
+            update.metrics["optim/grad_norm"] = torch.tensor(apply_gradients())
             updates.append(update)
         return updates
 
