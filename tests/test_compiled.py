@@ -105,14 +105,14 @@ def flash(query, key, value, queries, firsts, longest, room, *others, scale, seq
     return output, sums, None, None, None
 
 
-@pytest.mark.parametrize(("copied", "at_once"), [(0, 4), (4 << 20, None)])
-def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied, at_once):
+@pytest.mark.parametrize(("copied", "max_concurrent"), [(0, 4), (4 << 20, None)])
+def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied, max_concurrent):
     path = write_checkpoint(tmp_path / "llama", "llama", chat=False)
 
     def sampled():
         policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
         policy.end_ids = list(range(24))
-        policy.at_once = lambda *args, **options: at_once
+        policy.max_concurrent = lambda *args, **options: max_concurrent
         sampling = Sampling(temperature=0.8, **PLAIN | {"max_new_tokens": 80})
         return generate(policy, ["12 + 34 =", "Corgis are", "a"], group_size=5, sampling=sampling, seed=3)
 

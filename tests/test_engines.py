@@ -119,9 +119,9 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, tur
         return "The 42" if len(said) < 4 else None
 
     options = {"group_size": 2, "sampling": sampling(temperature=0.0, max_new_tokens=limit), "seed": 3}
-    own = generate(policy, PROMPTS, partner=Played(environment), **options)
+    own = generate(policy, PROMPTS, responder=Played(environment), **options)
     with ready(vllm, policy):
-        found = vllm.generate(policy, PROMPTS, partner=Played(environment), **options)
+        found = vllm.generate(policy, PROMPTS, responder=Played(environment), **options)
     assert {len(said) for said in own.turns} == turns
     assert set(own.finished) == finished
     for name in ("ids", "attention_mask", "mask"):
@@ -131,10 +131,10 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, tur
 
 
 def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm):
-    policy, partner = tiny(), Played(chatty)
+    policy, responder = tiny(), Played(chatty)
     with ready(vllm, policy):
         found = vllm.generate(
-            policy, PROMPTS, group_size=8, sampling=sampling(max_new_tokens=60), seed=3, partner=partner
+            policy, PROMPTS, group_size=8, sampling=sampling(max_new_tokens=60), seed=3, responder=responder
         )
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert replied.sum() > 20

@@ -51,9 +51,9 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
     sampling = Sampling(**PLAIN | {"max_new_tokens": LONGER})
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
-    for waits, look_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
-        monkeypatch.setattr(native, "decode", partial(decode, look_every=look_every))
-        partner = Played(talkative, waits=waits)
-        found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, partner=partner)
+    for waits, sync_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
+        monkeypatch.setattr(native, "decode", partial(decode, sync_every=sync_every))
+        responder = Played(talkative, waits=waits)
+        found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, responder=responder)
         assert_equal(found, expected)
         assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)

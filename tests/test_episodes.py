@@ -36,8 +36,8 @@ def policy(request, checkpoints):
 
 def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_size=3, waits=False, **given):
     sampling = Sampling(**SAMPLING | dict(options))
-    partner = Played(environment, waits=waits)
-    return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, partner=partner, **given)
+    responder = Played(environment, waits=waits)
+    return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, responder=responder, **given)
 
 
 def assert_equal(found: Sampled, expected: list[Episode]) -> None:
@@ -67,10 +67,10 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     expected = played_alone(policy, PROMPTS, chatty, group_size=3, sampling=Sampling(**SAMPLING | options), seed=5)
     assert len({len(one.turns) for one in expected}) > 2
     assert {one.finished for one in expected} == {True, False}
-    for copied, waits, look_every in ((0, False, 1), (0, True, 16), (1 << 20, True, 1), (1 << 20, False, 16)):
+    for copied, waits, sync_every in ((0, False, 1), (0, True, 16), (1 << 20, True, 1), (1 << 20, False, 16)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(COPIED, "cpu", copied)
-            patch.setattr(native, "decode", partial(decode, look_every=look_every))
+            patch.setattr(native, "decode", partial(decode, sync_every=sync_every))
             assert_equal(sampled(policy, options=options, waits=waits), expected)
 
 
@@ -88,9 +88,9 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     own = shared_prompt_cache.SharedPromptCache.extend
     monkeypatch.setattr(multi_turn, "READ_TOGETHER", 12)
     for copied, pace in (
-        (0, {"look_every": 1}),
-        (1 << 20, {"look_every": 16}),
-        (0, {"at_once": 4, "look_every": 5}),
+        (0, {"sync_every": 1}),
+        (1 << 20, {"sync_every": 16}),
+        (0, {"max_concurrent": 4, "sync_every": 5}),
     ):
         with monkeypatch.context() as patch:
             patch.setitem(COPIED, "cpu", copied)
@@ -114,8 +114,8 @@ def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
     prompts, sampling = ["1 2 3", "4"], Sampling(**PLAIN | {"max_new_tokens": 40})
     expected = played_alone(policy, prompts, environment, group_size=3, sampling=sampling, seed=5)
     assert {len(one.turns) for one in expected} > {4}
-    partner = Played(environment, waits=waits)
-    found = generate(policy, prompts, group_size=3, sampling=sampling, seed=5, partner=partner)
+    responder = Played(environment, waits=waits)
+    found = generate(policy, prompts, group_size=3, sampling=sampling, seed=5, responder=responder)
     assert_equal(found, expected)
 
 
@@ -142,9 +142,9 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
             assert alone.ids[row, -alone.mask.shape[1] :][alone.mask[row]].tolist() == (
                 everything.ids[of, -everything.mask.shape[1] :][everything.mask[of]].tolist()
             )
-    for at_once in (1, 2, 4):
+    for max_concurrent in (1, 2, 4):
         for waits in (False, True):
-            policy.at_once = lambda *_, at_once=at_once, **__: at_once
+            policy.max_concurrent = lambda *_, max_concurrent=max_concurrent, **__: max_concurrent
             found = sampled(policy, waits=waits)
             assert (found.turns, found.replies) == (everything.turns, everything.replies)
             assert torch.equal(found.ids, everything.ids)
@@ -152,7 +152,7 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
 
 def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
     """So what is computed together hangs on tokens alone, however long replies take."""
-    partner = Played(chatty, waits=True)
+    responder = Played(chatty, waits=True)
     rounds = []
 
     class Watching(Played):
@@ -161,11 +161,11 @@ def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
             return super().reply(row)
 
     watching = Watching(chatty, waits=True)
-    generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, partner=watching)
+    generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, responder=watching)
     ended = {row for row, turns in watching.turns.items() if turns}
     # The first that is asked is asked after all that end a first turn have ended it.
     assert set(rounds[0]) == ended
-    assert partner.turns == {}
+    assert responder.turns == {}
 
 
 def test_a_reply_that_leaves_no_room_cuts_before_it(policy):

@@ -109,7 +109,7 @@ def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
     expected = sampled_alone(policy, PROMPTS, group_size=3, sampling=sampling, seed=5)
     lengths = {len(ids) for ids, *_ in expected}
     assert len(lengths) > 3
-    for copied, pace in ((0, {}), (1 << 20, {"look_every": 16}), (0, {"at_once": 2, "look_every": 5})):
+    for copied, pace in ((0, {}), (1 << 20, {"sync_every": 16}), (0, {"max_concurrent": 2, "sync_every": 5})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(COPIED, "cpu", copied)
             found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
@@ -137,8 +137,8 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
     expected = drawn(policy)
     assert len(set(expected.mask.sum(-1).tolist())) > 4
     # any two of the three in each of their ways together
-    for number, (look_every, at_once) in enumerate(itertools.product((1, 16), (None, 1, 5))):
-        found = drawn(policy, look_every=look_every, at_once=at_once, like_gpu=number % 2 == 0)
+    for number, (sync_every, max_concurrent) in enumerate(itertools.product((1, 16), (None, 1, 5))):
+        found = drawn(policy, sync_every=sync_every, max_concurrent=max_concurrent, like_gpu=number % 2 == 0)
         assert torch.equal(found.ids, expected.ids)
         assert torch.equal(found.finished, expected.finished)
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
@@ -148,8 +148,8 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
 def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
     expected = drawn(llama)
     llama.share_prompts = False
-    for at_once in (None, 1, 5):
-        found = drawn(llama, at_once=at_once)
+    for max_concurrent in (None, 1, 5):
+        found = drawn(llama, max_concurrent=max_concurrent)
         assert torch.equal(found.ids, expected.ids)
 
 
@@ -157,7 +157,7 @@ def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
 
 
 @contextmanager
-def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_once=None):
+def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, max_concurrent=None):
     """A batch with some tokens drawn and room for more, as between two looks on a GPU."""
     monkeypatch.setattr(
         fused_decode, "packs", lambda *_: False
@@ -173,7 +173,7 @@ def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, at_
     if kind == "talking":
         slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
     with policy.eval_mode(), torch.no_grad():
-        slots.open(range(at_once or 6))
+        slots.open(range(max_concurrent or 6))
         cache.reserve(3)
         for _ in range(3):
             slots.step()
@@ -261,7 +261,7 @@ def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
 
 @STEPS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, at_once=4) as (slots, cache):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, max_concurrent=4) as (slots, cache):
         version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
         assert len(before) > 12
         for step in range(40):

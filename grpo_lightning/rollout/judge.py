@@ -79,7 +79,7 @@ class Judge:
         talk = self._episodes(own, group_size, first_prompt + portion.start, context)
         # What happened in episodes is known only when they are over.
         scoring = self._scoring(own, group_size, context) if talk is None else None
-        talking: dict[str, Any] = {} if talk is None else {"partner": talk}
+        talking: dict[str, Any] = {} if talk is None else {"responder": talk}
 
         def sample() -> Sampled:
             with clock("rollout"):

@@ -43,7 +43,7 @@ class Decoded:
     """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
 
 
-class Partner(Protocol):
+class Responder(Protocol):
     """Replies to the model in multi-turn completions, which are numbered as in one call of `Sampler.generate`."""
 
     @property
@@ -105,7 +105,7 @@ class Sampler(ABC):
         first_prompt: int = 0,
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> Sampled:
         """``group_size`` completions of every prompt.
 
@@ -121,7 +121,7 @@ class Sampler(ABC):
             first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called between tokens.
             on_finished: Called with every single-turn completion that ends before the length limit, as soon as it does.
-            partner: Replies to completions that have ended a turn, which then go on behind the reply, until there is
+            responder: Replies to completions that have ended a turn, which then go on behind the reply, until there is
                 none or ``max_new_tokens`` are used up, replies included; a reply that leaves no room cuts the
                 completion before it. None: single-turn.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Partner
+from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Responder
 from grpo_lightning.types import Sampled, spans
 
 if TYPE_CHECKING:
@@ -100,17 +100,17 @@ class StopStrings:
 
 
 class Conversation:
-    """Decodes what is said to a partner, and tokenizes what it replies.
+    """Decodes what is said to a responder, and tokenizes what it replies.
 
     Args:
-        partner: Replies.
+        responder: Replies.
         tokenizer: Decodes.
         reply_ids: ``Policy.reply_ids``.
     """
 
-    def __init__(self, partner: Partner, tokenizer: Any, reply_ids: Callable[..., list[int]]) -> None:
-        self._partner, self._tokenizer, self._reply_ids = partner, tokenizer, reply_ids
-        self.waits = partner.waits
+    def __init__(self, responder: Responder, tokenizer: Any, reply_ids: Callable[..., list[int]]) -> None:
+        self._partner, self._tokenizer, self._reply_ids = responder, tokenizer, reply_ids
+        self.waits = responder.waits
         self._last: dict[int, int] = {}
         """Completion -> the last token that it has said."""
         self._replies: dict[int, list[str]] = {}

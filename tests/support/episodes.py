@@ -22,7 +22,7 @@ def chatty(turns: Sequence[str]) -> str | None:
 
 @dataclass
 class Played:
-    """A partner that plays a pure function of the turns."""
+    """A responder that plays a pure function of the turns."""
 
     environment: Environment
     waits: bool = False

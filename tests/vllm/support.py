@@ -81,7 +81,7 @@ def check_turns(sampler, policy):
             group_size=4,
             sampling=sampling(max_new_tokens=80),
             seed=3,
-            partner=Played(chatty),
+            responder=Played(chatty),
         )
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert max(map(len, found.turns)) > 2

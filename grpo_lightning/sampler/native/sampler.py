@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Partner, Poll, Sampler
+from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Poll, Responder, Sampler
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
@@ -42,8 +42,8 @@ def decode(
     stops: StopStrings | None = None,
     poll: Poll | None = None,
     on_finished: OnRowsFinished | None = None,
-    at_once: int | None = None,
-    look_every: int | None = None,
+    max_concurrent: int | None = None,
+    sync_every: int | None = None,
     talk: Conversation | None = None,
 ) -> Decoded:
     """Draw the completions of a cache.
@@ -60,25 +60,25 @@ def decode(
         stops: Which completions end for another reason; None: no other reason.
         poll: Called before every look; what it raises is passed on.
         on_finished: Called with the completions that have just ended.
-        at_once: The most completions that are held at a time, others waiting for one of them to end; None: all.
-        look_every: Tokens between two looks; None: 1 on a CPU, else `SYNC_EVERY`.
+        max_concurrent: The most completions that are held at a time, others waiting for one of them to end; None: all.
+        sync_every: Tokens between two looks; None: 1 on a CPU, else `SYNC_EVERY`.
         talk: Replies to completions that have ended a turn, which then go on; None: they are over.
 
     Raises:
         FloatingPointError: The logits are not finite.
     """
     on_cpu = uniforms.device.type == "cpu"
-    look_every = look_every or (1 if on_cpu else SYNC_EVERY)
+    sync_every = sync_every or (1 if on_cpu else SYNC_EVERY)
     cache.rewinds = talk is not None
     # A completion draws once when it takes its slot, which may be between two looks.
     kind = MultiTurnBatch if talk else DecodeBatch
-    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=look_every + 1)
+    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=sync_every + 1)
     # What each holds grows by itself where it does not refill: then those that have ended must not go on.
     compact = 1.0 if talk and not cache.refills else COMPACT_BELOW if on_cpu else COMPACT_BELOW_GPU
     replay = CUDAGraphStep(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
     waiting = list(range(len(uniforms)))[::-1]  # the next one last
-    at_once = min(at_once or len(waiting), len(waiting))
-    slots.open([waiting.pop() for _ in range(at_once)])
+    max_concurrent = min(max_concurrent or len(waiting), len(waiting))
+    slots.open([waiting.pop() for _ in range(max_concurrent)])
     while True:
         over = slots.look(stops)
         if talk and isinstance(slots, MultiTurnBatch):
@@ -91,7 +91,7 @@ def decode(
         if poll:
             poll()
         if waiting and (free := slots.free) and (cache.refills or not taken):
-            size = min(len(free) if cache.refills else at_once, len(waiting))
+            size = min(len(free) if cache.refills else max_concurrent, len(waiting))
             rows = [waiting.pop() for _ in range(size)]
             if cache.refills:
                 slots.fill(free[:size], rows)
@@ -101,7 +101,7 @@ def decode(
         if len(taken) < len(slots.held) and len(taken) <= compact * len(slots.held):
             slots.keep(taken)
         least = min((slots.lengths[slots.held[slot] or 0] for slot in slots.running), default=0)
-        tokens = min(look_every, sampling.max_new_tokens - least)
+        tokens = min(sync_every, sampling.max_new_tokens - least)
         cache.reserve(tokens)
         replay(tokens, cache.version)
     ids, seen = slots.drawn(range(len(uniforms)))
@@ -180,14 +180,14 @@ class NativeSampler(Sampler):
         first_prompt: int = 0,
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> Sampled:
         tokens = policy.tokenize(prompts)
         longest = max(map(len, tokens)) + sampling.max_new_tokens
         policy.check_context(longest, "rollout.max_new_tokens")
         cache = policy.kv_cache(tokens, group_size, longest=longest)
         rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-        talk = None if partner is None else Conversation(partner, policy.tokenizer, policy.reply_ids)
+        talk = None if responder is None else Conversation(responder, policy.tokenizer, policy.reply_ids)
         with policy.eval_mode():
             decoded = decode(
                 cache,
@@ -198,7 +198,7 @@ class NativeSampler(Sampler):
                 stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
                 poll=poll,
                 on_finished=reporter(policy.tokenizer, on_finished),
-                at_once=policy.max_concurrent(tokens, sampling, longest=longest),
+                max_concurrent=policy.max_concurrent(tokens, sampling, longest=longest),
                 talk=talk,
             )
         return as_sampled(policy, tokens, decoded, talk)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Decoded, OnFinished, Partner, Poll, Sampler
+from grpo_lightning.sampler.base import Decoded, OnFinished, Poll, Responder, Sampler
 from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, one_by_one
 from grpo_lightning.types import Prompt, Sampled, Sampling
 
@@ -159,7 +159,7 @@ class EngineSampler(Sampler):
         first_prompt: int = 0,
         poll: Poll | None = None,
         on_finished: OnFinished | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> Sampled:
         if sampling.kv_cache_gib is not None:
             raise ValueError(
@@ -181,7 +181,7 @@ class EngineSampler(Sampler):
         rows = [_Row(ids, (first_prompt + p, g)) for p, ids in enumerate(tokens) for g in range(group_size)]
         for row, turn in zip(rows, self.draw(request), strict=True):
             row.add(turn)
-        talk = None if partner is None else Conversation(partner, policy.tokenizer, policy.reply_ids)
+        talk = None if responder is None else Conversation(responder, policy.tokenizer, policy.reply_ids)
         if talk is not None:
             self._converse(rows, talk, replace(request, on_finished=None), seed)
         return as_sampled(policy, tokens, _decoded(rows, pad_id=policy.pad_id, device=policy.device), talk)
