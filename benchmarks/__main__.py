@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import described, threads
-from grpo_lightning.output.files import replace
+from grpo_lightning.console import write_atomic
 
 CASED = ("compare", "memory")
 ALONE = ("report", "smoke")
@@ -65,7 +65,7 @@ def main() -> None:
         found = module.run(names=[case]) if case else module.run()
         if case and case not in found:
             parser.error(f"{part} has no case {case}")
-        replace(path, json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
+        write_atomic(path, json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

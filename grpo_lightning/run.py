@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import sys
 import time
 import warnings
@@ -22,7 +23,8 @@ from grpo_lightning.checkpoint import lock, resume, rewind
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
-from grpo_lightning.config.redaction import redact_config, redact_overrides
+from grpo_lightning.config.redaction import redact_config, redact_overrides, single_line
+from grpo_lightning.console import describe_error, end_banner, log_line, utc_now, write_summary
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sense import check_prompts
 from grpo_lightning.distributed import signals
@@ -32,13 +34,9 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_externally_launched
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.output import activity
-from grpo_lightning.output.ending import closing
-from grpo_lightning.output.summary import now, sweep_value
-from grpo_lightning.output.summary import write as write_summary
-from grpo_lightning.output.terminal import say, sentence
 from grpo_lightning.reward import coroutines
 from grpo_lightning.rollout.episodes import check_columns
+from grpo_lightning.supervisor import record_status
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +205,9 @@ class Run:
             sys.exit(error.exit_status if is_first_process() or is_externally_launched() else 0)
         if is_first_process() and self._summary:
             command = resume_command(self._overrides, self.directory, steps=2 * self.config["steps"])
-            for line in closing(self._summary, self.config, self.directory, command, is_job=self._multirun):
-                say(line)
-        return sweep_value(self.metrics, self.config)
+            for line in end_banner(self._summary, self.config, self.directory, command, is_job=self._multirun):
+                log_line(line)
+        return self._sweep_value()
 
     @contextmanager
     def _recorded(self, mode: str) -> Iterator[Path | None]:
@@ -229,9 +227,9 @@ class Run:
         steps, seconds, first = (
             resume.recorded_progress(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
         )
-        began = first or now()
+        began = first or utc_now()
         overrides = redact_overrides(self._overrides)
-        activity.note(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
+        record_status(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
         if mode == "fit" and is_first_process():
             own = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
             completed = steps if own else self.module.completed_steps if trained_already else 0
@@ -268,7 +266,7 @@ class Run:
                     status = asked.status
                     saved = resume.describe_saved(mode, self.directory, self._overrides)
                     raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
-                problem = sentence(lost or error)
+                problem = describe_error(lost or error)
                 if lost:
                     raise lost from error
                 raise
@@ -283,3 +281,13 @@ class Run:
         if made < steps and is_first_process():
             log.warning("a callback has ended the run after %d of %d steps", made, steps)
         return made >= steps
+
+    def _sweep_value(self) -> float:
+        """``metrics[sweep_metric]``, or the smallest float there is where it was not measured."""
+        name = self.config["sweep_metric"]
+        value = self.metrics.get(name, math.nan)
+        if math.isfinite(value):
+            return value
+        if self.config["mode"] in ("fit", "validate"):
+            log.warning("sweep_metric=%s was not measured; there are %s", name, single_line(", ".join(self.metrics)))
+        return -sys.float_info.max

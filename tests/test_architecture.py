@@ -23,16 +23,19 @@ USED_BY = {
     "fsspec": {"data"},  # comes with datasets
     "httpx2": {"reward"},
     "gymnasium": {"environment/gymnasium.py"},
-    "hydra": {"composition"},
+    "hydra": {"cli", "composition", "sweep"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
     "jsonschema": {"environment/tools/schema.py", "reward"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
-    "lightning": {"data", "module", "callbacks", "distributed", "checkpoint", "composition", "run", "logger"},
+    "lightning": {
+        *("data", "module", "callbacks", "distributed", "checkpoint", "composition", "object_overrides", "run"),
+        "logger",
+    },
     "math_verify": {"reward"},
     "matplotlib": {"report"},
     "mlflow": {"logger"},
     "numpy": {"sampler", "data"},
-    "omegaconf": {"composition"},
+    "omegaconf": {"cli", "composition", "object_overrides", "sweep"},
     "google": {"report"},  # comes with tensorboard
     "pebble": {"reward"},
     "peft": {"policy", "reference"},
@@ -40,7 +43,7 @@ USED_BY = {
     "reasoning_gym": {"data", "reward"},
     "referencing": {"reward"},
     "regex": {"reward"},
-    "rich": {"callbacks", "output", "replay", "report"},
+    "rich": {"callbacks", "replay", "report"},
     "sqlalchemy": {"logger"},  # comes with mlflow
     "sympy": {"reward"},
     "tensorboard": {"report", "callbacks"},
@@ -56,17 +59,20 @@ USED_BY = {
 WITHOUT_TORCH = {
     "config",
     "clock",
+    "cli",
     "composition",
+    "console",
     "environment",
     "memory",
-    "output",
     "report",
     "reward",
     "sandbox",
     "schedule",
+    "supervisor",
+    "sweep",
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
-WITH_TORCH = {"clock", "composition/live.py", "reward/model.py"}
+WITH_TORCH = {"clock", "reward/model.py"}
 """Of these parts, the files that do."""
 
 
@@ -121,7 +127,7 @@ def test_nothing_below_knows_what_is_above():
         assert order.index(above) > order.index(below)
     for leaf in ("clock", "schedule", "memory", "advantage", "transformer", "loss"):
         assert not known.get(leaf, set()) & {"policy", "rollout", "module", "run"}, leaf
-    assert not any("composition" in used for part, used in known.items() if part != "replay")  # a program of its own
+    assert {part for part, used in known.items() if used & {"cli", "composition"}} <= {"cli", "replay"}
 
 
 def test_a_library_is_used_where_it_belongs():

@@ -17,11 +17,11 @@ from grpo_lightning.callbacks.hparams import columns
 from grpo_lightning.callbacks.samples import _clean, completions_table, fence, inert
 from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
-from grpo_lightning.composition.sweep import is_done
 from grpo_lightning.config.redaction import escape_control
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.comparison import compare
 from grpo_lightning.report.runs import read_run
+from grpo_lightning.sweep import is_finished
 from grpo_lightning.types import Prompts, Scored
 from tests.support.running import small_run
 from tests.test_rollout import Fixed
@@ -275,7 +275,7 @@ def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
     assert (summary["status"], made) == ("stopped", 2)  # the first validation is the best, the second no better
     assert f"a callback has ended the run after {made} of 6 steps" in caplog.text
     record = read_run(tmp_path / "run")
-    assert is_done(record, 6)
+    assert is_finished(record, 6)
     assert list(compare([record]).unfinished) == []
     small_run(tmp_path / "run", "steps=6", "validation.every=1", "checkpoint=last")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

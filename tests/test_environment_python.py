@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_lightning.composition.overrides import plain
+from grpo_lightning.composition import resolve_config
 from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.environment import Environment
 from grpo_lightning.environment.python import Python
@@ -172,7 +172,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     client.close()
     change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
     monkeypatch.setattr(client, "_BEGIN", client._BEGIN.replace("main(int", f"{change}main(int"))
-    config = plain(settings("environment=python"))
+    config = resolve_config(settings("environment=python"))
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning.composition.overrides import plain
+from grpo_lightning.composition import resolve_config
 from grpo_lightning.config import check_config, check_runtime
 from grpo_lightning.environment import Environment, check_columns
 from grpo_lightning.environment.retry import Retry
@@ -100,7 +100,7 @@ def test_an_episode_of_three_turns():
 
 def test_the_settings_are_those_of_the_data_and_of_the_environment():
     words = ["environment=retry", "environment.max_turns=5", "data=gsm8k"]
-    config = plain(settings(*words))
+    config = resolve_config(settings(*words))
     function = config["environment"]["function"]
     assert function["max_turns"] == 5
     assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"

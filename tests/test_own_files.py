@@ -9,8 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 import grpo_lightning as grpo
 from grpo_lightning.callbacks.export import check_replaceable
 from grpo_lightning.checkpoint import rewind
+from grpo_lightning.console import escape_formula, write_atomic
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
-from grpo_lightning.output.files import no_formula, replace
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
 from tests.test_damaged import contents
@@ -76,20 +76,20 @@ def test_a_new_run_removes_no_foreign_logs(tmp_path):
 def test_a_file_is_replaced_whole(tmp_path):
     file = tmp_path / "summary.json"
     for text in ("{}", b"{ }"):
-        replace(file, text)
-    replace(tmp_path / "other", "ä", by="staged")
+        write_atomic(file, text)
+    write_atomic(tmp_path / "other", "ä", by="staged")
     assert (file.read_bytes(), (tmp_path / "other").read_text(encoding="utf-8")) == (b"{ }", "ä")
     (tmp_path / "folder" / "x").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
-        replace(tmp_path / "folder", "text")
+        write_atomic(tmp_path / "folder", "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "other", "summary.json"]
 
 
 def test_no_text_of_a_table_is_a_formula():
     texts = ["=cmd|' /C calc'!A0", "@x", "+x", "-x", "\t=x", "\r=x"]
-    assert [no_formula(text) for text in texts] == [f"'{text}" for text in texts]
+    assert [escape_formula(text) for text in texts] == [f"'{text}" for text in texts]
     plain = ["a=b", "-2", "+1.5e-3", "-.5", "", "1", 3, -2.5, None]
-    assert [no_formula(value) for value in plain] == plain
+    assert [escape_formula(value) for value in plain] == plain
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from grpo_lightning.callbacks.progress import describe, outcome_name, progress_bar
-from grpo_lightning.output.terminal import brief
+from grpo_lightning.console import format_number
 from tests.support.running import small_run
 
 TRAINING = {
@@ -51,7 +51,7 @@ def test_numbers_are_short():
             (10.04, 2, "10"),
         ),
     ):
-        assert brief(value, digits) == shown
+        assert format_number(value, digits) == shown
 
 
 def test_a_line_shows_what_is_known_the_outcome_first():

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 
 from grpo_lightning.checkpoint.resume import config_diff, find_checkpoint
-from grpo_lightning.output.summary import sweep_value
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 from tests.support.running import SMALL, small_run
@@ -105,12 +103,6 @@ def test_a_named_checkpoint_is_a_local_file(tmp_path):
         find_checkpoint(config(checkpoint="absent.ckpt"), tmp_path, directory_given=True)
     with pytest.raises(ValueError, match=r"checkpoint=https://x/y.ckpt is not a local file"):
         find_checkpoint(config(checkpoint="https://x/y.ckpt"), tmp_path, directory_given=True)
-
-
-def test_a_sweep_always_gets_a_finite_number():
-    assert sweep_value({"val/pass@1": 0.5}, config()) == 0.5
-    for metrics in ({}, {"val/pass@1": float("nan")}):
-        assert sweep_value(metrics, config()) == -sys.float_info.max
 
 
 def test_changed_settings_are_named():

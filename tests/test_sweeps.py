@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_lightning.composition import sweep
+from grpo_lightning import sweep
 from grpo_lightning.config import check_config
 from grpo_lightning.config.suggestions import explain_compose_error
 from tests.support.composed import CONF, ROOT, composed

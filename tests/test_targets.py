@@ -29,7 +29,7 @@ REFUSED = (
     "tests.test_targets.again",
     "lightning.fabric.plugins.io.TorchCheckpointIO.load_checkpoint",
     "grpo_lightning.config.targets.import_target",
-    "grpo_lightning.output.files.replace",
+    "grpo_lightning.console.write_atomic",
     "grpo_lightning.reward.workers._unpickled",
 )
 again = eval  # of this file by its name, and of Python by its home

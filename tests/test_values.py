@@ -6,10 +6,9 @@ from datetime import datetime
 import pytest
 import torch
 
-from grpo_lightning import compose
-from grpo_lightning.composition.supervised import Crash, write_summary
+from grpo_lightning import compose, supervisor
 from grpo_lightning.module.values import Values
-from grpo_lightning.output import activity
+from grpo_lightning.supervisor import Crash, record_status, recorded_status, write_crash_summary
 from tests.support.running import SMALL, small_run
 
 MEASURED = ("time/", "perf/")
@@ -118,15 +117,15 @@ def test_a_checkpoint_without_values_is_continued(tmp_path):
 
 @pytest.mark.slow
 def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
-    activity.share()
+    supervisor.share_status()
     try:
         small_run(tmp_path / "run", "steps=2")
-        activity.note(long="x" * 100_000)  # more than a page of memory, and many metrics
-        noted = activity.noted()
+        record_status(long="x" * 100_000)  # more than a page of memory, and many metrics
+        noted = recorded_status()
+        write_crash_summary(tmp_path, Crash("gone"), overrides=["steps=2"])
     finally:
-        activity._page = None
+        supervisor._page = None
     assert len(noted["long"]) == 100_000
-    write_summary(tmp_path, noted, Crash("gone", 9), overrides=["steps=2"])
     told, ended = summary(tmp_path), summary(tmp_path / "run")
     assert list(told) == list(ended)
     assert (told["status"], told["error"], told["steps"]) == ("failed", "gone", 2)
@@ -135,22 +134,22 @@ def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
 
 
 def test_what_was_noted_is_read_back_whole():
-    activity.share()
+    supervisor.share_status()
     try:
-        activity.note(step=1, doing='a "quoted" ü', nothing=None)
-        activity.note(step=2, values={"x": [1.5, {"y": None}]})
-        assert activity.noted() == {
+        record_status(step=1, doing='a "quoted" ü', nothing=None)
+        record_status(step=2, values={"x": [1.5, {"y": None}]})
+        assert recorded_status() == {
             "step": 2,
             "doing": 'a "quoted" ü',
             "nothing": None,
             "values": {"x": [1.5, {"y": None}]},
         }
-        activity.share()
-        assert activity.noted() == {}
-        activity.note(step=3)
-        assert activity.noted() == {"step": 3}
+        supervisor.share_status()
+        assert recorded_status() == {}
+        record_status(step=3)
+        assert recorded_status() == {"step": 3}
     finally:
-        activity._page = None
+        supervisor._page = None
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io, rewind
+from grpo_lightning.console import atomic_path
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.guarded import attempt
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.output import activity
-from grpo_lightning.output.files import staged
+from grpo_lightning.supervisor import recorded_status
 
 
 class RunCheckpoint(Checkpoint):
@@ -109,7 +109,7 @@ class RunCheckpoint(Checkpoint):
             "config": _steps(module).settings,
             "best": self.best,
             "events": rewind.event_lengths(self.events_directory),
-            "started": activity.noted().get("started"),
+            "started": recorded_status().get("started"),
             "seconds": self._seconds_before + time.perf_counter() - self._started,
             "data": self._data,
         }
@@ -137,7 +137,7 @@ def _steps(module: LightningModule) -> StepModule:
 
 def _link(source: Path, destination: Path) -> None:
     """Make ``destination`` the same file as ``source``, which is only ever replaced; a copy where that cannot be."""
-    with staged(destination) as place:
+    with atomic_path(destination) as place:
         place.unlink(missing_ok=True)
         if source.is_symlink():  # to the directory of a sharded checkpoint
             place.symlink_to(source.readlink())

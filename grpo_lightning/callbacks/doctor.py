@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from grpo_lightning.callbacks.symptoms import RECENT, Course, findings
-from grpo_lightning.output.summary import write_json
+from grpo_lightning.console import write_json
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from grpo_lightning.config.tree import value_at
 from grpo_lightning.logger.guarded import attempt
-from grpo_lightning.output import activity
+from grpo_lightning.supervisor import recorded_status
 
 Value = float | str
 
@@ -33,7 +33,7 @@ class HParams(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         settings: Mapping[str, Any] = module.settings  # type: ignore[assignment]
-        asked = activity.noted()
+        asked = recorded_status()
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with attempt(logger):
                 if isinstance(logger, TensorBoardLogger):

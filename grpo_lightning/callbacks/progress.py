@@ -12,9 +12,8 @@ from rich.table import Column
 from rich.text import Text
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.output import activity
-from grpo_lightning.output.ending import label
-from grpo_lightning.output.terminal import WIDTH, bare, brief, say
+from grpo_lightning.console import WIDTH, drop_leading_zero, format_number, log_line, metric_label
+from grpo_lightning.supervisor import record_status
 
 _LONGEST = 24
 """Characters of a metric's name on a line, which a user's reward may be longer than."""
@@ -60,21 +59,21 @@ def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
     metrics, parts = module.metrics, []
     name = outcome_name(module)
     if name is not None:
-        number = brief(metrics[name], 2)
+        number = format_number(metrics[name], 2)
         longest = max(0, min(_LONGEST, room - len(number) - 1))
-        parts.append(f"{single_line(label(name))[:longest]} {number}".strip())
+        parts.append(f"{single_line(metric_label(name))[:longest]} {number}".strip())
     is_new = module.validated_at == module.completed_steps
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"
-        parts.append(f"pass@1 {brief(metrics['val/pass@1'], 2)}{old}")
+        parts.append(f"pass@1 {format_number(metrics['val/pass@1'], 2)}{old}")
     if "reward/total" in metrics and name != "reward/total":
-        parts.append(f"reward {brief(metrics['reward/total'], 2)}")
+        parts.append(f"reward {format_number(metrics['reward/total'], 2)}")
     if "policy/kl_divergence" in metrics:
-        parts.append("kl " + bare(f"{metrics['policy/kl_divergence']:.2g}"))
+        parts.append("kl " + drop_leading_zero(f"{metrics['policy/kl_divergence']:.2g}"))
     if "reward/format" in metrics and name != "reward/format":
-        parts.append(f"format {brief(metrics['reward/format'], 2)}")
+        parts.append(f"format {format_number(metrics['reward/format'], 2)}")
     if "advantage/std" in metrics:
-        parts.append(f"advantage ±{brief(metrics['advantage/std'], 2)}")
+        parts.append(f"advantage ±{format_number(metrics['advantage/std'], 2)}")
     if "perf/tokens_per_second" in metrics:
         parts.append(f"tok/s {metrics['perf/tokens_per_second']:.0f}")
     while parts and len("  ".join(parts)) > room:
@@ -130,7 +129,7 @@ class RunProgress(Callback):
         """Leave what is known behind, for the summary of a run that crashes."""
         seconds = round(time.perf_counter() - self._started, 3)
         facts: dict[str, Any] = {"metrics": module.metrics, "values": module.values.summary()}
-        activity.note(step=module.completed_steps, seconds=seconds, **facts)
+        record_status(step=module.completed_steps, seconds=seconds, **facts)
 
     def _line(self, trainer: Trainer, module: Any) -> None:
         if trainer.is_global_zero:
@@ -138,7 +137,7 @@ class RunProgress(Callback):
             total = f"/{module.steps}" if trainer.state.fn == "fit" else ""  # a checkpoint may be of more
             start, end = f"step {module.completed_steps}{total}", f"{seconds:.0f} s"
             told = describe(module, room=WIDTH - len(start) - len(end) - 4)
-            say("  ".join(part for part in (start, told, end) if part))
+            log_line("  ".join(part for part in (start, told, end) if part))
 
     def _stop(self) -> None:
         if self._bar is not None:

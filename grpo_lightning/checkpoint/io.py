@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from grpo_lightning.console import atomic_path
 from grpo_lightning.distributed.sharding import readable_parts
-from grpo_lightning.output.files import staged
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OVERHEAD = 65_536
@@ -39,7 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         destination = Path(path)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with staged(destination) as place, place.open("wb") as file:
+        with atomic_path(destination) as place, place.open("wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())

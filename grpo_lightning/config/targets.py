@@ -26,7 +26,7 @@ _PARTS = ("callbacks", "loggers", "strategies", "plugins", "profilers", "acceler
 _OWN = (
     *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "policy", "reference"),
     *("reward", "rollout", "sampler", "schedule", "validation", "distributed.strategies"),
-    *("composition.part", "composition.overrides.part", "composition.sweep.Note", "checkpoint.io.AtomicCheckpointIO"),
+    *("composition.part", "sweep.SweepRecorder", "checkpoint.io.AtomicCheckpointIO"),
 )
 """Parts of this package that settings build; its other functions are not meant for settings."""
 ALLOWED_TARGETS = (

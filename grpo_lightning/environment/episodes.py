@@ -10,9 +10,9 @@ from grpo_lightning.config.redaction import single_line
 from grpo_lightning.distributed import signals
 from grpo_lightning.environment.answer import Answer, shown
 from grpo_lightning.environment.call import ARGUMENTS, Asked, taken
-from grpo_lightning.output.activity import doing
 from grpo_lightning.reward import workers
 from grpo_lightning.reward.spec import describe_error
+from grpo_lightning.supervisor import doing
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.environment.environment import Environment

@@ -11,8 +11,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from grpo_lightning.console import escape_formula, write_atomic
 from grpo_lightning.logger.guarded import Guarded
-from grpo_lightning.output.files import no_formula, replace
 
 Row = dict[str, Any]
 _METRICS, _TABLES = "metrics.csv", "completions_*.csv"
@@ -37,7 +37,7 @@ class CSVLogger(Guarded, loggers.CSVLogger):
         """Append rows to ``KEY.csv``, where slashes are underscores, after the number of the step."""
         path = Path(self.log_dir) / f"{key.replace('/', '_')}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"step": step, **dict(zip(columns, map(no_formula, row), strict=True))} for row in data]
+        rows = [{"step": step, **dict(zip(columns, map(escape_formula, row), strict=True))} for row in data]
         write(path, [*read(path), *rows])
 
 
@@ -69,7 +69,7 @@ class Writer(ExperimentWriter):
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Note metrics of a step for the next `save`."""
-        values = {no_formula(key): v.item() if isinstance(v, Tensor) else v for key, v in metrics_dict.items()}
+        values = {escape_formula(key): v.item() if isinstance(v, Tensor) else v for key, v in metrics_dict.items()}
         at = self._last + 1 if step is None else step
         if self.metrics and self.metrics[-1]["step"] == at:
             self.metrics[-1].update(values)
@@ -119,7 +119,7 @@ def write(path: Path, rows: Sequence[Row]) -> list[str]:
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
     writer.writerows(rows)
-    replace(path, text.getvalue())
+    write_atomic(path, text.getvalue())
     return columns
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.output.files import replace
+from grpo_lightning.console import write_atomic
 
 log = logging.getLogger(__name__)
 _warned: "weakref.WeakSet[Logger]" = weakref.WeakSet()
@@ -84,4 +84,4 @@ def known_id(file: Path) -> str | None:
 def keep_id(file: Path, name: str) -> None:
     """Write a name down for `known_id`."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace(file, f"{name}\n")
+    write_atomic(file, f"{name}\n")

@@ -9,14 +9,12 @@ import torch
 
 from grpo_lightning import memory
 from grpo_lightning.config.redaction import redact_config
+from grpo_lightning.console import log_line, wrap, write_json
 from grpo_lightning.data import PromptData
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.output.announcement import fitted
-from grpo_lightning.output.summary import write_json
-from grpo_lightning.output.terminal import say
 from grpo_lightning.preflight.look import look
 from grpo_lightning.preflight.verdict import page
 
@@ -54,7 +52,7 @@ def conduct(
         facts = redact_config(look(module, data, prompts=prompts, processes=trainer.world_size, predicted=predicted))
     if is_first_process():
         for line in [*page(facts), "", *facts["verdict"]]:
-            say(line)
+            log_line(line)
         write_json(directory / "preflight.json", facts)
     return facts
 
@@ -76,8 +74,8 @@ def announce_memory(
         prompt_tokens=max(module.policy.count_tokens(first)),
     )
     parts = memory.predicted(shape, use)
-    for line in fitted(memory.table(parts)):
-        say(line)
+    for line in wrap(memory.table(parts)):
+        log_line(line)
     if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
         log.warning(
             "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "

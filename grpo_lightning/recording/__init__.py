@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.output.files import replace
+from grpo_lightning.console import write_atomic
 
 FORMAT = "grpo-lightning rollout 1"
 """The field "format" of a file's first line; the number changes with the meaning of a field."""
@@ -71,7 +71,7 @@ def write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
-    replace(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
+    write_atomic(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
 
 
 def read_header(path: Path) -> dict[str, Any]:

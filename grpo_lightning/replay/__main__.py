@@ -19,7 +19,7 @@ from rich.text import Text
 
 from grpo_lightning import recording
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.output.terminal import last_through_closed_pipes, say, sentence
+from grpo_lightning.console import describe_error, log_line, survive_closed_pipes
 
 if TYPE_CHECKING:
     from grpo_lightning.replay.step import Metrics
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         text = replay(options.directory, options.overrides, steps=options.steps, form=options.format)
     except (ValueError, OSError) as error:
-        say(sentence(error))
+        log_line(describe_error(error))
         sys.exit(1)
     print(text)
 
@@ -60,10 +60,10 @@ def replay(directory: Path, overrides: Sequence[str], *, steps: str = ":", form:
     if not known:
         raise ValueError(f"{place} has no recorded rollouts; a run with callbacks=rollouts records them")
     chosen = _chosen(steps, known)
-    from grpo_lightning.composition.recalled import recalled
+    from grpo_lightning.composition import load_run_config
 
     run = place.parent if place.name == recording.FOLDER else place
-    config, build = recalled(run, overrides, _PARTS)
+    config, build = load_run_config(run, overrides, _PARTS)
     import torch
 
     from grpo_lightning.recording.rows import from_lines
@@ -143,5 +143,5 @@ def as_json(found: "Sequence[Metrics]", overrides: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    last_through_closed_pipes()
+    survive_closed_pipes()
     main()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.output.terminal import last_through_closed_pipes
+from grpo_lightning.console import survive_closed_pipes
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
 from grpo_lightning.report.runs import ReportError, find_runs
 from grpo_lightning.report.table import FORMATS, render
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: There is nothing to compare; its text is one sentence.
     """
-    last_through_closed_pipes()
+    survive_closed_pipes()
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lightning.report",
         description="Compare runs: a line for each value of what was swept, averaged over seeds.",

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.output.files import no_formula
+from grpo_lightning.console import escape_formula
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Estimate, Line, compare
 from grpo_lightning.report.runs import RunRecord
 
@@ -182,8 +182,8 @@ def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield (
-                no_formula(single_line(prefix + name)),
-                no_formula(single_line(value) if isinstance(value, str) else value),
+                escape_formula(single_line(prefix + name)),
+                escape_formula(single_line(value) if isinstance(value, str) else value),
             )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from grpo_lightning.distributed import signals
-from grpo_lightning.output.activity import doing
 from grpo_lightning.reward import coroutines, workers
 from grpo_lightning.reward.spec import (
     ARGUMENTS,
@@ -20,6 +19,7 @@ from grpo_lightning.reward.spec import (
     scalar,
     to_plain,
 )
+from grpo_lightning.supervisor import doing
 
 if TYPE_CHECKING:  # batch imports torch, which rewards, and the processes some of them run in, can do without
     from grpo_lightning.types import Prompt

@@ -22,8 +22,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import survive_closed_pipes
 from grpo_lightning.distributed import signals
-from grpo_lightning.output.terminal import last_through_closed_pipes
 from grpo_lightning.reward.spec import describe_error, to_plain
 
 MOST_WORKERS = 8
@@ -213,7 +213,7 @@ def _modules(function: Any) -> list[str]:
 
 def _prepare() -> None:
     """Prepare a worker before its first row."""
-    last_through_closed_pipes()
+    survive_closed_pipes()
     for number in _FOR_TRAINER:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):

@@ -21,40 +21,36 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning.config.redaction import redact, redact_overrides, single_line
-from grpo_lightning.config.shell import format_override, shell_quote
-from grpo_lightning.output import summary
-from grpo_lightning.output.files import replace
-from grpo_lightning.output.terminal import show
+from grpo_lightning.config.shell import format_override
+from grpo_lightning.console import print_line, write_atomic, write_summary
 
 if TYPE_CHECKING:
     from grpo_lightning.report import RunRecord
 
 _MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
 """Overrides of a job that another start of it may have otherwise."""
-
-_SUMMARY = "summary.json"
-_BY_DIFFERENCES = "${hydra.job.override_dirname}"
-_LONGEST = 200
+_SUBDIR = "${hydra.job.override_dirname}"
+_MAX_NAME = 200
 """Characters of an override that may become a part of the name of a directory."""
 
-_begun: list[tuple[Path, str]] = []
+_started: list[tuple[Path, str]] = []
 """Directory and metric of the sweep of this process."""
 
 
-class Note(Callback):
-    """Hydra's callback that writes, when a sweep begins, which jobs it has."""
+class SweepRecorder(Callback):
+    """Hydra callback that writes, when a sweep begins, which jobs it has."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if config.mode != "fit":
             return
-        from grpo_lightning.report.runs import SWEEP_FILE
+        from grpo_lightning.report.records import SWEEP_FILE
 
         directory = Path(config.hydra.sweep.dir)
-        _begun.append((directory, str(config.sweep_metric)))
+        _started.append((directory, str(config.sweep_metric)))
         name_by_differences(config)
-        page = {"command": shlex.join(redact_overrides(sys.argv)), "jobs": jobs(config)}
+        page = {"command": shlex.join(redact_overrides(sys.argv)), "jobs": job_overrides(config)}
         directory.mkdir(parents=True, exist_ok=True)
-        replace(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
+        write_atomic(directory / SWEEP_FILE, json.dumps(page, indent=2) + "\n")
 
 
 def name_by_differences(config: DictConfig) -> None:
@@ -65,35 +61,35 @@ def name_by_differences(config: DictConfig) -> None:
     """
     words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     parsed = OverridesParser.create().parse_overrides(words)
-    several = {one.key_or_group for one in parsed if one.is_sweep_override()}
-    common = {one.key_or_group for one in parsed} - several
+    swept = [override for override in parsed if override.is_sweep_override()]
+    common = {override.key_or_group for override in parsed} - {override.key_or_group for override in swept}
     excluded = sorted({*config.hydra.job.config.override_dirname.exclude_keys, *common})
+    subdir = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+    swept_words = [str(override.input_line) for override in swept]
     with open_dict(config):
         config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(excluded)}]")
-        swept = [str(one.input_line) for one in parsed if one.is_sweep_override()]
-        is_default = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"] == _BY_DIFFERENCES  # type: ignore[call-overload,index]
-        if is_default and any(
-            "/" in word or len(word) > _LONGEST or redact_overrides([word]) != [word] for word in swept
+        if subdir == _SUBDIR and any(
+            "/" in word or len(word) > _MAX_NAME or redact_overrides([word]) != [word] for word in swept_words
         ):
             config.hydra.overrides.hydra.append("hydra.sweep.subdir=${hydra.job.num}")
 
 
-def jobs(config: DictConfig) -> list[list[str]] | None:
+def job_overrides(config: DictConfig) -> list[list[str]] | None:
     """The overrides of every job of a sweep; None of a search, which chooses them as it goes."""
     sweeper: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=False)
     if sweeper.get("_target_") != f"{BasicSweeper.__module__}.{BasicSweeper.__name__}":
         return None
-    given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${oc.env:…} stays
-    words = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${oc.env:…} stays
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     try:
-        parsed = OverridesParser.create().parse_overrides([*words, *given])
+        parsed = OverridesParser.create().parse_overrides([*params, *words])
         [batch] = BasicSweeper.split_arguments(parsed, None)
     except (HydraException, ValueError):
         return None  # such as glob(*), of which only Hydra knows the choices
     return [redact_overrides(filter_overrides(job)) for job in batch]
 
 
-def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
+def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     """What an earlier start of a sweep has left of a job; None if nothing.
 
     Args:
@@ -103,24 +99,23 @@ def recorded(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     Raises:
         ValueError: The directory holds a job of other settings.
     """
-    if not (directory / ".hydra" / "overrides.yaml").exists() and not (directory / _SUMMARY).exists():
+    if not any((directory / name).exists() for name in (".hydra/overrides.yaml", "summary.json")):
         return None
-    from grpo_lightning.report.runs import read_run
+    from grpo_lightning.report.records import read_run
 
-    record = read_run(directory)
-    if _essential(record.overrides) != _essential(redact_overrides(overrides)):
+    def fixed(words: Sequence[str]) -> list[str]:
+        return sorted(word for word in words if not word.lstrip("+").startswith(_MAY_CHANGE))
+
+    record: RunRecord = read_run(directory)
+    if fixed(record.overrides) != fixed(redact_overrides(overrides)):
         raise ValueError(
-            f"{directory} holds another job ({single_line(' '.join(record.overrides))}): allowed is the sweep that it "
-            "is of, or another hydra.sweep.dir="
+            f"{directory} holds another job ({single_line(' '.join(record.overrides))}): continue the sweep that it "
+            "is of, or choose another hydra.sweep.dir="
         )
     return record
 
 
-def _essential(words: Sequence[str]) -> list[str]:
-    return sorted(word for word in words if not word.lstrip("+").startswith(_MAY_CHANGE))
-
-
-def is_done(record: "RunRecord", steps: int) -> bool:
+def is_finished(record: "RunRecord", steps: int) -> bool:
     """Whether a job has made its ``steps``, or a callback has ended it."""
     made = record.summary.get("steps")
     return record.status == "stopped" or (record.status == "finished" and isinstance(made, int) and made >= steps)
@@ -128,19 +123,19 @@ def is_done(record: "RunRecord", steps: int) -> bool:
 
 def skip(record: "RunRecord", metric: str) -> float:
     """Leave a finished job alone; returns its ``metric``, which the sweep maximizes, or the smallest float there is."""
-    show(f"{record.directory}: finished already, nothing to do")
+    print_line(f"{record.directory}: finished already, nothing to do")
     value = record.summary.get("metrics", {}).get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else -sys.float_info.max
 
 
-def fail(directory: Path, overrides: Sequence[str], error: str) -> None:
+def write_failure(directory: Path, overrides: Sequence[str], error: str) -> None:
     """Leave a summary of a job that could not begin, unless there is something of a run."""
-    if not any((directory / name).exists() for name in (_SUMMARY, ".hydra", ".lock")):
+    if not any((directory / name).exists() for name in ("summary.json", ".hydra", ".lock")):
         facts = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": redact_overrides(overrides)}
-        summary.write(directory, {**facts, "status": "failed", "error": error})
+        write_summary(directory, {**facts, "status": "failed", "error": error})
 
 
-def close(status: int) -> int:
+def print_table(status: int) -> int:
     """Print the table of the sweep that this process has made, if it has.
 
     Args:
@@ -149,30 +144,23 @@ def close(status: int) -> int:
     Returns:
         The exit status: 1 in place of 0 if a job has failed.
     """
-    if not _begun or os.environ.get("LOCAL_RANK", "0") != "0":
+    if not _started or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
     from grpo_lightning.report import ReportError, find_runs
-    from grpo_lightning.report.table import sweep_table
+    from grpo_lightning.report.command import of_sweep
 
-    directory, metric = _begun.pop()
-    _hide_in(directory / "multirun.yaml")
+    directory, metric = _started.pop()
+    page = directory / "multirun.yaml"
+    if page.exists():  # Hydra's, with secrets
+        write_atomic(page, redact(page.read_text(encoding="utf-8")))
     failed = False
     try:
         runs = find_runs(directory)
         failed = any(run.status == "failed" for run in runs)
-        print(sweep_table(runs, metric), end="")
+        print(of_sweep(runs, metric), end="")
     except ReportError as error:
-        show(str(error))
-    show(f"this table again: python -m grpo_lightning.report {shell_quote(str(directory))}")
+        print_line(str(error))
+    print_line(f"this table again: python -m grpo_lightning.report {shlex.quote(str(directory))}")
     if status or failed:
-        show(
-            f"what is not finished is continued by the same command and {format_override('hydra.sweep.dir', directory)}"
-        )
+        print_line(f"to continue the sweep: the same command with {format_override('hydra.sweep.dir', directory)}")
     return status or int(failed)
-
-
-def _hide_in(file: Path) -> None:
-    """Take the secrets out of what Hydra has written of a sweep."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (hidden := redact(text)) != text:
-        replace(file, hidden, by=f".{file.name}")

@@ -1,0 +1,256 @@
+"""Command line ``train.py KEY=VALUE …``: from its words to an exit status."""
+
+import argparse
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_lightning import supervisor, sweep
+from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
+from grpo_lightning.config import ConfigError, check_config, describe_sizes, directory_problems, targets
+from grpo_lightning.config.redaction import redact, redact_overrides, single_line
+from grpo_lightning.config.shell import format_override
+from grpo_lightning.config.suggestions import explain_compose_error, known_keys, unknown_option
+from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes, utc_now
+from grpo_lightning.distributed import signals
+from grpo_lightning.distributed.devices import is_first_process
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + 2, as a shell reports it."""
+_LOG_CLASSES = (
+    *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter", "logging.Filter"),
+    *("logging.handlers", "colorlog", "grpo_lightning.console"),
+)
+
+
+class JobFailed(CompactHydraException):
+    """A job of a sweep failed; the message is one sentence, which Hydra prints when the others have run, too."""
+
+
+def main() -> None:
+    """Train, validate, export or preflight, or each job of a sweep, as the command line says.
+
+    Raises:
+        SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    survive_closed_pipes()
+    signal.signal(signal.SIGINT, _exit_interrupted)  # what is composed now has nothing to lose, and shows no traceback
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # rewards of one's own lie there, as beside any script
+    asked, unread = get_args_parser().parse_known_args()
+    if unread:
+        sys.exit(redact(_explain_unread(sys.argv[1:], unread)))
+    if asked.config_dir:
+        sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
+    if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
+        _check_composition(asked)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 1
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job)()
+        status = 0
+    except KeyboardInterrupt:
+        _exit_interrupted()
+    except SystemExit as end:
+        status = supervisor.exit_status(end)
+        raise
+    finally:
+        status = sweep.print_table(status)
+    if status:
+        sys.exit(status)
+
+
+def _exit_interrupted(*_: object) -> None:
+    """End this process before it has done anything; of several processes the first one says so."""
+    if is_first_process():
+        print_line("interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _explain_unread(words: Sequence[str], unread: Sequence[str]) -> str:
+    """What is wrong with words that are no option of Hydra's, or overrides that stand after one."""
+    if options := [word for word in unread if word.startswith("-")]:
+        following = words[words.index(options[0]) + 1 :]
+        return unknown_option(options[0], next(iter(following), None), known_keys(CONF))
+    return f"{single_line(unread[0])}: options such as -m need to stand before all overrides, or behind them"
+
+
+def _check_composition(asked: argparse.Namespace) -> None:
+    """Compose once before Hydra does, to say in a sentence what is wrong, and to check what Hydra itself would build.
+
+    Args:
+        asked: The command line as Hydra reads it.
+
+    Raises:
+        SystemExit: The settings cannot be composed, or Hydra would import what settings may not name.
+    """
+    directory = str(Path(asked.config_path).absolute()) if asked.config_path else str(CONF)
+    words = list(asked.overrides)
+    if asked.config_dir:
+        paths = [word for word in words if word.startswith("hydra.searchpath=[")]
+        others = paths[-1].partition("=[")[2].removesuffix("]") if paths else ""
+        words.append(f"hydra.searchpath=['file://{Path(asked.config_dir).absolute()}'{',' if others else ''}{others}]")
+    try:
+        with initialize_config_dir(directory, version_base="1.3", job_name="train"):
+            loader = GlobalHydra.instance().config_loader()
+            cfg = loader.load_configuration(
+                asked.config_name or "train", words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
+            )
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(redact(explain_compose_error(error, CONF, known_keys(CONF), asked.overrides)))
+    is_sweep = asked.multirun or cfg.hydra.mode == RunMode.MULTIRUN
+    used, unused = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
+    wrong = _hydra_target_problems(cfg)
+    for key, _, value in (word.lstrip("+").partition("=") for word in asked.overrides):
+        if key == unused:
+            without = "with" if is_sweep else "without"
+            wrong.append(f"{key}={value}: it has no effect {without} -m; use {format_override(used, value)}")
+    wrong += directory_problems({used: OmegaConf.select(cfg, used)})
+    if wrong:
+        sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in wrong)))
+
+
+def _hydra_target_problems(cfg: DictConfig) -> list[str]:
+    """What is wrong with the code that Hydra's own settings name: it is run before a job's settings are checked."""
+    wrong = []
+    parts: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    trusted = targets.trusted_packages({"trusted": OmegaConf.to_container(cfg.trusted)})
+    allowed = (*targets.ALLOWED_TARGETS, *targets.HYDRA_TARGETS, *_LOG_CLASSES)
+    for part in ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging"):
+        for key, name in targets.find_targets(parts[part], f"hydra.{part}", ("_target_", "()", "class", "factory")):
+            try:
+                targets.import_target(name, trusted, allowed)
+            except ValueError as error:
+                wrong.append(f"{key}={name}: {error}")
+    if str(parts["sweeper"].get("direction")).lower().endswith("minimize"):
+        wrong.append("hydra.sweeper.direction=minimize: use maximize, as sweep_metric is")
+    return wrong
+
+
+def _run_job(cfg: DictConfig) -> float:
+    """One job: its settings are checked, then it runs in a process of its own."""
+    hydra_config: Any = HydraConfig.get()
+    is_sweep = hydra_config.mode == RunMode.MULTIRUN
+    directory = Path(hydra_config.runtime.output_dir)
+    words: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
+    overrides = words["task"]
+    try:
+        before = sweep.find_job(directory, overrides) if is_sweep and cfg.mode == "fit" else None
+        if before and (directory / "checkpoints" / "last.ckpt").exists():
+            OmegaConf.update(cfg, "checkpoint", "last")
+        config = resolve_config(cfg)
+        check_config(config)
+    except Exception as error:
+        if is_sweep:
+            sweep.write_failure(directory, overrides, describe_error(error))
+        return _fail(error, directory, is_sweep)
+    if before and sweep.is_finished(before, config["steps"]):
+        return sweep.skip(before, config["sweep_metric"])
+    if before and before.status != "running":
+        where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
+        print_line(f"{directory}: {before.status}, goes on {where}")
+    choices = config_choices(hydra_config.runtime.choices, config)
+    if is_first_process():
+        _print_start(hydra_config, words, choices, config)
+        if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
+            log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
+
+    def execute() -> float:
+        supervisor.record_status(started=utc_now(), choices=choices)
+        _import_run()
+        named = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"])
+        run = build_run(
+            cfg,
+            overrides=overrides,
+            choices=choices,
+            directory_given=named or before is not None,
+            multirun=is_sweep,
+            on_start=lambda place: write_settings(cfg, overrides, place, hydra=hydra_config),
+        )
+        return run.execute()
+
+    if not supervisor.can_supervise():
+        return _execute(execute, directory, is_sweep)
+    if is_sweep and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        _import_run()  # once for all jobs, unless it could set up a GPU's library, which no fork survives
+    try:
+        status, recorded = supervisor.supervise(lambda: _execute(execute, directory, is_sweep=False))
+    except supervisor.Crash as crash:
+        if config["mode"] == "fit":
+            supervisor.write_crash_summary(directory, crash, overrides=redact_overrides(overrides))
+        return _fail(crash, directory, is_sweep)
+    if status == 1 and is_sweep:
+        raise JobFailed(recorded.get("error", "the job failed"))
+    if status:
+        sys.exit(status)
+    return float(recorded.get("value", -sys.float_info.max))
+
+
+def _print_start(hydra_config: Any, words: Any, choices: dict[str, Any], config: dict[str, Any]) -> None:
+    """Say what was chosen, before anything takes time; of a sweep's further jobs Hydra says what they differ in."""
+    if hydra_config.mode == RunMode.MULTIRUN and hydra_config.job.num > 0:
+        log_line(f"directory: {config['run_dir']}")
+        return
+    loader = GlobalHydra.instance().config_loader()
+    listed = loader.compute_defaults_list(hydra_config.job.config_name, words["hydra"], RunMode.RUN)
+    defaults = listed.overrides.known_choices | {"logger": choices["logger"]}
+    for line in start_banner(config, words["task"], choices, defaults, describe_sizes(config)):
+        log_line(line)
+
+
+def _execute(execute: Callable[[], float], directory: Path, is_sweep: bool) -> float:
+    """Execute in this process, and record the result, or what went wrong; after a crash the log file says where."""
+    with suppress(OSError):
+        faulthandler.enable((directory / "train.log").open("a", encoding="utf-8"))
+    try:
+        with signals.listening():
+            value = execute()
+            supervisor.record_status(value=value)
+            return value
+    except signals.Preempted as error:  # before there is a run
+        if is_first_process():
+            log_line(str(error))
+        sys.exit(error.exit_status)
+    except Exception as error:
+        supervisor.record_status(error=describe_error(error))
+        return _fail(error, directory, is_sweep)
+
+
+def _fail(error: Exception, directory: Path, is_sweep: bool) -> float:
+    """Say what went wrong, here in a sentence and in the log file with its traceback, and end the job."""
+    file = directory / "train.log"
+    where = "" if isinstance(error, ConfigError) or not file.exists() else f" (traceback: {file})"
+    log.error("%s%s", describe_error(error), where, exc_info=error)
+    if is_sweep:
+        raise JobFailed(describe_error(error)) from None
+    sys.exit(1)
+
+
+def _import_run() -> None:
+    """Import what a run needs; nothing of it is ever garbage, in which Python would look for some meanwhile."""
+    gc.disable()
+    try:
+        with signals.importing():
+            from grpo_lightning import run  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,294 @@
+"""What a run prints and writes as text, without control characters and secrets.
+
+Lines and log records, the banners at a run's start and end, ``summary.json``, and atomic writes.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from grpo_lightning import __version__
+from grpo_lightning.config.redaction import escape_control, redact, redact_overrides
+
+log = logging.getLogger(__name__)
+
+WIDTH = 80
+"""Columns that a line fits into, except for a path or a command that is longer by itself."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def format_number(value: float, digits: int) -> str:
+    """A number with so many decimals, as in .979, or where that says nothing with as many leading digits and one."""
+    if value and not 0.5 * 10**-digits <= abs(value) < 10:
+        return drop_leading_zero(f"{value:.{digits + 1}g}")
+    return drop_leading_zero(f"{value:.{digits}f}")
+
+
+def drop_leading_zero(number: str) -> str:
+    """``number`` without the zero before its point."""
+    return number.replace("0.", ".", 1) if number.startswith(("0.", "-0.")) else number
+
+
+def print_line(line: str) -> None:
+    """Print a line to stderr."""
+    print(redact(escape_control(line)), file=sys.stderr, flush=True)
+
+
+def log_line(line: str) -> None:
+    """Print a line to stderr, and write it to the log file of the run, if there is one."""
+    print_line(line)
+    log.info("%s", line, extra={"printed": True})
+
+
+def describe_error(error: BaseException) -> str:
+    """The message of an exception as a sentence; kinds other than ValueError and the like are named."""
+    text, kind = str(error).strip(), type(error)
+    is_plain = kind.__module__.startswith("grpo_lightning") or kind in (ValueError, RuntimeError, FloatingPointError)
+    sentence = text if text and is_plain else f"{kind.__name__}: {text}" if text else kind.__name__
+    return redact(escape_control(sentence))
+
+
+class FileFormatter(logging.Formatter):
+    """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(escape_control(super().format(record)))
+
+
+class TerminalFormatter(FileFormatter):
+    """Formats records for the terminal: tracebacks are in the file, unless HYDRA_FULL_ERROR=1."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if os.environ.get("HYDRA_FULL_ERROR") != "1":
+            record = logging.makeLogRecord(vars(record) | {"exc_info": None, "exc_text": None, "stack_info": None})
+        return super().format(record)
+
+
+class TerminalHandler(logging.StreamHandler[Any]):
+    """Writes to the current ``sys.stderr``: while a progress bar is shown, above it. `log_line` has printed its own.
+
+    Args:
+        stream: Not used; Hydra hands one over.
+    """
+
+    def __init__(self, stream: object = None) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """What is written to."""
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "printed", False):
+            super().emit(record)
+
+
+class PipeSafeStream:
+    """A stream that outlives its reader: what is printed after ``| head -2`` has ended goes nowhere.
+
+    Args:
+        stream: The stream, such as ``sys.stdout``; everything but writing is its own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or nothing if nobody reads any more."""
+        with self._survive():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over what was written, if anybody reads it."""
+        with self._survive():
+            self._stream.flush()
+
+    @contextmanager
+    def _survive(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # also for what libraries write, and for the last flush
+            os.close(null)
+
+
+def survive_closed_pipes() -> None:
+    """Make ``sys.stdout`` and ``sys.stderr`` of this process `PipeSafeStream`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, PipeSafeStream):
+            setattr(sys, name, PipeSafeStream(stream))
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write under, which takes its place at the end: there is the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path``, all of it or nothing; a string as UTF-8.
+
+    Raises:
+        OSError: It cannot be written; the old file is as it was.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a JSON file by a new one, or leave it as it is and warn."""
+    try:
+        write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    except OSError as error:  # a full disk: not a second error that would hide the first
+        log.warning("%s cannot be written: %s", path, error.strerror)
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> None:
+    """Write ``summary.json``; a later validation or export of a directory does not overwrite that of its training.
+
+    A preflight, which is no run yet, has ``summary_preflight.json`` in any case.
+
+    Args:
+        directory: The run's.
+        summary: "metrics", "values" (of each metric over the run), "steps", "seconds", "started", "choices" (group of
+            conf/ -> name or names), "overrides", "status" and "error".
+        mode: What the run did.
+    """
+    path = directory / "summary.json"
+    if mode == "preflight" or (mode != "fit" and path.exists()):
+        path = directory / f"summary_{mode}.json"
+    write_json(path, summary)
+
+
+def utc_now() -> str:
+    """The time, as in 2026-01-31T23:59:59+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def escape_formula(value: Any) -> Any:
+    """A cell of a CSV file: an apostrophe stands before what spreadsheets would run as a formula.
+
+    Args:
+        value: Of any type; a text that is a number stays.
+    """
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(value):
+        return f"'{value}"
+    return value
+
+
+def start_banner(
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    choices: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    sizes: str,
+) -> list[str]:
+    """The lines that say what a run was set to, what that amounts to, and where it writes.
+
+    Args:
+        config: The settings.
+        overrides: What the user changed.
+        choices: The parts of the run: group of conf/ -> name, or names.
+        defaults: The parts of a run without overrides.
+        sizes: What the settings amount to, in words.
+    """
+    steps = f", {config['steps']} steps" if config["mode"] == "fit" else ""
+    start = f", from checkpoint={config['checkpoint']}" if config["checkpoint"] is not None else ""
+    lines = [f"grpo-lightning {__version__}: {config['mode']}{steps}, seed {config['seed']}{start}"]
+    words = (word.partition("=") for word in redact_overrides(overrides))
+    changed = {key.lstrip("+~"): "left out" if key.startswith("~") else value for key, _, value in words}
+    changed |= {group: names for group, names in choices.items() if group in changed or names != defaults.get(group)}
+    for key, value in changed.items():
+        if key not in ("mode", "steps", "seed", "checkpoint"):  # of which the first line tells
+            lines.append(f"{key}: {value if isinstance(value, str) else ', '.join(value)}")
+    if config["mode"] == "fit":
+        lines += wrap(sizes)
+    return lines + _on_one_line(f"directory: {config['run_dir']}", "(settings: .hydra/config.yaml)")
+
+
+def end_banner(
+    summary: Mapping[str, Any], config: Mapping[str, Any], directory: Path, command: str, *, is_job: bool = False
+) -> list[str]:
+    """The lines that end a run: the outcome, what it leaves behind, and how to go on.
+
+    Args:
+        summary: As in ``summary.json``.
+        config: The run's settings.
+        directory: The run's directory.
+        command: The one that continues the run.
+        is_job: Whether it is one of a sweep, which ends with one line.
+    """
+    seconds = f"{summary['seconds']:.0f} s"
+    if config["mode"] == "validate":
+        metrics = {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}
+        parts = [*(f"{metric_label(name)} {format_number(value, 3)}" for name, value in metrics.items()), seconds]
+        line = "validated: " + " · ".join(parts)
+        return [line] if len(line) <= WIDTH else ["validated:", *(f"  {part}" for part in parts)]
+    if config["mode"] != "fit":
+        return []
+    lines = [" · ".join([*_change(summary["values"], config["sweep_metric"]), seconds])]
+    if is_job:
+        return lines
+    if (directory / "export").is_dir():
+        lines += _on_one_line("exported to", str(directory / "export"))
+    if (directory / "tensorboard").is_dir():
+        lines += _on_one_line("look at it with:", f"tensorboard --logdir {shlex.quote(str(directory))}")
+    if (directory / "checkpoints" / "last.ckpt").exists():
+        lines += _on_one_line("continue with:", command)
+    return lines
+
+
+def _change(values: Mapping[str, Any], metric: str) -> list[str]:
+    """First, last and best value of a metric of ``summary.json``, or of the next best one that has values."""
+    name = next((name for name in (metric, "val/pass@1", "reward/total", "loss/total") if name in values), None)
+    if name is None:
+        return []
+    value = values[name]
+    last = format_number(value["last"], 3)
+    if value.get("first_step", 0) == value.get("last_step", 1):
+        return [f"{metric_label(name)} {last}"]
+    best = f" (best {format_number(value['best'], 3)} at {value['best_step']})" if "best" in value else ""
+    return [f"{metric_label(name)} {format_number(value['first'], 3)} → {last}{best}"]
+
+
+def metric_label(name: str) -> str:
+    """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
+    name = name.removeprefix("val/")
+    return {"reward/total": "reward", "loss/total": "loss"}.get(name) or name.removeprefix("reward/")
+
+
+def wrap(text: str) -> list[str]:
+    """``text`` in lines that fit a terminal; a word that does not, such as a path, stays whole."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _on_one_line(first: str, second: str) -> list[str]:
+    """One line, or where that does not fit two: what is to be copied is never cut."""
+    line = f"{first} {second}"
+    return [line] if len(line) <= WIDTH else [first, f"  {second}"]
