@@ -15,8 +15,7 @@ from torch import nn
 from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.shell import quote_value
 from grpo_lightning.data import PromptData
-from grpo_lightning.environment import Environment, Played
-from grpo_lightning.environment.played import is_generator
+from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import RewardSpec
@@ -115,7 +114,7 @@ class ObjectOverrides:
             self.replace("environment", value)
         elif callable(value):
             self.overrides.append("environment=live")
-            self.objects["environment.function"] = Played(value) if is_generator(value) else value
+            self.objects["environment.function"] = value
         else:
             raise ValueError(
                 f"environment={value!r:.80}: needs a function, a generator function, an Environment or None"

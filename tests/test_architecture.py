@@ -25,7 +25,7 @@ USED_BY = {
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"cli", "composition", "sweep"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml
-    "jsonschema": {"environment/tools/schema.py", "reward"},
+    "jsonschema": {"reward"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
     "lightning": {
         *("data", "module", "callbacks", "distributed", "checkpoint", "composition", "object_overrides", "run"),
@@ -50,7 +50,7 @@ USED_BY = {
     "tokenizers": {"policy"},
     "torchmetrics": {"validation"},
     "safetensors": {"sampler", "policy/loading.py"},  # comes with transformers
-    "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools/schema.py"},
+    "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
     "yaml": {"data", "report", "config"},

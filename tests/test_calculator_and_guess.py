@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from grpo_lightning.data.episodes import Numbers
+from grpo_lightning.data.demonstrations import Numbers
 from grpo_lightning.environment import BadCall
-from grpo_lightning.environment.calculator import calculator
-from grpo_lightning.environment.guess import guess
+from grpo_lightning.environment.builtin import calculator, guess
 from tests.support.composed import ROOT
 from tests.test_readme import FENCE
 

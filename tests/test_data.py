@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from grpo_lightning.data import PromptData, hold_out, keep
+from grpo_lightning.data.files import Inline, JsonLines
+from grpo_lightning.data.files import prompts as jsonl_prompts
 from grpo_lightning.data.hub import Hub, gsm8k_row
 from grpo_lightning.data.hub import prompts as hub_prompts
-from grpo_lightning.data.jsonl import Inline, JsonLines
-from grpo_lightning.data.jsonl import prompts as jsonl_prompts
 from grpo_lightning.data.order import StepSampler, even_batches, permutation, prompt_index
 from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, DATASETS, ReasoningGym
 from grpo_lightning.data.reasoning_gym import prompts as gym_prompts

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grpo_lightning.data.demonstrations import OwnDemonstrations
+from grpo_lightning.data.demonstrations import FileDemonstrations
 from grpo_lightning.reward.accuracy import demonstrated
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
@@ -27,16 +27,16 @@ def test_completions_stand_in_a_column_a_message_or_at_the_end_of_a_conversation
             {"prompt": [message("user", "two")], "completion": [message("assistant", "2")], "answer": "2"},
         ],
     )
-    rows = OwnDemonstrations(path, "prompt", "completion")
+    rows = FileDemonstrations(path, "prompt", "completion")
     assert [rows[i] for i in range(len(rows))] == [
         ("one", {"answer": "1", "completion": "1"}),
         ([message("user", "two")], {"answer": "2", "completion": "2"}),
     ]
     talk = [message("system", "s"), message("user", "u"), message("assistant", "a")]
     path = write(tmp_path / "b.jsonl", [{"messages": talk}])
-    assert OwnDemonstrations(path, "messages", "completion")[0] == (talk[:2], {"completion": "a"})
+    assert FileDemonstrations(path, "messages", "completion")[0] == (talk[:2], {"completion": "a"})
     path = write(tmp_path / "c.jsonl", [{"question": "q", "solution": "s"}])
-    assert OwnDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
+    assert FileDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
 
 
 def test_what_is_no_demonstration_is_named_by_its_row(tmp_path):
@@ -48,8 +48,8 @@ def test_what_is_no_demonstration_is_named_by_its_row(tmp_path):
         {"prompt": [message("user", "x"), message("user", "y")]},
     ):
         rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
-        with pytest.raises(ValueError, match=rf"row {len(rows)}, column 'completion': .*; allowed: text, one message"):
-            OwnDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
+        with pytest.raises(ValueError, match=rf"row {len(rows)}, column 'completion': .*expected text, one message"):
+            FileDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
 
 
 def test_right_is_what_the_demonstration_answers():

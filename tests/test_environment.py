@@ -5,11 +5,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from grpo_lightning.reward.engine import pool
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.environment import Environment, EpisodeError
-from grpo_lightning.reward import workers
+from grpo_lightning.environment import Environment, EpisodeError, Episodes
 from tests.support import environments
 from tests.support.environments import begun, told
 from tests.support.workers import limited
@@ -26,7 +26,7 @@ def one_worker():
 @WHERE
 def test_an_episode_is_played_turn_by_turn(timeout):
     episodes = begun(environments.guess, {"number": [5, 20, 7, 3]}, timeout=timeout)
-    assert episodes.waits is (timeout is not None)
+    assert episodes.is_slow is (timeout is not None)
     assert told(episodes, 0, "3", " 9 ", "5") == ["higher", "lower", None]
     assert told(episodes, 1, "21", "blue") == ["lower", None]
     assert told(episodes, 2, "1", "2", "3", "9") == ["higher", "higher", "higher", None]  # the fourth would go on: cut
@@ -113,7 +113,7 @@ def test_what_an_answer_may_be(what, reply, score, timeout):
 def test_an_exception_is_a_failure_of_its_row(how, failure, timeout):
     episodes = begun(environments.ends_itself, {"how": ["well", how, "well"]}, timeout=timeout, max_failed=0.3)
     for row in range(3):
-        episodes.said(row, "the last words")
+        episodes.step(row, "the last words")
     assert [episodes.reply(row) for row in range(3)] == [None] * 3
     assert episodes.scores == [((0, 1.0),), (), ((0, 1.0),)]
     assert episodes.over == [True, False, True]
@@ -142,7 +142,7 @@ def test_workers_that_hang_or_die_are_failures():
     episodes = begun(environments.ends_itself, {"how": hows}, timeout=2.0, max_failed=0.49)
     began = time.monotonic()
     for row in range(len(hows)):
-        episodes.said(row, "x")
+        episodes.step(row, "x")
     assert [episodes.reply(row) for row in range(len(hows))] == [None] * len(hows)
     assert time.monotonic() - began < 30
     assert episodes.scores == [(), ((0, 1.0),)] * 6
@@ -162,7 +162,7 @@ def test_workers_that_hang_or_die_are_failures():
 )
 def test_columns_are_checked_first(columns, message):
     with pytest.raises(EpisodeError, match=message):
-        Environment(environments.guess, 4).episodes(["p"], columns, [(0, 0, 0)])
+        Episodes(Environment(environments.guess, 4), ["p"], columns, [(0, 0, 0)])
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_settings_are_checked(settings, message):
 def test_what_an_object_says_of_itself_is_read():
     environment = Environment(environments.Tool(2), 4)
     assert environment.tools == environments.Tool.tools
-    assert environment.reply_role == environment.episodes([], {}, []).role == "tool"
+    assert environment.reply_role == Episodes(environment, [], {}, []).role == "tool"
     assert Environment(environments.Tool(2), 4, role="user").reply_role == "user"
     assert Environment(environments.guess, 4).tools is None
     assert environment.name == "tests.support.environments.Tool"
-    episodes = environment.episodes(["p"], {}, [(0, 0, 0)])
+    episodes = Episodes(environment, ["p"], {}, [(0, 0, 0)])
     assert told(episodes, 0, "a", "b") == ["more", None]
 
 
@@ -199,9 +199,9 @@ def test_a_signal_ends_the_wait_for_an_environment_that_hangs(monkeypatch):
     monkeypatch.setattr(signals, "current", lambda: SimpleNamespace(check=asked_to_end))
     environment = Environment(environments.ends_itself, 4, timeout=60.0)
     start = time.monotonic()
-    episodes = environment.episodes(["p"], {"how": ["hang"]}, [(0, 0, 0)], asked_to_end)
-    episodes.said(0, "x")
+    episodes = Episodes(environment, ["p"], {"how": ["hang"]}, [(0, 0, 0)], asked_to_end)
+    episodes.step(0, "x")
     with pytest.raises(Preempted):
         episodes.reply(0)
     assert time.monotonic() - start < 30
-    workers.close()
+    pool.close()

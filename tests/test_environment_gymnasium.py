@@ -6,9 +6,9 @@ import random
 import sys
 
 import pytest
+from grpo_lightning.settings import check_built
 
-from grpo_lightning.config import check_runtime
-from grpo_lightning.environment import BadCall, Environment
+from grpo_lightning.environment import BadCall, Environment, Episodes
 from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from tests.support import corridors
 from tests.support.composed import build, composed
@@ -78,9 +78,9 @@ def test_an_episode_in_this_process_and_in_a_worker():
     told = []
     for timeout in (None, 30.0):
         made = pickle.loads(pickle.dumps(lake()))
-        episodes = Environment(made, 10, timeout).episodes(["?"], {"seed": [4]}, [(0, 0, 0)])
+        episodes = Episodes(Environment(made, 10, timeout), ["?"], {"seed": [4]}, [(0, 0, 0)])
         for turn in turns:
-            episodes.said(0, turn)
+            episodes.step(0, turn)
             episodes.reply(0)
         assert episodes.over == [True]
         assert episodes.scores == [((0, 0.0), (1, 0.0), (3, 0.0), (4, 0.0), (5, 0.0), (6, 1.0))]
@@ -132,4 +132,4 @@ def test_the_settings_make_it():
     own = [WORDS[0], "environment.function.id=null", "environment.function.describe=null"]
     own += ["environment.function.make={_target_: tests.support.corridors.corridor, _partial_: true}"]
     assert build(*own)("environment").function.observed(1).startswith("at ")
-    check_runtime(composed(*own))
+    check_built(composed(*own))

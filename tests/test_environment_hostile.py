@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from grpo_lightning.environment import BadCall
-from grpo_lightning.environment.answer import read
+from grpo_lightning.environment.base import StepResult
+from grpo_lightning.environment.builtin import Retry
 from grpo_lightning.environment.gymnasium import Gymnasium
 from grpo_lightning.environment.python import _cell
-from grpo_lightning.environment.retry import Retry
 from grpo_lightning.environment.tools import Tools
 from grpo_lightning.policy.chat import special_ids
 from grpo_lightning.reward.accuracy import exact
@@ -55,7 +55,7 @@ def test_none_escapes_hangs_or_raises(replies):
         if reply is not None:
             assert len(reply) <= LONGEST
             reply.encode()
-            assert read(reply).is_bad_call is isinstance(reply, BadCall)
+            assert StepResult.of(reply).is_bad_call is isinstance(reply, BadCall)
             assert "Traceback" not in reply
             assert "site-packages" not in reply
     assert slowest < 0.5

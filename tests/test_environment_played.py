@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning.environment import Environment, Played, check_columns
+from grpo_lightning.environment import Environment, GeneratorEnvironment, check_columns
 from tests.support import environments
 from tests.support.environments import begun, told
 from tests.support.workers import limited
@@ -21,7 +21,7 @@ def one_worker():
 
 @WHERE
 def test_a_generator_is_played_again_for_every_turn(timeout):
-    episodes = begun(Played(environments.countdown), {"start": [10, 10, 10, 99]}, timeout=timeout)
+    episodes = begun(GeneratorEnvironment(environments.countdown), {"start": [10, 10, 10, 99]}, timeout=timeout)
     assert told(episodes, 0, "3", "2", "5") == ["7 left", "5 left", None]
     assert told(episodes, 1, "2", "9") == ["8 left", None]
     assert told(episodes, 2, "1", "stop") == ["9 left", None]
@@ -38,7 +38,7 @@ def test_a_generator_is_played_again_for_every_turn(timeout):
 
 @WHERE
 def test_its_random_numbers_are_the_same_again(timeout):
-    episodes = begun(Played(environments.shop), {"goal": ["tea"] * 6}, timeout=timeout)
+    episodes = begun(GeneratorEnvironment(environments.shop), {"goal": ["tea"] * 6}, timeout=timeout)
     stocks = [told(episodes, row, "look", "look again") for row in range(6)]
     assert all(first == again for first, again in stocks)
     assert len({first for first, _ in stocks}) > 1
@@ -59,7 +59,7 @@ def test_its_random_numbers_are_the_same_again(timeout):
     ],
 )
 def test_what_is_no_play_is_a_failure(function, turns, failure):
-    episodes = begun(Played(function), {"start": [1]})
+    episodes = begun(GeneratorEnvironment(function), {"start": [1]})
     assert told(episodes, 0, *["x"] * turns)[-1] is None
     assert episodes.failed[0].startswith(f"answer: {failure}")
 
@@ -72,7 +72,7 @@ def long(start):
 
 
 def test_a_reply_that_was_cut_is_recognized():
-    episodes = begun(Played(long), {"start": [1]}, max_reply=100)
+    episodes = begun(GeneratorEnvironment(long), {"start": [1]}, max_reply=100)
     first, second = told(episodes, 0, "a", "b")
     assert first == second == "1" + "x" * 73 + "… (1001 characters in all)"
     assert len(first) == 100
@@ -80,22 +80,22 @@ def test_a_reply_that_was_cut_is_recognized():
 
 
 def test_what_is_bound_is_kept_and_what_is_named_is_found():
-    played = Played(partial(environments.countdown, start=3))
+    played = GeneratorEnvironment(partial(environments.countdown, start=3))
     check_columns(Environment(played, 4), ["start"])
     episodes = begun(played, {"start": [10]})
     assert told(episodes, 0, "3") == [None]
     assert episodes.scores == [((0, 1.0),)]  # 3 - 3 = 0
     with pytest.raises(ValueError, match="parameter 'start' is no column"):
-        check_columns(Environment(Played(environments.countdown), 4), [])
+        check_columns(Environment(GeneratorEnvironment(environments.countdown), 4), [])
     assert told(begun(pickle.loads(pickle.dumps(played)), size=1), 0, "2") == ["1 left"]
 
 
 def test_only_generators_are_played():
     with pytest.raises(ValueError, match="expected a generator function"):
-        Played(environments.guess)
+        GeneratorEnvironment(environments.guess)
 
     def knowing(turns):
         yield
 
     with pytest.raises(ValueError, match="without the parameter 'turns'"):
-        Played(knowing)
+        GeneratorEnvironment(knowing)

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_lightning.composition import resolve_config
 from grpo_lightning.config import ConfigError, check_runtime
-from grpo_lightning.environment import Environment
+from grpo_lightning.environment import Environment, Episodes
 from grpo_lightning.environment.python import Python
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Unavailable
@@ -140,13 +140,13 @@ def test_a_cell_at_a_limit_leaves_nothing_behind():
 
 def test_an_episode_in_a_worker():
     environment = Environment(Python(**LIMITS), 4, timeout=60.0)
-    episodes = environment.episodes(["?"] * 2, {}, [(0, 0, 0), (0, 0, 1)])
+    episodes = Episodes(environment, ["?"] * 2, {}, [(0, 0, 0), (0, 0, 1)])
     for turn, replies in (("x = 5", ["(no output)", "(no output)"]), ("x + 1", ["6", "6"])):
         for row in range(2):
-            episodes.said(row, fenced(turn))
+            episodes.step(row, fenced(turn))
         assert [episodes.reply(row) for row in range(2)] == replies
-    episodes.said(0, "It is 6.")
-    episodes.said(1, call("python"))
+    episodes.step(0, "It is 6.")
+    episodes.step(1, call("python"))
     assert episodes.reply(0) is None
     assert episodes.reply(1).startswith("error: the only tool is python")
     assert episodes.over == [True, False]
@@ -176,5 +176,5 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
-        check_runtime(config)
+        check_built(config)
     client.close()

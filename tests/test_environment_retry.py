@@ -8,8 +8,8 @@ import pytest
 
 from grpo_lightning.composition import resolve_config
 from grpo_lightning.config import check_config, check_runtime
-from grpo_lightning.environment import Environment, check_columns
-from grpo_lightning.environment.retry import Retry
+from grpo_lightning.environment import Environment, Episodes, check_columns
+from grpo_lightning.environment.builtin import Retry
 from grpo_lightning.reward import PerCompletion
 from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
 from grpo_lightning.reward.mathematics import math
@@ -87,11 +87,11 @@ def test_what_it_needs_is_what_the_verifier_names():
 
 def test_an_episode_of_three_turns():
     retry = pickle.loads(pickle.dumps(Retry(exact, max_turns=3, discount=0.5, reply=REPLY)))
-    episodes = Environment(retry, 3).episodes(["?"] * 2, {"answer": ["7", "8"]}, [(0, 0, 0), (0, 0, 1)])
+    episodes = Episodes(Environment(retry, 3), ["?"] * 2, {"answer": ["7", "8"]}, [(0, 0, 0), (0, 0, 1)])
     for turn in ("7", "6", "5"):
         for row in range(2):
             if turn == "7" or row == 1:
-                episodes.said(row, turn)
+                episodes.step(row, turn)
                 episodes.reply(row)
     assert episodes.scores == [((0, 1.0),), ((2, 0.0),)]
     assert episodes.over == [True, True]
@@ -104,8 +104,8 @@ def test_the_settings_are_those_of_the_data_and_of_the_environment():
     function = config["environment"]["function"]
     assert function["max_turns"] == 5
     assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"
-    check_config(composed("environment=retry"))
-    check_runtime(composed("environment=retry"))
+    check(composed("environment=retry"))
+    check_built(composed("environment=retry"))
     environment = build("environment=retry", "environment.max_turns=2")("environment")
     row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
     assert environment.function(turns=["olle"], **row) == REPLY

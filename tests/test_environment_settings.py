@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo_lightning as grpo
-from grpo_lightning.environment import Environment, EpisodeError, Played
+from grpo_lightning.environment import Environment, EpisodeError, GeneratorEnvironment
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build
@@ -49,7 +49,7 @@ def test_training_and_validation_have_the_same_environment():
         assert (one.max_turns, one.timeout, one.max_failed, one.failed_score) == (3, 2, 0.5, None)
         assert (one.max_reply, one.reply_role, one.name) == (10_000, "tool", "tests.support.environments.guess")
     played = build("environment=played", "environment.function.function._target_=tests.support.environments.shop")
-    assert isinstance(played("environment").function, Played)
+    assert isinstance(played("environment").function, GeneratorEnvironment)
 
 
 def test_every_value_out_of_range_is_named():
@@ -128,7 +128,7 @@ def test_a_function_becomes_an_environment():
     played = grpo.compose(
         *SMALL, environment=environments.countdown, reward=letters, data=[row | {"start": 3} for row in ROWS]
     )
-    assert isinstance(played.module.rollout.environment.function, Played)
+    assert isinstance(played.module.rollout.environment.function, GeneratorEnvironment)
 
 
 def test_a_missing_column_is_an_early_error(monkeypatch):

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning.environment import BadCall, Environment
+from grpo_lightning.environment import BadCall, Environment, Episodes
 from grpo_lightning.environment.tools import Over, Tools
 from tests.support import toolbox
 from tests.support.checkpoints import write_checkpoint
@@ -257,18 +257,18 @@ def test_episodes_with_tools_in_this_process_and_in_workers():
         assert environment.reply_role == "tool"
         assert environment.tools == environment.function.tools
         columns = {"table": [{"a": word} for word in words], "answer": words}
-        episodes = environment.episodes(["?"] * 3, columns, [(0, 0, member) for member in range(3)])
+        episodes = Episodes(environment, ["?"] * 3, columns, [(0, 0, member) for member in range(3)])
         for row in range(3):
-            episodes.said(row, call("look_up", key="a"))
+            episodes.step(row, call("look_up", key="a"))
         replies = [episodes.reply(row) for row in range(3)]
         assert [reply.split()[0] for reply in replies] == words
         if timeout is None:
             here = replies
         else:
             assert replies == here
-        episodes.said(0, "<tool_call>")
-        episodes.said(1, "done")
-        episodes.said(2, call("misbehave", how="value"))
+        episodes.step(0, "<tool_call>")
+        episodes.step(1, "done")
+        episodes.step(2, call("misbehave", how="value"))
         assert episodes.reply(0).startswith("error: the call has no end")
         assert episodes.reply(1) is None
         assert episodes.reply(2).startswith("error: misbehave: ValueError")

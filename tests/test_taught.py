@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import reasoning_gym
 
-from grpo_lightning.data.taught import Demonstrations, demonstrate
+from grpo_lightning.data.demonstrations import ReasoningDemonstrations as Demonstrations
+from grpo_lightning.data.demonstrations import demonstrate
 
 TASKS = {
     "basic_arithmetic": {"max_terms": 4, "max_digits": 1, "operators": ["+", "-"], "allow_parentheses": False},

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from grpo_lightning.data.demonstrations import OwnDemonstrations
+from grpo_lightning.data.demonstrations import FileDemonstrations
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
@@ -89,7 +89,7 @@ def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
         json.dumps({"prompt": "p", "completion": "c"}) + "\n" + json.dumps({"prompt": "p", "completion": talk})
     )
     with pytest.raises(ValueError, match=f"row 2, column 'completion'(: {message}|, message 3: )"):
-        OwnDemonstrations(str(file), "prompt", "completion")
+        FileDemonstrations(str(file), "prompt", "completion")
 
 
 class Own(nn.Module):

@@ -1,15 +1,25 @@
-"""Demonstrations for the supervised stage: files of one's own, or those that taught the shipped policy."""
+"""Demonstrations for the supervised stage: files, or synthetic ones that are mediocre on purpose.
 
-from collections.abc import Callable, Sequence
+Row i of a synthetic source is a function of its seed and of i. Most rows do not use what there is to learn, or slip now
+and then, so that GRPO has something to repair in a policy that was taught by them.
+"""
+
+import operator
+import random
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from grpo_lightning.config.rules import messages_problem
-from grpo_lightning.data import PromptData, Row, Source
-from grpo_lightning.data.jsonl import JsonLines, checked_prompt
+from grpo_lightning.data.datamodule import PromptData
+from grpo_lightning.data.files import JsonLines, check_prompt
+from grpo_lightning.data.sources import GeneratedRows, Row, Source
+from grpo_lightning.types import Message
 
 
-class OwnDemonstrations:
+class FileDemonstrations:
     """Prompts with the completions to imitate, of JSON lines or parquet files.
 
     A row has a prompt and a completion, each as text or chat messages, and any further columns. Of several turns the
@@ -47,17 +57,17 @@ def _demonstration(row: Row, where: str, column: str) -> Row:
         first = next((n for n, message in enumerate(prompt) if n and message["role"] == "assistant"), len(prompt) - 1)
         prompt, completion = prompt[:first], prompt[first:]
     place = f"{where}, column {column!r}"
-    allowed = (
-        "allowed: text, one message of the assistant, or several in turn with replies; or a conversation in the "
+    expected = (
+        "expected text, one message of the assistant, or several in turn with replies; or a conversation in the "
         "prompt's column that the assistant ends"
     )
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
-        messages: Any = checked_prompt(completion, place)
+        messages: Any = check_prompt(completion, place)
         if fault := messages_problem(messages):
-            raise ValueError(f"{place}: {fault}; {allowed}")
+            raise ValueError(f"{place}: {fault}; {expected}")
         completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:
-        raise ValueError(f"{place}: {completion!r:.80}; {allowed}")
+        raise ValueError(f"{place}: {expected}, got {completion!r:.80}")
     return prompt, {**others, "completion": completion}
 
 
@@ -71,20 +81,225 @@ def prompts(
     validation: Callable[[], Source],
     **settings: Any,
 ) -> PromptData:
-    """Data of demonstrations.
+    """Data module of demonstrations.
 
     Args:
         path: Training file or files; None takes ``train`` and ``validation``.
         validation_path: File or files with held-out demonstrations; None holds out rows of the training files.
-        prompt_column: As in `OwnDemonstrations`.
-        completion_column: As in `OwnDemonstrations`.
+        prompt_column: As in `FileDemonstrations`.
+        completion_column: As in `FileDemonstrations`.
         train: Opens the demonstrations that taught the shipped policy.
         validation: Opens those that measured it.
         settings: Everything else that ``PromptData`` needs.
     """
     if path is None:
         return PromptData(train=train, validation=validation, **settings)
-    own = partial(OwnDemonstrations, prompt_column=prompt_column, completion_column=completion_column)
+    source = partial(FileDemonstrations, prompt_column=prompt_column, completion_column=completion_column)
     return PromptData(
-        train=partial(own, path), validation=partial(own, validation_path) if validation_path else None, **settings
+        train=partial(source, path),
+        validation=partial(source, validation_path) if validation_path else None,
+        **settings,
     )
+
+
+def _probability(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: expected a probability from 0 to 1")
+    return value
+
+
+# Reasoning in tags, for the shipped policy. A slip is carried on to the answer. Slips are spread over many values, so a
+# policy that imitates them is often wrong when it samples, while its likeliest answer stays right.
+
+Reasoning: TypeAlias = Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]
+"""(entry's metadata, random numbers, probability that a step slips) -> the reasoning, and the answer it comes to."""
+
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
+_SHIFTS = (*range(-11, 0), *range(1, 12))  # a slip adds one of these: together they may be likely, each alone is rare
+
+
+def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Operations from left to right, one equation each, and the last result; later ones follow from a wrong one."""
+    result, equations = first, []
+    for symbol, number in operations:
+        value = _OPERATORS[symbol](result, number) + (rng.choice(_SHIFTS) if rng.random() < slips else 0)
+        equations.append(f"{result}{symbol}{number}={value}")
+        result = value
+    return " ".join(equations), str(result)
+
+
+def _expression(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Sums and products: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
+    expression = metadata["expression"]
+    if not re.fullmatch(r"-?\d+( [-+*] -?\d+)+", expression):
+        raise ValueError(f"expression: expected whole numbers joined by +, - or *, got {expression!r}")
+    first, *rest = expression.split()
+    return _compute(int(first), list(zip(rest[::2], map(int, rest[1::2]), strict=True)), rng, slips)
+
+
+def _equation(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Linear equations: "57 - x = 12" becomes "57-12=45", "3*x + 4 = 10" becomes "10-4=6 6/3=2"."""
+    variable, equation = metadata["variable"], metadata["equation"]
+    left, _, right = equation.replace(" ", "").partition("=")
+    term = re.search(rf"([+-]?)(?:(\d+)\*)?{variable}", left)
+    constant = re.fullmatch(r"[+-]?\d*", left.replace(term[0], "", 1)) if term else None
+    if term is None or constant is None:
+        raise ValueError(f"equation: expected one variable {variable!r} and numbers, got {equation!r}")
+    number, division = int(constant[0] or 0), [("/", int(term[2]))] if term[2] else []
+    if term[1] == "-":
+        return _compute(number, [("-", int(right)), *division], rng, slips)
+    return _compute(int(right), [("+" if number < 0 else "-", abs(number)), *division], rng, slips)
+
+
+def _backward(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
+    """Words: "sun" is spelled "s u n", then read backward; a slip takes any letter of the alphabet for one of them."""
+    letters = [rng.choice(string.ascii_lowercase) if rng.random() < slips else letter for letter in metadata["word"]]
+    return " ".join(letters), "".join(reversed(letters))
+
+
+_REASONING: Mapping[str, Reasoning] = {
+    "basic_arithmetic": _expression,
+    "chain_sum": _expression,
+    "products": _expression,
+    "simple_equations": _equation,
+    "spell_backward": _backward,
+}
+
+
+def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
+    """A completion that reasons and answers, without an end of sequence.
+
+    Args:
+        task: Name of a reasoning_gym data set.
+        entry: One of its entries.
+        rng: Decides where the demonstration slips, and to what.
+        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
+
+    Returns:
+        ``<think>reasoning</think><answer>answer</answer>``.
+
+    Raises:
+        ValueError: The entry is of a kind that the demonstrations of its task do not show.
+    """
+    reasoning, answer = _REASONING[task](entry["metadata"], rng, slip_rate)
+    return f"<think>{reasoning}</think><answer>{answer}</answer>"
+
+
+class ReasoningDemonstrations(GeneratedRows):
+    """Questions with demonstrated completions, cycling over the tasks.
+
+    reasoning_gym makes its entry i from the number seed + i, so two ranges [seed, seed + size) that do not overlap have
+    no entry's seed in common.
+
+    Args:
+        tasks: Name of a reasoning_gym data set -> its configuration without size and seed.
+        size: Number of demonstrations.
+        seed: First of the entries' seeds.
+        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
+
+    Raises:
+        ValueError: There is no task, or none of its demonstrations, or a size or a rate is not allowed.
+    """
+
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
+        import reasoning_gym  # takes seconds, which the other sources can do without
+
+        if not tasks or not set(tasks) <= set(_REASONING):
+            raise ValueError(f"tasks: expected one or more of {sorted(_REASONING)}, got {list(tasks)}")
+        super().__init__(size, seed)
+        self._sources = [
+            (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
+        ]
+        self._slip_rate = _probability("slip_rate", slip_rate)
+
+    def _row(self, number: int) -> Row:
+        index = number - self._seed
+        task, source = self._sources[index % len(self._sources)]
+        entry = source[index]
+        completion = demonstrate(task, entry, random.Random(f"demonstration {number}"), slip_rate=self._slip_rate)
+        columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
+        return entry["question"], {"completion": completion, **columns}
+
+
+class Products(GeneratedRows):
+    """Problems for environment=calculator such as ``Calculate 473*86.``, whose answers have five digits.
+
+    The column ``completion`` demonstrates the calculator's use, ``calc(473*86)=``, or the mere right answer.
+
+    Args:
+        size: How many there are.
+        seed: Of the first one; that of the next one is greater by 1.
+        call_rate: Share of the demonstrations that ask the calculator.
+    """
+
+    def __init__(self, size: int, seed: int, call_rate: float) -> None:
+        super().__init__(size, seed)
+        self._call_rate = _probability("call_rate", call_rate)
+
+    def _row(self, number: int) -> Row:
+        rng = random.Random(f"Products {number}")
+        first, second = rng.randint(334, 999), rng.randint(32, 99)
+        result = str(first * second)
+        turns = [f"<answer>{result}</answer>"]
+        if rng.random() < self._call_rate:
+            turns = [f"calc({first}*{second})=", result, *turns]
+        return f"Calculate {first}*{second}.", {"answer": result, "completion": _messages(turns)}
+
+
+class Numbers(GeneratedRows):
+    """Games for environment=guess, in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
+
+    It is the column ``number``, and as a text the column ``answer``; ``highest`` games in a row have each number once.
+    The column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the
+    middle third of those that the replies have left; in the others the player guesses any number, whatever was replied.
+
+    Args:
+        size: How many games there are.
+        seed: Of the first one; that of the next one is greater by 1.
+        highest: The greatest number.
+        guesses: How many guesses there are in a game.
+        careful_rate: Share of the games with a careful player.
+    """
+
+    def __init__(self, size: int, seed: int, highest: int, guesses: int, careful_rate: float) -> None:
+        super().__init__(size, seed)
+        for name, count in (("highest", highest), ("guesses", guesses)):
+            if count < 1:
+                raise ValueError(f"{name}={count}: expected 1 or more")
+        self._highest, self._guesses = highest, guesses
+        self._careful_rate = _probability("careful_rate", careful_rate)
+
+    def _row(self, number: int) -> Row:
+        rng = random.Random(f"Numbers {number}")
+        number = number % self._highest + 1
+        prompt = f"Guess my number from 1 to {self._highest}. You have {self._guesses} guesses."
+        completion = _messages(self._game(number, rng))
+        return prompt, {"number": number, "answer": str(number), "completion": completion}
+
+    def _game(self, number: int, rng: random.Random) -> list[str]:
+        """Guesses in turn with the replies to them, up to the right guess or the last one that is allowed."""
+        turns: list[str] = []
+        low, high = 1, self._highest
+        is_careful = rng.random() < self._careful_rate
+        for _ in range(self._guesses):
+            third = (high - low + 1) // 3
+            guessed = rng.randint(low + third, high - third) if is_careful else rng.randint(1, self._highest)
+            turns.append(str(guessed))
+            if guessed == number:
+                break
+            if guessed < number:
+                low = guessed + 1
+            else:
+                high = guessed - 1
+            turns.append("higher" if guessed < number else "lower")
+        return turns if len(turns) % 2 else turns[:-1]
+
+
+def _messages(turns: Sequence[str]) -> list[Message]:
+    """The assistant's turns and the user's replies to them, in turn."""
+    return [{"role": "user" if number % 2 else "assistant", "content": text} for number, text in enumerate(turns)]

@@ -1,43 +1,33 @@
 """Prompts from a data set of the Hugging Face hub, or from a local copy of one."""
 
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.exceptions import DatasetGenerationError
-
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
-from grpo_lightning.data import PromptData
-from grpo_lightning.data.jsonl import Rows
+from grpo_lightning.data.datamodule import PromptData
+from grpo_lightning.data.files import Rows
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
 
+RowFilter = Callable[[dict[str, Any]], bool]
 RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
-def gsm8k_answer(text: str) -> str:
-    """The final answer of a GSM8K solution: what follows the last "####", without thousands separators.
-
-    Args:
-        text: A worked solution.
+def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A GSM8K row with its bare answer, what follows the last "####", in place of the worked solution.
 
     Raises:
-        ValueError: If nothing follows such a mark.
+        ValueError: Nothing follows such a mark.
     """
-    _, _, answer = text.rpartition("####")
+    _, mark, answer = row["answer"].rpartition("####")
     answer = answer.replace(",", "").strip()
-    if "####" not in text or not answer:
-        raise ValueError(f"no answer after '####' in {text[-60:]!r}")
-    return answer
-
-
-def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A GSM8K row with its bare answer in place of the worked solution; raises as ``gsm8k_answer``."""
-    return {**row, "answer": gsm8k_answer(row["answer"])}
+    if not mark or not answer:
+        raise ValueError(f"no answer after '####' in {row['answer'][-60:]!r}")
+    return {**row, "answer": answer}
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
@@ -59,7 +49,7 @@ class Hub(Rows):
         map_row: Row as published -> row whose columns are then selected and renamed; None leaves it as it is.
 
     Raises:
-        ValueError: If the data set, its split or a column does not exist, or a row is malformed.
+        ValueError: The data set, its split or a column does not exist, or a row is malformed.
     """
 
     def __init__(
@@ -69,7 +59,7 @@ class Hub(Rows):
         name: str | None = None,
         revision: str | None = None,
         columns: Mapping[str, str] | None = None,
-        filter: Callable[[dict[str, Any]], bool] | None = None,
+        filter: RowFilter | None = None,
         map_row: RowMap | None = None,
     ) -> None:
         table = _load(path, split, name, revision)
@@ -94,37 +84,38 @@ class Hub(Rows):
         super().__init__(rows, "prompt", lambda i: f"{source}, row {numbers[i]}" if numbers else source)
 
 
-def _check_columns(columns: Mapping[str, str], there: list[str], path: str) -> None:
-    absent = sorted(set(columns.values()) - set(there))
+def _check_columns(columns: Mapping[str, str], names: list[str], path: str) -> None:
+    absent = sorted(set(columns.values()) - set(names))
     if absent or "prompt" not in columns:
         what = f"{', '.join(absent)} not in {path}" if absent else "nothing is mapped to prompt"
-        raise ValueError(f"data.columns={dict(columns)}: {what}; allowed: new name -> one of {sorted(there)}")
+        raise ValueError(f"data.columns={dict(columns)}: {what}; expected new name -> one of {sorted(names)}")
 
 
-def _load(path: str, split: str, name: str | None, revision: str | None) -> datasets.Dataset:
+def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
+    """Load a ``datasets.Dataset``."""
+    import datasets
+
     path = local_or_hub(path, "data.path")
     local = Path(path)
     try:
         if any((local / file).is_file() for file in _SAVED):
-            return _of_saved(datasets.load_from_disk(path), path, split)
+            saved = datasets.load_from_disk(path)
+            if isinstance(saved, datasets.DatasetDict):
+                if split not in saved:
+                    raise ValueError(f"no such split in {path}; there are {sorted(saved)}")
+                saved = saved[split]
+            return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
         if local.is_file():
             if local.suffix not in _KINDS:
-                raise ValueError(f"allowed: a file ending in {', '.join(_KINDS)}")
+                raise ValueError(f"expected a file ending in {', '.join(_KINDS)}")
             return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
         place = str(local.absolute()) if local.is_dir() else path  # a folder may be called json, as a format is
         return datasets.load_dataset(place, name, split=split, revision=revision)
     except Exception as error:  # of the network, of a format, or of YAML
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None  # which says what went wrong
-        told = single_line(" ".join(str(cause or error).split()))
-        raise ValueError(f"data.path={path!r}, data.split={split!r}: {told}") from error
-
-
-def _of_saved(saved: datasets.Dataset | datasets.DatasetDict, path: str, split: str) -> datasets.Dataset:
-    if not isinstance(saved, datasets.Dataset):
-        if split not in saved:
-            raise ValueError(f"no such split in {path}; allowed: {sorted(saved)}")
-        saved = saved[split]
-    return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
+        is_generation = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = (error.__cause__ if is_generation else None) or error  # whose cause says what went wrong
+        message = single_line(" ".join(str(reason).split()))
+        raise ValueError(f"data.path={path!r}, data.split={split!r}: {message}") from error
 
 
 def prompts(
@@ -135,18 +126,18 @@ def prompts(
     name: str | None,
     revision: str | None,
     columns: Mapping[str, str] | None,
-    filter: Callable[[dict[str, Any]], bool] | None,
+    filter: RowFilter | None,
     map_row: RowMap | None,
     **settings: Any,
 ) -> PromptData:
-    """The data of a run from a data set of the hub or a local copy.
+    """Data module of a data set of the hub or a local copy.
 
     Without a ``validation_split`` rows of the training split are held out. What `Hub` does not take is for
     ``PromptData``.
     """
-    source = functools.partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
+    source = partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
     return PromptData(
-        train=functools.partial(source, split=split),
-        validation=functools.partial(source, split=validation_split) if validation_split else None,
+        train=partial(source, split=split),
+        validation=partial(source, split=validation_split) if validation_split else None,
         **settings,
     )

@@ -27,16 +27,7 @@ def permutation(seed: int, epoch: int, size: int) -> Tensor:
 
 
 def prompt_index(seed: int, i: int, size: int) -> int:
-    """The index in the data of the run's prompt i: permutation(seed, i // size)[i % size].
-
-    Args:
-        seed: The run's seed.
-        i: How many prompts the run has consumed before this one, over all devices.
-        size: How many prompts the data have.
-
-    Returns:
-        An index in [0, size).
-    """
+    """The index, of ``size`` prompts, of the run's prompt i: permutation(seed, i // size)[i % size]."""
     epoch, position = divmod(i, size)
     return int(permutation(seed, epoch, size)[position])
 
@@ -68,21 +59,18 @@ class StepSampler(Sampler[list[int]]):
 
 
 def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
-    """``range(size)`` in order, in batches of which each process takes about ``batch_size``, and at least one.
+    """Divide ``range(size)`` in order into batches whose sizes differ by at most one.
 
     Args:
         size: How many prompts there are.
         batch_size: The most prompts of a batch for one process, unless another would be left with none.
-        processes: Over how many processes a batch is divided.
-
-    Returns:
-        Batches of indices, whose sizes differ by at most one.
+        processes: Over how many processes a batch is divided; each gets at least one prompt.
 
     Raises:
-        ValueError: If there are fewer prompts than processes.
+        ValueError: There are fewer prompts than processes.
     """
     if size < processes:
-        raise ValueError(f"data.validation_size={size}: allowed: at least the number of processes, {processes}")
+        raise ValueError(f"data.validation_size={size}: expected at least the number of processes, {processes}")
     num_batches = min(-(-size // (batch_size * processes)), size // processes)
     borders = [size * b // num_batches for b in range(num_batches + 1)]
     return [list(range(first, last)) for first, last in itertools.pairwise(borders)]

@@ -14,8 +14,8 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from grpo_lightning.data import Fits, PromptData, Row
-from grpo_lightning.data.source import Made
+from grpo_lightning.data.datamodule import PromptData
+from grpo_lightning.data.sources import Fits, GeneratedRows, Row
 from grpo_lightning.types import Prompt
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
@@ -24,36 +24,35 @@ _TRAIN_SEED, _VALIDATION_SEED, _SPARE_OFFSET = 0, 2**29, 2**28
 _NUM_SPARES = 2**14
 _SPARE_STRIDE = 167  # odd, so that successive tries of an entry meet different spares
 _TRIES = 100
-_REMEMBERED = 1024  # entries; some tasks need a second for each
+_CACHE_SIZE = 1024  # entries; some tasks need a second for each
 
 
 def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> ProceduralDataset:
-    """Open the data set of reasoning_gym that has this name.
+    """Open a data set of reasoning_gym by its name.
 
     Raises:
-        ValueError: If there is no such task, or the configuration is not one of its own.
+        ValueError: There is no such task, or it refuses the configuration.
     """
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.5) or sorted(DATASETS)
-        raise ValueError(f"data.task={task!r}: allowed: a name of a reasoning_gym data set, such as {', '.join(near)}")
+        raise ValueError(f"data.task={task!r}: expected a name of a reasoning_gym data set, such as {', '.join(near)}")
     allowed = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
-    unknown = sorted(set(config) - allowed)
-    if unknown:
+    if unknown := sorted(set(config) - allowed):
         raise ValueError(
-            f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}; allowed: {sorted(allowed)}"
+            f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}, which has {sorted(allowed)}"
         )
     try:
-        given = dict(config)
-        if "datasets" in given:  # of the task "composite"
-            given["datasets"] = [DatasetSpec(**spec) for spec in given["datasets"]]
-        return create_dataset(task, size=size, seed=seed, **given)
+        config = dict(config)
+        if "datasets" in config:  # of the task "composite"
+            config["datasets"] = [DatasetSpec(**spec) for spec in config["datasets"]]
+        return create_dataset(task, size=size, seed=seed, **config)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ValueError(
             f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}; settings: {sorted(allowed)}"
         ) from error
 
 
-class ReasoningGym(Made):
+class ReasoningGym(GeneratedRows):
     """Entries of one reasoning_gym task, made from the seeds [seed, seed + size) when they are asked for.
 
     Its columns are ``answer`` (text, empty where only the verifier can tell), ``task``, ``metadata`` and
@@ -69,7 +68,7 @@ class ReasoningGym(Made):
             are distinct, as the task has too few then.
 
     Raises:
-        ValueError: If task, settings or size are not allowed.
+        ValueError: Task, settings or size are not allowed.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ReasoningGym(Made):
         held_out: "ReasoningGym | None" = None,
     ) -> None:
         if not 1 <= size <= _SPARE_OFFSET:
-            raise ValueError(f"data.train_size, data.validation_size: got {size}: allowed: 1 to {_SPARE_OFFSET}")
+            raise ValueError(f"data.train_size, data.validation_size: expected 1 to {_SPARE_OFFSET}, got {size}")
         super().__init__(size, seed)
         self._task, self._task_config, self._held_out = task, dict(task_config), held_out
         self._entries = _dataset(task, task_config, size, seed)
@@ -90,14 +89,9 @@ class ReasoningGym(Made):
         )
         self._fits: tuple[Fits, ...] = ()
         self._held_out_questions: frozenset[str] | None = None
-        self._remembered: dict[tuple[int, int], dict[str, Any]] = {}
+        self._cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def _row(self, number: int) -> Row:
-        """Question and columns of one entry; always the same for the same number.
-
-        Raises:
-            ValueError: If none of 100 candidates fits.
-        """
         for attempt in range(_TRIES):
             entry = self._candidate(number - self._seed, attempt)
             if self._suits(entry["question"]):
@@ -130,27 +124,23 @@ class ReasoningGym(Made):
 
     def _candidate(self, index: int, attempt: int) -> dict[str, Any]:
         key = index, attempt
-        if key not in self._remembered:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
+        if key not in self._cache:
+            if len(self._cache) >= _CACHE_SIZE:
+                self._cache.clear()
             entries = self._open_spares() if attempt else self._entries
             position = (index + attempt * _SPARE_STRIDE) % _NUM_SPARES if attempt else index
             with isolate_rng(include_cuda=False):  # some tasks draw from global generators, or seed them themselves
                 random.seed(entries.seed + position)
                 numpy.random.seed(entries.seed + position)
-                self._remembered[key] = entries[position]
-        return self._remembered[key]
+                self._cache[key] = entries[position]
+        return self._cache[key]
 
     def _suits(self, question: Prompt) -> bool:
         if self._held_out_questions is None:
-            self._held_out_questions = self._questions_to_avoid()
+            source = self._held_out or ()
+            questions = frozenset(str(prompt) for prompt, _ in source)
+            self._held_out_questions = questions if 2 * len(questions) >= len(source) else frozenset()
         return question not in self._held_out_questions and all(fits([question])[0] for fits in self._fits)
-
-    def _questions_to_avoid(self) -> frozenset[str]:
-        if self._held_out is None:
-            return frozenset()
-        questions = frozenset(str(self._held_out[i][0]) for i in range(len(self._held_out)))
-        return questions if 2 * len(questions) >= len(self._held_out) else frozenset()
 
 
 def prompts(
@@ -162,7 +152,7 @@ def prompts(
     validation_size: int,
     **settings: Any,
 ) -> PromptData:
-    """The data of a run from one reasoning_gym task.
+    """Data module of one reasoning_gym task.
 
     No training entry has a held-out entry's seed or, if that can be avoided, its question. Which entries there are does
     not depend on the run's seed, so that all runs are validated on the same ones.

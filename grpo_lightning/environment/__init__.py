@@ -5,9 +5,7 @@ any process can play any turn, and a run that is continued plays the same. Nothi
 import it.
 """
 
-from grpo_lightning.environment.answer import Answer, AnswerError, BadCall
-from grpo_lightning.environment.environment import Environment
-from grpo_lightning.environment.episodes import EpisodeError, Episodes, check_columns
-from grpo_lightning.environment.played import Played
+from grpo_lightning.environment.base import BadCall, Environment, EpisodeError, GeneratorEnvironment, check_columns
+from grpo_lightning.environment.episodes import Episodes
 
-__all__ = ["Answer", "AnswerError", "BadCall", "Environment", "EpisodeError", "Episodes", "Played", "check_columns"]
+__all__ = ["BadCall", "Environment", "EpisodeError", "Episodes", "GeneratorEnvironment", "check_columns"]

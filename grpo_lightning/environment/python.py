@@ -1,4 +1,4 @@
-"""An environment of Python: the model writes cells of code, which run in the sandbox, and is told what they print."""
+"""Environment of Python: the model writes cells of code, which run in the sandbox, and reads what they print."""
 
 import functools
 import json
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lightning.config.rules import flag, integer, problems
-from grpo_lightning.environment.answer import BadCall
-from grpo_lightning.environment.tools.calls import Malformed, calls
+from grpo_lightning.environment.base import BadCall
+from grpo_lightning.environment.tools import Call, Malformed, calls
 from grpo_lightning.reward.text import fenced_blocks, without_thoughts
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
 RULES = {"max_output": integer(100), "as_tool": flag()}
 """What each setting may be, beside the limits of the sandbox."""
 _LANGUAGES = ("py", "python", "python3")
-_LONGEST = 100_000  # characters of a cell
-_MOST_ERROR = 500  # characters of the line that says what was raised
-_MOST_CALLS = 8  # of a turn
+_MAX_CELL = 100_000  # characters
+_MAX_ERROR = 500  # characters of the line that says what was raised
+_MAX_CALLS = 8  # of a turn
 _DONE = 97
 _NAME = "python"
 _SCHEMA = {
@@ -75,18 +75,18 @@ nowhere. The status says that the last has come to its end, with or without an e
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """What came of a cell."""
+class _Result:
+    """What a cell has done."""
 
     output: str
     error: str
-    """What was raised, or the limit that ended it; nothing where it came to its end."""
-    is_ended: bool
+    """The exception or the limit that ended it; empty where it came to its end."""
+    is_killed: bool
     """Whether a limit, or the cell itself, ended the whole program."""
 
 
 class Python:
-    """An environment in which the model writes Python, and is told what it prints.
+    """Environment in which the model writes Python, and reads what it prints.
 
     A turn's code are its complete blocks between ```python (or py, python3) and ```, outside of its thoughts, or calls
     of the tool ``python`` as in `grpo_lightning.environment.tools`; a turn without ends the episode, and the rewards
@@ -101,7 +101,7 @@ class Python:
         seconds: By the clock, for all cells so far.
         cpu_seconds: Of computing, for all cells so far.
         memory_mb: Of address space, in units of 2**20 bytes.
-        max_output: The most characters of what is printed that the model is told; the middle of more is left out.
+        max_output: The most characters of output in a reply; of more the middle is left out.
         as_tool: Whether the chat template shows the model a tool ``python``, and replies are a tool's.
 
     Raises:
@@ -118,62 +118,55 @@ class Python:
         self.tools: list[dict[str, Any]] | None = [_SCHEMA] if as_tool else None
         """The JSON schemas that the chat template shows."""
         self.role = "tool" if as_tool else None
-        """Who replies; None: what the policy's settings say."""
+        """Role of the replies; None: what the policy's settings say."""
 
     def __call__(self, *, turns: Sequence[str]) -> str | None:
         """What the code in the last turn prints; None if it has none.
 
-        Args:
-            turns: What the model has said so far; the last is new.
-
         Raises:
             Unavailable: The machine has no sandbox.
         """
-        last = _cell(turns[-1])
+        *before, last = map(_cell, turns)
         if last is None or isinstance(last, BadCall):
             return last
-        before = [cell for turn in turns[:-1] if (cell := _cell(turn)) is not None and not isinstance(cell, BadCall)]
-        found = _ran((*before, last), self._limits)
-        printed = _shortened(found.output.rstrip("\n"), self._max_output)
-        return "\n".join(part for part in (printed, found.error) if part) or "(no output)"
+        cells = [cell for cell in before if cell is not None and not isinstance(cell, BadCall)]
+        result = _run((*cells, last), self._limits)
+        printed = _shortened(result.output.rstrip("\n"), self._max_output)
+        return "\n".join(part for part in (printed, result.error) if part) or "(no output)"
 
 
 def _cell(turn: str) -> str | None:
     """The code of a turn; a `BadCall` where it cannot be run, and None where there is none."""
     blocks = fenced_blocks(without_thoughts(turn), _LANGUAGES)
     if not blocks:
-        parts = [_code(call) for call in calls(turn, most=_MOST_CALLS)]
-        if wrong := [part for part in parts if isinstance(part, BadCall)]:
-            return wrong[0]
-        blocks = [f"{part}\n" for part in parts]
+        for call in calls(turn, limit=_MAX_CALLS):
+            if isinstance(call, Malformed):
+                return BadCall(f"error: {call}")
+            if not _is_code(call):
+                return BadCall(f'error: the only tool is {_NAME}, and its only argument is "code", a text')
+            blocks.append(f"{call.arguments['code']}\n")
     text = "".join(blocks)
-    if len(text) > _LONGEST:
-        return BadCall(f"error: the code has {len(text)} characters; allowed are {_LONGEST}")
+    if len(text) > _MAX_CELL:
+        return BadCall(f"error: the code has {len(text)} characters; the limit is {_MAX_CELL}")
     return text if blocks else None
 
 
-def _code(call: Any) -> str:
-    if isinstance(call, Malformed):
-        return BadCall(f"error: {call}")
-    code = call.arguments.get("code")
-    if call.name != _NAME or len(call.arguments) != 1 or not isinstance(code, str):
-        return BadCall(f'error: the only tool is {_NAME}, and its only argument is "code", a text')
-    return code
+def _is_code(call: Call) -> bool:
+    return call.name == _NAME and list(call.arguments) == ["code"] and isinstance(call.arguments["code"], str)
 
 
 @functools.lru_cache(maxsize=512)
-def _ran(cells: tuple[str, ...], limits: Limits) -> _Cell:
-    """What the last of some cells does, after those before it that have come to their end.
+def _run(cells: tuple[str, ...], limits: Limits) -> _Result:
+    """Run the last of some cells, after those before it that have come to their end.
 
-    It is kept, as it is the same whenever it is asked for, unless a cell asks for the time or for the system's chance.
+    The result is cached, as it is the same every time, unless a cell asks for the time or for the system's chance.
     """
-    kept = [cell for number, cell in enumerate(cells[:-1], start=1) if not _ran(cells[:number], limits).is_ended]
-    text = json.dumps([*kept, cells[-1]])
-    outcome = run(_PROGRAM % (text, _DONE), "", limits)
-    printed = outcome.stdout if len(outcome.stdout) <= _LONGEST else _shortened(outcome.stdout, _LONGEST)
+    kept = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits).is_killed]
+    outcome = run(_PROGRAM % (json.dumps([*kept, cells[-1]]), _DONE), "", limits)
+    printed = _shortened(outcome.stdout, _MAX_CELL)
     if outcome.ended == "exit" and outcome.code == _DONE:
-        return _Cell(printed, _shortened(outcome.stderr, _MOST_ERROR), is_ended=False)
-    return _Cell(printed, f"({_reason(outcome, limits)}; what this cell has defined is lost)", is_ended=True)
+        return _Result(printed, _shortened(outcome.stderr, _MAX_ERROR), is_killed=False)
+    return _Result(printed, f"({_reason(outcome, limits)}; what this cell has defined is lost)", is_killed=True)
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
@@ -187,9 +180,9 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
     }.get(outcome.ended, f"ended with status {outcome.code}")
 
 
-def _shortened(text: str, most: int) -> str:
+def _shortened(text: str, limit: int) -> str:
     """The beginning and the end of a text that is too long, and how much was left out between them."""
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    head, tail = most - most // 2, most // 2
-    return f"{text[:head]}\n… ({len(text) - most} characters left out) …\n{text[-tail:]}"
+    head, tail = limit - limit // 2, limit // 2
+    return f"{text[:head]}\n… ({len(text) - limit} characters left out) …\n{text[-tail:]}"

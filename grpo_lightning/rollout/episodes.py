@@ -69,7 +69,7 @@ def begin(
         context: The step's seed, and what watches over it.
     """
     seeds = [(context.seed, first_prompt + row // group_size, row % group_size) for row in range(len(prompts))]
-    return environment.episodes(prompts, columns, seeds, context.poll)
+    return Episodes(environment, prompts, columns, seeds, context.poll)
 
 
 def ended(sampled: Sampled, episodes: Episodes) -> Sampled:

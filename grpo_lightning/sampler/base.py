@@ -46,26 +46,21 @@ class Decoded:
 class Responder(Protocol):
     """Replies to the model in multi-turn completions, which are numbered as in one call of `Sampler.generate`."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether replies take time: they are asked for only once no completion can go on."""
-        ...
+    is_slow: bool
+    """Whether replies take time: they are asked for only once no completion can go on."""
+    role: str | None
+    """Role of the replies, user or tool; None: ``policy.reply_role``."""
 
-    @property
-    def role(self) -> str | None:
-        """Role of the replies, user or tool; None: ``policy.reply_role``."""
-        ...
-
-    def said(self, row: int, text: str) -> None:
-        """Take the text of a turn that the model has ended."""
+    def step(self, row: int, text: str) -> None:
+        """Give the text of a turn that the model has ended."""
         ...
 
     def reply(self, row: int) -> str | None:
-        """Return the reply to that turn; None ends the completion. Called once after every `said`."""
+        """Return the reply to that turn; None ends the completion. Called once after every `step`."""
         ...
 
-    def unread(self, row: int, problem: str) -> None:
-        """Take note that the policy cannot read the last reply, which ends the completion."""
+    def reject(self, row: int, problem: str) -> None:
+        """Say that the policy cannot read the last reply, which ends the completion."""
         ...
 
 

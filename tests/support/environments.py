@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from grpo_lightning.environment import BadCall, Environment
+from grpo_lightning.environment import BadCall, Environment, Episodes
 
 
 def begun(function, columns=None, size=None, **settings):
@@ -15,14 +15,14 @@ def begun(function, columns=None, size=None, **settings):
     columns = columns or {}
     size = size or len(next(iter(columns.values()), "1"))
     environment = Environment(function, **{"max_turns": 4, "max_failed": 1.0, **settings})
-    return environment.episodes(["p"] * size, columns, [(0, 0, row) for row in range(size)])
+    return Episodes(environment, ["p"] * size, columns, [(0, 0, row) for row in range(size)])
 
 
 def told(episodes, row, *texts):
     """What a row is told, turn by turn."""
     replies = []
     for text in texts:
-        episodes.said(row, text)
+        episodes.step(row, text)
         replies.append(episodes.reply(row))
     return replies
 

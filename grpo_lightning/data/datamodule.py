@@ -1,9 +1,9 @@
-"""Training and held-out prompts for Lightning's trainer."""
+"""Data module: training and held-out prompts for Lightning's trainer, and a look at them before the first step."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning import LightningDataModule
@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.config.rules import DATA, problems
 from grpo_lightning.data.order import StepSampler, even_batches
-from grpo_lightning.data.source import Fits, Row, Source, Subset, hold_out, keep
+from grpo_lightning.data.sources import CHUNK, Fits, GeneratedRows, Row, Source, Subset, hold_out, keep, place
+from grpo_lightning.policy import Policy
 from grpo_lightning.types import Prompts
 
 _log = logging.getLogger(__name__)
-_LOOKED_AT = 32  # rows of a source, to see whether it has changed
+_FINGERPRINT_ROWS = 32
+_CHECKED_ROWS = 64  # of a source that makes its rows on access: there may be millions
 
 
 class Batches:
@@ -87,8 +89,7 @@ class PromptData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        own = {name: value for name, value in locals().items() if name in DATA}
-        if wrong := problems(DATA, own, prefix="data."):
+        if wrong := problems(DATA, dict(locals()), prefix="data."):
             raise ValueError("\n".join(wrong))
         self._open_train, self._open_validation = train, validation
         self.prompts_per_batch = prompts_per_step * tries
@@ -161,14 +162,14 @@ class PromptData(LightningDataModule):
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
         digest = hashlib.blake2b(digest_size=16)
         for source in (self.train, self.validation):
-            for index in sorted({len(source) * number // _LOOKED_AT for number in range(_LOOKED_AT)}):
+            for index in sorted({len(source) * number // _FINGERPRINT_ROWS for number in range(_FINGERPRINT_ROWS)}):
                 digest.update(
                     json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True).encode()
                 )
         return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
 
     def setup(self, stage: str) -> None:
-        """Refuse steps that would leave a process without a prompt; begin as a loader does.
+        """Refuse steps that would leave a process without a prompt.
 
         Raises:
             ValueError: There are fewer prompts in a step than processes.
@@ -176,7 +177,7 @@ class PromptData(LightningDataModule):
         self._begin()
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
-                f"data.prompts_per_step={self.prompts_per_step}: allowed: at least the number of processes, "
+                f"data.prompts_per_step={self.prompts_per_step}: expected at least the number of processes, "
                 f"{self._processes()}"
             )
 
@@ -205,18 +206,18 @@ class PromptData(LightningDataModule):
     def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
         if self.prompts_per_step > len(train):
             raise ValueError(
-                f"data.prompts_per_step={self.prompts_per_step}: allowed: at most {len(train)} "
-                "(the training prompts there are)"
+                f"data.prompts_per_step={self.prompts_per_step}: expected at most {len(train)}, the number of training "
+                "prompts"
             )
         if not len(validation):
-            raise ValueError("data.validation: no held-out prompt is left; allowed: at least 1")
+            raise ValueError("data.validation: no held-out prompt is left; at least 1 is needed")
         _ = validation[0]  # a generator that cannot make one row says so now
         if len(validation) > self.validation_size:
             validation = Subset(validation, range(self.validation_size))
         return train, validation
 
     def follow(self, completed_steps: Callable[[], int]) -> None:
-        """Begin after the steps that somebody has completed, instead of those of the trainer's module."""
+        """Begin after the steps that ``completed_steps`` counts, instead of those of the trainer's module."""
         self._followed = completed_steps
 
     def _completed_steps(self) -> int:
@@ -238,3 +239,55 @@ class PromptData(LightningDataModule):
 
 def _open(source: Source | Callable[[], Source]) -> Source:
     return source() if callable(source) else source
+
+
+def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
+    """Check the prompts that are left after ``data.max_prompt_length``; warn where they are all the same.
+
+    Args:
+        data: Its prompts are read.
+        policy: Knows their lengths in tokens, and its context.
+        config: The run's settings.
+
+    Raises:
+        ValueError: A prompt does not fit into the model's context together with the longest completion; names its
+            place, its length, and what to do.
+    """
+    if "rollout" not in config["module"]:  # supervised
+        return
+    train = data.train
+    if config.get("environment") is None:  # else the same prompt may begin different episodes
+        first = train[0][0]
+        if len(train) > 1 and all(train[i][0] == first for i in _checked_rows(train)):
+            _log.warning(
+                "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
+                "column that differs?",
+                len(train),
+                first,
+            )
+    for part, source in {"rollout": train, "validation": data.validation}.items():
+        if part == "validation" or config["mode"] in ("fit", "preflight"):
+            _check_lengths(source, policy, config[part]["max_new_tokens"], part, data.max_prompt_length)
+
+
+def _checked_rows(source: Source) -> range:
+    return range(min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source))
+
+
+def _check_lengths(source: Source, policy: Policy, new: Any, part: str, limit: int | None) -> None:
+    context, key = policy.context, f"{part}.max_new_tokens"
+    if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
+        return
+    numbers = _checked_rows(source)
+    for chunk in (numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)):
+        for number, length in zip(chunk, policy.count_tokens([source[i][0] for i in chunk]), strict=True):
+            if length + new > context:
+                remedy = (
+                    f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
+                    if new < context
+                    else f"{key} below {context}"
+                )
+                raise ValueError(
+                    f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more than "
+                    f"the model's context of {context}; set {remedy}"
+                )

@@ -1,24 +1,22 @@
 """Prompts from JSON lines, parquet, the config or memory; every row is checked once, when it is read."""
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
-from grpo_lightning.data import PromptData, Row
+from grpo_lightning.data.datamodule import PromptData
+from grpo_lightning.data.sources import Row
 from grpo_lightning.types import Prompt
 
 _JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
-_RESERVED = ("prompts", "completions", "completion_ids", "self")
-"""A reward's own arguments, ``self`` being that of objects with a ``__call__`` and of methods."""
+_RESERVED = ("prompts", "completions", "completion_ids", "self")  # arguments of reward functions and methods
+_MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validation
 
 
-def checked_prompt(value: Any, where: str) -> Prompt:
-    """The prompt of one row.
+def check_prompt(value: Any, where: str) -> Prompt:
+    """Check the prompt of one row.
 
     Args:
         value: What the row has in the column of the prompt.
@@ -28,43 +26,38 @@ def checked_prompt(value: Any, where: str) -> Prompt:
         Text, chat messages with the keys "role" and "content" only, or token ids.
 
     Raises:
-        ValueError: If it is none of these, or says nothing.
+        ValueError: It is none of these, or empty.
     """
+    expected = "expected text or a list of chat messages"
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError(f"{where}: empty; allowed: text or a list of chat messages")
+            raise ValueError(f"{where}: {expected}, got an empty text")
         return value
     if not isinstance(value, list):
-        raise ValueError(f"{where}: {_kind(value)}; allowed: text or a list of chat messages")
-    if value and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
+        raise ValueError(f"{where}: {expected}, got {_shown(value)}")
+    if value and all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
         return value  # token ids
     messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
     if not any(message["content"].strip() for message in messages):
-        raise ValueError(f"{where}: empty; allowed: text or a list of chat messages")
+        raise ValueError(f"{where}: {expected}, got messages without any text")
     return messages
 
 
 def _message(value: Any, where: str) -> dict[str, str]:
-    allowed = 'allowed: an object with the texts "role" and "content"'
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: {_kind(value)}; {allowed}")
-    given = {key: text for key, text in value.items() if text is not None}  # parquet fills absent keys with null
-    if set(given) != {"role", "content"}:
-        raise ValueError(f"{where}: an object with {sorted(given)}; {allowed}")
-    for key, text in given.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{where}: {key} is {_kind(text)}; {allowed}")
-    if not given["role"].strip():
-        raise ValueError(f"{where}: role is empty; {allowed}")
-    return {"role": given["role"], "content": given["content"]}
+    # parquet fills absent keys with null
+    message = {key: text for key, text in value.items() if text is not None} if isinstance(value, Mapping) else {}
+    is_text = all(isinstance(text, str) for text in message.values())
+    if set(message) != {"role", "content"} or not is_text or not message["role"].strip():
+        raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {_shown(value)}')
+    return {"role": message["role"], "content": message["content"]}
 
 
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.80}"
 
 
 class Rows:
-    """Rows that are held in memory, each checked when it is read.
+    """Rows in memory.
 
     Args:
         rows: One mapping per row, all with the same keys.
@@ -72,7 +65,7 @@ class Rows:
         where: Number of a row -> where the row comes from, for messages.
 
     Raises:
-        ValueError: If there is no row, or one lacks a column others have, or its prompt is malformed.
+        ValueError: There is no row, or one lacks a column that others have, or its prompt is malformed.
     """
 
     place: Callable[[int], str]
@@ -80,15 +73,15 @@ class Rows:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], prompt_column: str, where: Callable[[int], str]) -> None:
         if not rows:
-            raise ValueError(f"{where(0)}: there is no row; allowed: at least 1")
+            raise ValueError(f"{where(0)}: there is no row")
         first_with: dict[str, int] = {}
         for i, row in enumerate(rows):
             for name in row:
                 first_with.setdefault(name, i)
         if reserved := [name for name in first_with if name in _RESERVED and name != prompt_column]:
             raise ValueError(
-                f"{where(first_with[reserved[0]])}, column {reserved[0]!r}: allowed: any name but "
-                f"{', '.join(_RESERVED)}, which are arguments of rewards already: rename it"
+                f"{where(first_with[reserved[0]])}, column {reserved[0]!r}: {', '.join(_RESERVED)} are arguments of "
+                "reward functions; rename the column"
             )
         if prompt_column not in first_with:
             raise ValueError(f"{where(0)}, column {prompt_column!r}: missing; the columns are {sorted(first_with)}")
@@ -98,7 +91,7 @@ class Rows:
             for name, first in first_with.items():
                 if name not in row:
                     raise ValueError(f"{where(i)}, column {name!r}: missing, while {where(first)} has it")
-            prompt = checked_prompt(row[prompt_column], f"{where(i)}, column {prompt_column!r}")
+            prompt = check_prompt(row[prompt_column], f"{where(i)}, column {prompt_column!r}")
             self._rows.append((prompt, {name: row[name] for name in first_with if name != prompt_column}))
 
     def __len__(self) -> int:
@@ -116,39 +109,34 @@ class JsonLines(Rows):
         prompt_column: Name of the column with text or a list of chat messages.
 
     Raises:
-        ValueError: If a file is absent or of another kind, or a row is malformed; names file, line and column.
+        ValueError: A file is absent or of another kind, or a row is malformed; names file, line and column.
     """
 
     def __init__(self, path: str | Sequence[str], prompt_column: str = "prompt") -> None:
         paths = [path] if isinstance(path, str | Path) else list(path)
-        placed: list[tuple[str, Mapping[str, Any]]] = []
-        for one in paths:
-            placed += _read(Path(one))
+        rows = [placed for one in paths for placed in _read(Path(one).expanduser())]
         super().__init__(
-            [row for _, row in placed], prompt_column, lambda i: placed[i][0] if placed else ", ".join(map(str, paths))
+            [row for _, row in rows], prompt_column, lambda i: rows[i][0] if rows else ", ".join(map(str, paths))
         )
 
 
 def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """The rows of a file, each with its place: the file, and the number of the line or row."""
-    path = path.expanduser()
+    """Read the rows of a file, each with its place: the file, and the number of the line or row."""
     if path.suffix not in (*_JSON, _PARQUET):
-        raise ValueError(f"data.path={path}: allowed: a file ending in {', '.join((*_JSON, _PARQUET))}")
+        raise ValueError(f"data.path={path}: expected a file ending in {', '.join((*_JSON, _PARQUET))}")
     if not path.is_file():
         raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
+        import pyarrow.parquet
+
         try:
-            with path.open("rb") as file:
-                rows = pyarrow.parquet.read_table(file).to_pylist()
+            rows = pyarrow.parquet.read_table(str(path)).to_pylist()
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
-        return [
-            (f"{path}, line {number}", _object(line, f"{path}, line {number}"))
-            for number, line in enumerate(file, 1)
-            if line.strip()
-        ]
+        places = [(f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
+    return [(place, _object(line, place)) for place, line in places]
 
 
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
@@ -157,7 +145,7 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: {_kind(row)}; allowed: a JSON object")
+        raise ValueError(f"{where}: expected a JSON object, got {_shown(row)}")
     return row
 
 
@@ -169,7 +157,7 @@ class Inline(Rows):
         name: What messages call them.
 
     Raises:
-        ValueError: If there is none, or one is malformed; names its number and column.
+        ValueError: There is none, or one is malformed; names its number and column.
     """
 
     def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts") -> None:
@@ -186,7 +174,7 @@ class Inline(Rows):
 def prompts(
     *, path: str | Sequence[str], validation_path: str | Sequence[str] | None, prompt_column: str, **settings: Any
 ) -> PromptData:
-    """The data of a run from JSON lines or parquet files.
+    """Data module of JSON lines or parquet files.
 
     Args:
         path: Training file or files.
@@ -195,7 +183,27 @@ def prompts(
         settings: Everything else that ``PromptData`` needs.
     """
     return PromptData(
-        train=functools.partial(JsonLines, path, prompt_column),
-        validation=functools.partial(JsonLines, validation_path, prompt_column) if validation_path else None,
+        train=partial(JsonLines, path, prompt_column),
+        validation=partial(JsonLines, validation_path, prompt_column) if validation_path else None,
         **settings,
     )
+
+
+def memory_prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
+    """Data module of rows in memory.
+
+    Args:
+        train: Texts, chat messages, token ids, or mappings with the key "prompt" and any columns: a list of them, or a
+            data set of the datasets library.
+        validation: Held-out rows; None holds out some of ``train``, or takes all of them where they are few.
+        settings: Everything else that ``PromptData`` needs.
+
+    Raises:
+        ValueError: A row is malformed; names its number and column.
+    """
+    rows = Inline(train, "data")
+    if validation is not None:
+        return PromptData(train=rows, validation=Inline(validation, "data, validation"), **settings)
+    held_out = min(settings["validation_size"], len(rows) // 5)
+    few = len(rows) < _MIN_HOLD_OUT or len(rows) - held_out < settings["prompts_per_step"]
+    return PromptData(train=rows, validation=rows if few else None, **settings)

@@ -1,0 +1,349 @@
+"""Environment of tools: functions that the model calls by name, and whose results are the reply."""
+
+import copy
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grpo_lightning.config.rules import integer, problems
+from grpo_lightning.environment.base import BadCall
+from grpo_lightning.reward.text import without_thoughts
+
+RULES = {"max_calls": integer(1), "max_result": integer(100)}
+"""What each setting may be."""
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_FORM = '{"name": NAME, "arguments": {...}}'
+_MAX_CALL = 20_000  # characters of one call
+_MAX_MESSAGE = 300  # characters of an exception's message
+_WHOLE = re.compile(r'\{(?=.*"name")(?=.*"(?:parameters|arguments)").*\}', re.DOTALL)
+"""A turn that is a call as a whole."""
+_PATH = re.compile(r"(?<![\w/:.])~?(?:/[^\s/'\":,;()]+){2,}/?")
+"""Absolute paths with at least two parts, which say more of the machine than of the call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the model asks for: ``Call("add", {"a": 1, "b": 2})``."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Malformed(ValueError):
+    """A call that cannot be carried out; its message is meant for the model."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a tool returns to end the episode: ``return Over(1.0)``."""
+
+    score: float | None = None
+    """The environment's score of the last turn; None: it has none, and the rewards judge that turn."""
+
+
+class Tools:
+    """Environment in which the model calls functions, and reads what they return.
+
+    A turn with calls gets their results as a reply, one below the other; a turn without ends the episode, and the
+    rewards judge it. What cannot be carried out (JSON that cannot be read, a tool that is not there, arguments that are
+    missing, unknown or of another type, a tool that raises an exception) gets a reply that says what is wrong, and is
+    counted as a bad call. No text of a model makes this raise.
+
+    Only the calls of the last turn are carried out: a tool is a function of its arguments, and keeps nothing between
+    two calls. What it needs of the row it names as a parameter that ``columns`` lists. It returns a text, or anything
+    that JSON can hold; `grpo_lightning.environment.BadCall` for a request that it refuses; `Over` to end the episode.
+
+    Args:
+        tools: Functions with type hints and a docstring that describes their arguments, of different names.
+        columns: Parameters of theirs that come from the row: its columns, ``prompt``, ``turns``, ``replies`` or
+            ``rng``. The model does not see them.
+        max_calls: The most calls of one turn that are carried out.
+        max_result: The most characters of a result; longer ones are cut, and the model is told so.
+
+    Raises:
+        ValueError: On construction: a function cannot be a tool, or a setting is out of range.
+    """
+
+    role = "tool"
+    """Role of the replies."""
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        *,
+        columns: Sequence[str] = (),
+        max_calls: int = 8,
+        max_result: int = 2000,
+    ) -> None:
+        if wrong := problems(RULES, {"max_calls": max_calls, "max_result": max_result}):
+            raise ValueError("; ".join(wrong))
+        if not isinstance(tools, list | tuple) or not tools:
+            raise ValueError(f"tools: expected a list of functions, such as [my_tools.search], got {tools!r:.80}")
+        made = [_Tool.of(function, columns) for function in tools]
+        self._by_name = {tool.name: tool for tool in made}
+        if len(self._by_name) < len(made):
+            raise ValueError(f"tools: expected different names, got {', '.join(tool.name for tool in made)}")
+        empty = inspect.Parameter.empty
+        pairs = [("turns", empty), *(pair for tool in made for pair in tool.hidden.items())]
+        row = dict(sorted(pairs, key=lambda pair: pair[1] is empty))  # what one of them needs has no default
+        if unused := set(columns) - set(row):
+            raise ValueError(f"columns: no tool has the parameter {', '.join(unused)}")
+        self._max_calls, self._max_result = max_calls, max_result
+        self.tools = [copy.deepcopy(tool.schema) for tool in made]  # a chat template may change what it is given
+        """The JSON schemas that the chat template shows."""
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, keyword, default=default) for name, default in row.items()]
+        )
+
+    def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | None:
+        """Carry out the calls in the last turn.
+
+        Args:
+            turns: The model's turns so far; the last is new.
+            **row: What ``columns`` lists.
+
+        Returns:
+            The results, None if the turn has no calls, or the score of `Over`.
+        """
+        replies: list[str] = []
+        for call in calls(turns[-1], limit=self._max_calls):
+            reply = self._reply(call, {"turns": turns, **row})
+            if isinstance(reply, Over):
+                return reply.score
+            replies.append(reply)
+        if not replies:
+            return None
+        kind = BadCall if any(isinstance(reply, BadCall) for reply in replies) else str
+        return kind("\n".join(replies))
+
+    def _reply(self, call: Call | Malformed, row: Mapping[str, Any]) -> str | Over:
+        try:
+            if isinstance(call, Malformed):
+                raise call
+            if (tool := self._by_name.get(call.name)) is None:
+                raise Malformed(f"there is no tool {call.name!r:.50}; there are {', '.join(self._by_name)}")
+            named = tool.arguments(call.arguments)
+            result = tool.function(**named, **{name: row[name] for name in tool.hidden if name in row})
+            if isinstance(result, Over):
+                return result
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+            if len(text) > self._max_result:
+                text = f"{text[: self._max_result]}… (cut: {self._max_result} of {len(text)} characters)"
+            return BadCall(text) if isinstance(result, BadCall) else str(text)
+        except Malformed as error:
+            return BadCall(f"error: {error}")
+        except (Exception, SystemExit) as error:
+            return BadCall(f"error: {call.name}: {_message(error)}")  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A function that the model may call."""
+
+    function: Callable[..., Any]
+    name: str
+    schema: Mapping[str, Any]
+    """As chat templates show it: type, and function with name, description and parameters."""
+    hidden: Mapping[str, Any]
+    """Its parameters that come from the row, and not from the model -> default."""
+    shown: inspect.Signature
+    """Its other parameters, with type hints."""
+
+    @classmethod
+    def of(cls, function: Any, columns: Collection[str]) -> "_Tool":
+        """A function with type hints and a docstring as a tool.
+
+        Args:
+            function: A function, a method of an object, or a `functools.partial` of one, whose bound arguments the
+                model does not see.
+            columns: Names of parameters that come from the row.
+
+        Raises:
+            ValueError: It is no function, or lacks a hint or a description; names it.
+        """
+        inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+        if not inspect.isroutine(inner) or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
+            raise ValueError(f"tools: expected plain functions, such as my_tools.search, got {function!r:.80}")
+        parameters = [one for one in inspect.signature(inner).parameters.values() if one.name not in bound]
+        try:
+            hints = get_type_hints(inner)
+            shown = [
+                one.replace(annotation=hints.get(one.name, one.empty)) for one in parameters if one.name not in columns
+            ]
+            schema = _schema(inner, shown, hints)
+        except Exception as error:  # whatever evaluating an annotation raises
+            raise ValueError(
+                f"tools: {inner.__name__}: {type(error).__name__}: {error} (a tool has a docstring that describes each "
+                "argument in a section `Args:`, and type hints such as int, str, list[float], Literal or Enum; what "
+                "comes from the row stands in `columns`)"
+            ) from error
+        hidden = {one.name: one.default for one in parameters if one.name in columns}
+        return cls(function, inner.__name__, schema, hidden, inspect.Signature(shown))
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's arguments, as the function's type hints have them.
+
+        Raises:
+            Malformed: Some are missing, unknown or of another type.
+        """
+        parameters, values = self.shown.parameters, {}
+        wrong = [f"{name!r:.50} is no argument" for name in given if name not in parameters]
+        for name, parameter in parameters.items():
+            if name in given:
+                try:
+                    values[name] = _fitted(given[name], parameter.annotation, name)
+                except Malformed as error:
+                    wrong.append(str(error))
+            elif parameter.default is parameter.empty:
+                wrong.append(f"{name!r} is missing")
+        if wrong:
+            usage = ", ".join(f"{name}: {_name(one.annotation)}" for name, one in parameters.items())
+            raise Malformed(f"{'; '.join(wrong[:5])}; the tool is {self.name}({usage})"[:1000])
+        return values
+
+
+def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that transformers makes of a function, without the parameters that the model does not see."""
+    # It needs torch, and workers do not: they are given what it returns.
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    def visible() -> None: ...
+
+    visible.__name__, visible.__doc__ = function.__name__, inspect.getdoc(function)
+    visible.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    names = [*(one.name for one in shown), "return"]
+    visible.__annotations__ = {name: hints[name] for name in names if name in hints}
+    schema: dict[str, Any] = get_json_schema(visible)
+    schema["function"]["parameters"].setdefault("properties", {})
+    return schema
+
+
+def _fitted(value: Any, hint: Any, place: str) -> Any:
+    """A value of JSON as its type hint says: 2.0 as an int, a list as a tuple, a text as an Enum.
+
+    Raises:
+        Malformed: It is of another type; names its place.
+    """
+    kind, options = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return value
+    if kind in (Union, UnionType):
+        for option in options:
+            try:
+                return _fitted(value, option, place)
+            except Malformed:
+                continue
+    elif kind is Literal:
+        if any(value == option and type(value) is type(option) for option in options):
+            return value
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        if value in [option.value for option in kind]:
+            return kind(value)
+    elif kind is int or kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if is_number and (kind is float or value == int(value)):
+            return kind(value)
+    elif kind is tuple and options and isinstance(value, list):
+        if len(value) == len(options):
+            return tuple(
+                _fitted(one, option, f"{place}[{i}]")
+                for i, (one, option) in enumerate(zip(value, options, strict=True))
+            )
+    elif kind is list and isinstance(value, list):
+        element = options[0] if options else Any
+        return [_fitted(one, element, f"{place}[{i}]") for i, one in enumerate(value)]
+    elif kind is dict and isinstance(value, dict):
+        element = options[1] if options else Any
+        return {key: _fitted(one, element, f"{place}[{key:.50}]") for key, one in value.items()}
+    elif not isinstance(kind, type) or isinstance(value, kind):
+        return value
+    text = json.dumps(value)
+    raise Malformed(f"'{place}' is {text[:50]}{'…' if len(text) > 50 else ''}, and should be {_name(hint)}")
+
+
+def _name(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(json.dumps(one.value) for one in hint)
+    return inspect.formatannotation(hint)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for: arrays and numbers of numpy and torch, and sets."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"it returned a value of type {type(value).__name__}, which JSON cannot hold")
+
+
+def _message(error: BaseException) -> str:
+    """An exception in one line, without paths of this machine."""
+    try:
+        text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+    except Exception:  # an exception that cannot even be written
+        text = ""
+    line = " ".join(_PATH.sub("(path)", text[: 4 * _MAX_MESSAGE]).split())
+    return f"{type(error).__name__}: {line[:_MAX_MESSAGE]}" if line else type(error).__name__
+
+
+def calls(turn: str, *, limit: int) -> list[Call | Malformed]:
+    """Read the tool calls in a turn, outside of its thoughts. The text is untrusted: none of it raises or takes long.
+
+    A call stands between ``<tool_call>`` and ``</tool_call>``, as in the templates of Hermes and Qwen:
+    ``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``. A turn that is such an object as a whole,
+    with "parameters" or "arguments", is a call as well, as Llama 3 writes it.
+
+    Args:
+        turn: The model's text.
+        limit: Calls that are read; of further ones there is one `Malformed` that says so.
+    """
+    text = without_thoughts(turn)
+    found: list[Call | Malformed] = []
+    start = text.find(_OPENING)
+    while start >= 0:
+        end = text.find(_CLOSING, start)
+        if len(found) == limit:
+            found.append(Malformed(f"too many calls in one turn; the limit is {limit}, others were not carried out"))
+            break
+        if end < 0:
+            found.append(Malformed(f"the call has no end; a call is {_FORM} between {_OPENING} and {_CLOSING}"))
+            break
+        found.append(_call(text[start + len(_OPENING) : end]))
+        start = text.find(_OPENING, end)
+    if not found and _WHOLE.fullmatch(text):
+        found.append(_call(text))
+    return found
+
+
+def _call(text: str) -> Call | Malformed:
+    try:
+        call = _json(text)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str):
+            raise Malformed(f"the call has no name; a call is {_FORM}")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write the arguments as a text in JSON
+            arguments = _json(arguments)
+        if not isinstance(arguments, dict):
+            raise Malformed(f"the arguments of a call are a JSON object; a call is {_FORM}")
+        return Call(name, arguments)
+    except Malformed as error:
+        return error
+
+
+def _json(text: str) -> Any:
+    if len(text) > _MAX_CALL:
+        raise Malformed(f"the call has {len(text)} characters; the limit is {_MAX_CALL}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Malformed(f"the call is not valid JSON: {reason}; a call is {_FORM}") from None
