@@ -14,7 +14,7 @@ from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.sampler.vllm.colocated import VLLM
 from tests.support import stand_in
 from tests.support.composed import composed
-from tests.support.episodes import Played, chatty
+from tests.support.episodes import FakeResponder, chatty
 from tests.support.running import small_run
 from tests.support.sampling import generate
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
@@ -119,9 +119,9 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, tur
         return "The 42" if len(said) < 4 else None
 
     options = {"group_size": 2, "sampling": sampling(temperature=0.0, max_new_tokens=limit), "seed": 3}
-    own = generate(policy, PROMPTS, responder=Played(environment), **options)
+    own = generate(policy, PROMPTS, responder=FakeResponder(environment), **options)
     with ready(vllm, policy):
-        found = vllm.generate(policy, PROMPTS, responder=Played(environment), **options)
+        found = vllm.generate(policy, PROMPTS, responder=FakeResponder(environment), **options)
     assert {len(said) for said in own.turns} == turns
     assert set(own.finished) == finished
     for name in ("ids", "attention_mask", "mask"):
@@ -131,7 +131,7 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, tur
 
 
 def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm):
-    policy, responder = tiny(), Played(chatty)
+    policy, responder = tiny(), FakeResponder(chatty)
     with ready(vllm, policy):
         found = vllm.generate(
             policy, PROMPTS, group_size=8, sampling=sampling(max_new_tokens=60), seed=3, responder=responder

@@ -13,7 +13,7 @@ from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import tokenizer
-from tests.support.episodes import Played, chatty, played_alone
+from tests.support.episodes import FakeResponder, chatty, played_alone
 from tests.support.sampling import generate
 from tests.test_episodes import assert_equal
 from tests.test_static_sampling import ENDS, PLAIN, PROMPTS
@@ -53,7 +53,7 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
     for waits, sync_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
         monkeypatch.setattr(native, "decode", partial(decode, sync_every=sync_every))
-        responder = Played(talkative, waits=waits)
+        responder = FakeResponder(talkative, is_slow=waits)
         found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, responder=responder)
         assert_equal(found, expected)
         assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)

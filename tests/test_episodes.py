@@ -13,7 +13,7 @@ from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
-from tests.support.episodes import Episode, Played, chatty, played_alone
+from tests.support.episodes import Episode, FakeResponder, chatty, played_alone
 from tests.support.sampling import generate
 from tests.test_static_sampling import FIRST, OPTIONS, PLAIN, PROMPTS, opened
 
@@ -36,7 +36,7 @@ def policy(request, checkpoints):
 
 def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_size=3, waits=False, **given):
     sampling = Sampling(**SAMPLING | dict(options))
-    responder = Played(environment, waits=waits)
+    responder = FakeResponder(environment, is_slow=waits)
     return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, responder=responder, **given)
 
 
@@ -114,7 +114,7 @@ def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
     prompts, sampling = ["1 2 3", "4"], Sampling(**PLAIN | {"max_new_tokens": 40})
     expected = played_alone(policy, prompts, environment, group_size=3, sampling=sampling, seed=5)
     assert {len(one.turns) for one in expected} > {4}
-    responder = Played(environment, waits=waits)
+    responder = FakeResponder(environment, is_slow=waits)
     found = generate(policy, prompts, group_size=3, sampling=sampling, seed=5, responder=responder)
     assert_equal(found, expected)
 
@@ -152,10 +152,10 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
 
 def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
     """So what is computed together hangs on tokens alone, however long replies take."""
-    responder = Played(chatty, waits=True)
+    responder = FakeResponder(chatty, is_slow=True)
     rounds = []
 
-    class Watching(Played):
+    class Watching(FakeResponder):
         def reply(self, row):
             rounds.append(tuple(sorted(self.turns)) if not self.asked else ())
             return super().reply(row)

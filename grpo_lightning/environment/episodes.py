@@ -40,7 +40,7 @@ class _Episode:
 class Episodes:
     """Episodes of the B completions of one rollout, in one environment.
 
-    Samplers `step` with each turn of the model and read the `reply`, see `grpo_lightning.sampler.EpisodeSession`. The
+    Samplers `step` with each turn of the model and read the `reply`, see `grpo_lightning.sampler.Responder`. The
     rest is read after sampling, and waits for results that are still to come.
 
     Args:

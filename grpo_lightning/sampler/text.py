@@ -109,8 +109,8 @@ class Conversation:
     """
 
     def __init__(self, responder: Responder, tokenizer: Any, reply_ids: Callable[..., list[int]]) -> None:
-        self._partner, self._tokenizer, self._reply_ids = responder, tokenizer, reply_ids
-        self.waits = responder.waits
+        self._responder, self._tokenizer, self._reply_ids = responder, tokenizer, reply_ids
+        self.waits = responder.is_slow
         self._last: dict[int, int] = {}
         """Completion -> the last token that it has said."""
         self._replies: dict[int, list[str]] = {}
@@ -119,17 +119,17 @@ class Conversation:
     def said(self, row: int, ids: list[int]) -> None:
         """A completion has ended a turn."""
         self._last[row] = ids[-1]
-        self._partner.said(row, self._decoded([ids])[0])
+        self._responder.step(row, self._decoded([ids])[0])
 
     def reply(self, row: int) -> list[int] | None:
         """The tokens that it reads next; None: it is over, or the tokenizer cannot express what it would be told."""
-        text = self._partner.reply(row)
+        text = self._responder.reply(row)
         if text is None:
             return None
         try:
-            ids = self._reply_ids(text, after=self._last[row], role=self._partner.role)
+            ids = self._reply_ids(text, after=self._last[row], role=self._responder.role)
         except ValueError as error:
-            self._partner.unread(row, str(error))
+            self._responder.reject(row, str(error))
             return None
         self._replies.setdefault(row, []).append(text)
         return ids

@@ -21,23 +21,23 @@ def chatty(turns: Sequence[str]) -> str | None:
 
 
 @dataclass
-class Played:
+class FakeResponder:
     """A responder that plays a pure function of the turns."""
 
     environment: Environment
-    waits: bool = False
+    is_slow: bool = False
     role: str | None = None
     turns: dict[int, list[str]] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
 
-    def said(self, row: int, text: str) -> None:
+    def step(self, row: int, text: str) -> None:
         self.turns.setdefault(row, []).append(text)
 
     def reply(self, row: int) -> str | None:
         self.asked.append(row)
         return self.environment(tuple(self.turns[row]))
 
-    def unread(self, row: int, problem: str) -> None:
+    def reject(self, row: int, problem: str) -> None:
         raise AssertionError(problem)
 
 

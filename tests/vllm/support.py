@@ -9,7 +9,7 @@ from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.vllm.colocated import VLLM
 from grpo_lightning.types import Sampling
-from tests.support.episodes import Played, chatty
+from tests.support.episodes import FakeResponder, chatty
 
 TINY = "pkg://grpo_lightning/policy/tiny"
 PROMPTS = ["Spell backward: lamp", "Spell backward: winter", "What is 12 + 31?"]
@@ -81,7 +81,7 @@ def check_turns(sampler, policy):
             group_size=4,
             sampling=sampling(max_new_tokens=80),
             seed=3,
-            responder=Played(chatty),
+            responder=FakeResponder(chatty),
         )
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert max(map(len, found.turns)) > 2
