@@ -176,5 +176,5 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
-        check_built(config)
+        check_runtime(config)
     client.close()

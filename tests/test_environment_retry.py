@@ -104,8 +104,8 @@ def test_the_settings_are_those_of_the_data_and_of_the_environment():
     function = config["environment"]["function"]
     assert function["max_turns"] == 5
     assert function["verifier"]["_target_"] == "grpo_lightning.reward.accuracy.numeric"
-    check(composed("environment=retry"))
-    check_built(composed("environment=retry"))
+    check_config(composed("environment=retry"))
+    check_runtime(composed("environment=retry"))
     environment = build("environment=retry", "environment.max_turns=2")("environment")
     row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
     assert environment.function(turns=["olle"], **row) == REPLY

@@ -160,7 +160,7 @@ def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
             rounds.append(tuple(sorted(self.turns)) if not self.asked else ())
             return super().reply(row)
 
-    watching = Watching(chatty, waits=True)
+    watching = Watching(chatty, is_slow=True)
     generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, responder=watching)
     ended = {row for row, turns in watching.turns.items() if turns}
     # The first that is asked is asked after all that end a first turn have ended it.
