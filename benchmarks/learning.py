@@ -24,7 +24,7 @@ from benchmarks.process import result
 from benchmarks.setting import Setting
 from grpo_lightning.reward.scoring import Scoring
 from grpo_lightning.reward.spec import clip_scores, total
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 
 GOAL, EVERY, STEPS = 0.9, 1, 120
 STYLES: dict[str, dict[str, Any]] = {

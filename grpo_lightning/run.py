@@ -34,7 +34,7 @@ from grpo_lightning.distributed.strategies import check_processes, is_externally
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.reward import coroutines
-from grpo_lightning.rollout.episodes import check_columns
+from grpo_lightning.rollout.turns import check_columns
 from grpo_lightning.supervisor import record_status
 
 log = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class Run:
             if is_first_process() and (stands or not (self.directory / "summary.json").exists()):  # keeps an older one
                 self._summary = {
                     "metrics": dict(sorted(self.metrics.items())),
-                    "values": self.module.values.summary() if stands else {},
+                    "values": self.module.summary() if stands else {},
                     "steps": max(steps, self.module.completed_steps) if stands else 0,
                     "seconds": round(seconds + time.perf_counter() - started, 3),
                     "started": began,

@@ -13,8 +13,7 @@ from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.rollout.judge import Judge
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Sampling, Scored
 
@@ -102,7 +101,7 @@ class Validation(nn.Module):
 
     Args:
         reward: The rewards by name, the same as in training.
-        outcome: The reward that says whether a completion is right; None as in `Judge`.
+        outcome: The reward that says whether a completion is right; None as in `Scorer`.
         threshold: The least score of that reward that is right.
         every: Steps between validations; kept for whoever schedules them.
         samples_per_prompt: Completions per prompt, n.
@@ -136,7 +135,7 @@ class Validation(nn.Module):
         environment: Environment | None = None,
     ) -> None:
         super().__init__()
-        self.judge = Judge(reward, outcome, threshold, environment)
+        self.scorer = Scorer(reward, outcome, threshold, environment)
         self.seen = 0
         self.every = every
         self.samples_per_prompt = samples_per_prompt
@@ -168,7 +167,7 @@ class Validation(nn.Module):
         Returns:
             What was sampled, with its rewards.
         """
-        scored, _ = resolve_schedules(self.judge, completed_steps).score(
+        scored, _ = resolve_schedules(self.scorer, completed_steps).generate_and_score(
             policy,
             prompts,
             group_size=self.samples_per_prompt,

@@ -44,8 +44,8 @@ def letters(completions, **columns):
 def test_training_and_validation_have_the_same_environment():
     words = [*GUESS.split(), "environment.max_turns=3", "environment.timeout=2", "environment.role=tool"]
     rollout, validation = build(*words)("rollout"), build(*words)("validation")
-    assert rollout.judge.environment is rollout.environment
-    for one in (rollout.environment, validation.judge.environment):
+    assert rollout.scorer.environment is rollout.environment
+    for one in (rollout.environment, validation.scorer.environment):
         assert (one.max_turns, one.timeout, one.max_failed, one.failed_score) == (3, 2, 0.5, None)
         assert (one.max_reply, one.reply_role, one.name) == (10_000, "tool", "tests.support.environments.guess")
     played = build("environment=played", "environment.function.function._target_=tests.support.environments.shop")
@@ -122,7 +122,7 @@ def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
 def test_a_function_becomes_an_environment():
     run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
     one = run.module.rollout.environment
-    assert one == run.module.validation.judge.environment == Environment(environments.guess, 3)
+    assert one == run.module.validation.scorer.environment == Environment(environments.guess, 3)
     default = grpo.compose(*SMALL, environment=partial(environments.guess, number=3), reward=letters, data=ROWS)
     assert default.module.rollout.environment.max_turns == 8
     played = grpo.compose(

@@ -16,8 +16,7 @@ from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.reward.length import cosine_length, soft_overlong
 from grpo_lightning.rollout.collector import Collector
-from grpo_lightning.rollout.judge import Judge
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.types import Prompts, Sampling, spans
 from tests.support.checkpoints import write_checkpoint
 from tests.support.episodes import chatty
@@ -41,9 +40,9 @@ def scored_turns(turns, number):
 def judged(policy, function=scored_turns, *, rewards=None, context=None, **settings):
     rewards = rewards or {"environment": RewardSpec(partial(of_environment), 1.0)}
     environment = Environment(function, **{"max_turns": 9} | settings)
-    judge = Judge(rewards, None, 1.0, environment)
+    judge = Scorer(rewards, None, 1.0, environment)
     context = context or StepContext(seed=5)
-    return judge.score(policy, DATA, group_size=3, sampling=SAMPLING, context=context)
+    return judge.generate_and_score(policy, DATA, group_size=3, sampling=SAMPLING, context=context)
 
 
 def test_scores_stand_at_the_ends_of_their_turns(policy):

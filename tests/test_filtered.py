@@ -13,8 +13,8 @@ from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.loading import load
-from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.rollout.tries import with_sets
+from grpo_lightning.rollout.dynamic_sampling import with_support
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.support import options, support_of_tokens
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.types import Prompts, Rollout, Sampling
@@ -216,7 +216,7 @@ def test_what_other_weights_have_drawn_is_counted_and_added(vllm, policy_of_engi
         rows = vllm.generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=3)
         disturb(policy)
         clock = Clock()
-        found, told = with_sets(
+        found, told = with_support(
             policy,
             rows,
             sampling,

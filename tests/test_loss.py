@@ -200,7 +200,7 @@ def test_statistics_by_hand():
 @pytest.mark.parametrize("kl_coef, entropy_coef, expected", [(0.0, 0.0, [0]), (0.1, 0.0, [0, 1]), (0.0, 0.1, [0, 1])])
 def test_rows_that_can_have_a_gradient(kl_coef, entropy_coef, expected):
     advantages = torch.tensor([[0.0, -0.5, 0.0], [0.0, 0.0, 0.0]])
-    found = loss(kl_coef=kl_coef, entropy_coef=entropy_coef).teaches(rollout(advantages=advantages))
+    found = loss(kl_coef=kl_coef, entropy_coef=entropy_coef).has_gradient(rollout(advantages=advantages))
     assert found.nonzero().flatten().tolist() == expected
     empty = rollout(mask=torch.zeros_like(MASK))
-    assert not loss(kl_coef=kl_coef, entropy_coef=entropy_coef).teaches(empty).any()
+    assert not loss(kl_coef=kl_coef, entropy_coef=entropy_coef).has_gradient(empty).any()

@@ -10,7 +10,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.policy.generic import TokenizerAdapter
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.scoring import Scorer
 from grpo_lightning.rollout.selection import mixed, on_policy
 from grpo_lightning.types import Prompts, Sampled, Sampling
 from tests.support.composed import build, composed
@@ -144,7 +144,7 @@ def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_reward
     never = RewardSpec(lambda completions: [0.0] * len(completions), 100.0)
     rewards = dict.fromkeys(names, never) | {expected: RewardSpec(LENGTH.function, 0.0)}
     policy = Fixed()
-    scored, failures = Judge(rewards, outcome, 2.0).score(
+    scored, failures = Scorer(rewards, outcome, 2.0).generate_and_score(
         policy, PROMPTS, group_size=3, sampling=SAMPLING, context=make_context(seed=11)
     )
     # lengths 1, 1, 2, none, 3, 1: a reward that does not apply is not right
@@ -160,7 +160,7 @@ def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
             return super().sample(prompts, **arguments)
 
     policy, context = Asked(), make_context(seed=7, poll=lambda: None)
-    Judge(REWARDS, "has_answer", 1.0).score(
+    Scorer(REWARDS, "has_answer", 1.0).generate_and_score(
         policy, PROMPTS, group_size=3, sampling=SAMPLING, context=context, first_prompt=40
     )
     assert policy.arguments == {

@@ -179,7 +179,7 @@ def test_adaptive_weights_of_rewards_hold_in_validations_too(tmp_path):
     weight = f"reward.format.weight={{_target_: grpo_lightning.schedule.Proportional, {number}}}"
     module = small_run(tmp_path, "steps=2", "validation.every=1", weight)
     trained, measured = (
-        rewards["format"].weight for rewards in (module.rollout.reward, module.validation.judge.rewards)
+        rewards["format"].weight for rewards in (module.rollout.reward, module.validation.scorer.rewards)
     )
     assert trained is not measured
     assert trained.value == measured.value == pytest.approx(2.88)  # 2, two times 20 % more

@@ -9,7 +9,7 @@ from grpo_lightning.policy.loading import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts, Sampling
 
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=6)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.policy.loading import load, resolve
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts
 from grpo_lightning.validation import Validation
 from tests.support.composed import ROOT, build, composed

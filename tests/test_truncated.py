@@ -28,7 +28,7 @@ from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.transformer.logprobs import separate
 from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport
 from tests.support.checkpoints import write_checkpoint

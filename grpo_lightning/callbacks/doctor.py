@@ -46,7 +46,7 @@ class Doctor(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         metrics: Mapping[str, float] = module.metrics  # type: ignore[assignment]
         rollout: Any = getattr(module, "rollout", None)
-        self._course.add(metrics, rollout.judge.outcome_name if rollout else None)
+        self._course.add(metrics, rollout.scorer.outcome_name if rollout else None)
         for rule, value in findings(self._course, self.found, patience=self.rollouts):
             said = rule.said.format(value=value, rollouts=self.rollouts)
             finding = {

@@ -43,7 +43,7 @@ def outcome_name(module: Any) -> str | None:
 
     None before there is any.
     """
-    judge = module.validation.judge
+    judge = module.validation.scorer
     right = f"reward/{judge.outcome_name}" if judge.rewards else ""
     return next((name for name in (right, "reward/total", "loss/total") if name in module.metrics), None)
 
@@ -128,7 +128,7 @@ class RunProgress(Callback):
     def _note(self, module: Any) -> None:
         """Leave what is known behind, for the summary of a run that crashes."""
         seconds = round(time.perf_counter() - self._started, 3)
-        facts: dict[str, Any] = {"metrics": module.metrics, "values": module.values.summary()}
+        facts: dict[str, Any] = {"metrics": module.metrics, "values": module.summary()}
         record_status(step=module.completed_steps, seconds=seconds, **facts)
 
     def _line(self, trainer: Trainer, module: Any) -> None:

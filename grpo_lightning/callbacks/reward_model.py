@@ -105,7 +105,7 @@ class RewardModelTraining(Callback):
     ) -> None:
         if not isinstance(module, GRPOLightningModule) or self._model is None or not outputs:
             return
-        self.pending += examples(outputs["scored"], module.rollout.judge.outcome_name)
+        self.pending += examples(outputs["scored"], module.rollout.scorer.outcome_name)
         if module.completed_steps % self.every == 0 and self.pending:
             module.report(self.update(self._model, module.completed_steps))
 
@@ -158,7 +158,7 @@ class RewardModelTraining(Callback):
         return total
 
     def _find(self, module: LightningModule) -> RewardModel:
-        judge = module.rollout.judge if isinstance(module, GRPOLightningModule) else None
+        judge = module.rollout.scorer if isinstance(module, GRPOLightningModule) else None
         rewards = judge.rewards if judge else {}
         model = rewards[self.reward].function if self.reward in rewards else None
         if judge is None or not isinstance(model, RewardModel):

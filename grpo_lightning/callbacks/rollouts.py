@@ -89,7 +89,7 @@ class RecordRollouts(Callback):
             "step": module.completed_steps,
             "seed": module.seed,
             "temperature": float(collector.temperature),
-            "weights": collector.judge.weights.tolist(),
+            "weights": collector.scorer.weights.tolist(),
             "fresh": collected.is_fresh,
             "complete": collected.is_fresh and int(scored.sampled.mask.sum()) == collected.num_tokens,
             "reference": module.reference is not None,

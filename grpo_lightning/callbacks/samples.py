@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from grpo_lightning.config.redaction import escape_control, redact
 from grpo_lightning.logger.guarded import attempt
-from grpo_lightning.rollout.episodes import turn_ends
+from grpo_lightning.rollout.turns import turn_ends
 from grpo_lightning.types import Prompt, Scored
 
 HISTOGRAM = "~histogram"

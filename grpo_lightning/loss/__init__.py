@@ -161,7 +161,7 @@ class PolicyLoss:
 
         return at
 
-    def teaches(self, rows: Rollout) -> Tensor:
+    def has_gradient(self, rows: Rollout) -> Tensor:
         """Which rows can have a gradient, [B] (bool).
 
         The others (advantage zero, or no token that counts) need no forward pass; they still count in the weights.

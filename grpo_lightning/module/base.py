@@ -1,4 +1,4 @@
-"""What every trained module here shares: counting steps, reporting metrics, validation, optimizer and checkpoints.
+"""Base of the LightningModules: counting steps, reporting metrics, validation, optimizer and checkpoints.
 
 A step is one batch of prompts, whatever the number of optimizer steps made from it; Lightning's ``global_step`` counts
 the latter, so nothing here relies on it.
@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -18,18 +19,61 @@ from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, tr
 from grpo_lightning.clock import Clock, peak_memory
 from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
 from grpo_lightning.distributed.strategies import check_strategy
-from grpo_lightning.module.gradient_step import GradientStep, trained_weights
 from grpo_lightning.module.loop import Loop, TrainerLoop
-from grpo_lightning.module.values import Values
+from grpo_lightning.module.update import GradientStep, trained_weights
 from grpo_lightning.policy import Policy
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.base import Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits
 from grpo_lightning.types import Prompt, Prompts
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LRSchedule = Callable[..., float]
+
+
+@dataclass
+class MetricHistory:
+    """One metric over the whole run, however often the run was interrupted and resumed."""
+
+    first: float
+    first_step: int
+    last: float
+    last_step: int
+    count: int
+    total: float
+    min: float
+    max: float
+    max_step: int
+    """The first step at which it was largest."""
+
+    @classmethod
+    def begin(cls, value: float, step: int) -> Self:
+        """The history of one value."""
+        return cls(value, step, value, step, 1, value, value, value, step)
+
+    def add(self, value: float, step: int) -> None:
+        """Count one more value."""
+        self.last, self.last_step = value, step
+        self.count += 1
+        self.total += value
+        self.min = min(self.min, value)
+        if value > self.max:
+            self.max, self.max_step = value, step
+
+    def summary(self, *, with_steps: bool) -> dict[str, float]:
+        """The "first", "last", "mean", "min" and "max".
+
+        Args:
+            with_steps: Whether also "best", the largest, with "best_step", and "first_step" and "last_step".
+        """
+        mean = min(self.max, max(self.min, self.total / self.count))  # despite rounding and overflow
+        values = {"first": self.first, "last": self.last, "mean": mean, "min": self.min, "max": self.max}
+        if with_steps:
+            values |= {"best": self.max, "best_step": self.max_step}
+            values |= {"first_step": self.first_step, "last_step": self.last_step}
+        return values
 
 
 class StepModule(LightningModule):
@@ -84,7 +128,7 @@ class StepModule(LightningModule):
         self.completed_steps = 0
         self.validated_at = -1
         self.metrics: dict[str, float] = {}
-        self.values = Values()
+        self.history: dict[str, MetricHistory] = {}
         self._own_loop: Loop | None = None
 
     def seed_of(self, *what: object) -> int:
@@ -93,7 +137,7 @@ class StepModule(LightningModule):
         return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
 
     def context(self, *what: object) -> StepContext:
-        """What sampling for a purpose needs, see `seed_of`."""
+        """Seed, sampler, clock and processes for sampling for one purpose, see `seed_of`."""
         return StepContext(
             seed=self.seed_of(*what),
             step=self.completed_steps,
@@ -104,11 +148,31 @@ class StepModule(LightningModule):
         )
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Inside, the policy may be sampled from, with its weights as they are."""
-        given: Any = {"version": self.completed_steps, "clock": self.clock, "ranks": self.loop.ranks}
-        with self.loop.sampling(self.policy), self.sampler.ready(self.policy, **given):
-            yield
+    def sampling(self, phase: str) -> Iterator[None]:
+        """Inside, the sampler may generate with the policy's weights as they are.
+
+        Args:
+            phase: What the completions are for, for messages.
+
+        Raises:
+            FloatingPointError: The policy's logits are not finite.
+        """
+        step, ranks = self.completed_steps, self.loop.ranks
+        ready = self.sampler.ready(self.policy, version=step, clock=self.clock, ranks=ranks)
+        try:
+            with self.loop.sampling(self.policy), ready:
+                yield
+        except NonFiniteLogits as error:
+            when = f"the {phase} after step {step}" if step else f"the {phase} before any step"
+            cause = (
+                "the last updates have damaged the weights: try a lower optimizer.lr, a module.max_grad_norm below "
+                f"{self.gradient_step.max_grad_norm:g}, a longer schedule.warmup_steps or trainer.precision=32-true, "
+                "from an earlier checkpoint"
+                if step
+                else "the weights were damaged when they were loaded, or are too large for trainer.precision: try "
+                "another policy.path, trainer.precision=32-true and policy.dtype=float32"
+            )
+            raise FloatingPointError(f"in {when}, {error}; {cause}") from error
 
     def poll(self) -> None:
         """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
@@ -142,12 +206,12 @@ class StepModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
-        """Not a way to get a module, which is made of settings.
+        """Not supported: a module is built from settings.
 
         Raises:
-            TypeError: Always, with the way there is.
+            TypeError: Always.
         """
-        raise TypeError(f"{cls.__name__}.load_from_checkpoint: allowed is compose('checkpoint=PATH', …).module")
+        raise TypeError(f"{cls.__name__}.load_from_checkpoint: use compose('checkpoint=PATH', …).module instead")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -190,8 +254,16 @@ class StepModule(LightningModule):
         averaged = self.loop.ranks.mean(values, device=self.device, largest={"perf/peak_memory_gb"})
         finite = {name: value for name, value in averaged.items() if math.isfinite(value)}
         self.metrics = {name: value for name, value in self.metrics.items() if name not in averaged} | finite
-        self.values.add(finite, step=self.completed_steps)
+        for name, value in finite.items():
+            if name in self.history:
+                self.history[name].add(value, self.completed_steps)
+            else:
+                self.history[name] = MetricHistory.begin(value, self.completed_steps)
         self.loop.log(finite, step=self.completed_steps)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Every metric over the run by name, see `MetricHistory.summary`; those of validation with their steps."""
+        return {name: one.summary(with_steps=name.startswith("val/")) for name, one in sorted(self.history.items())}
 
     def apply_gradients(self) -> float:
         """Make one optimizer step and return the gradient's norm before clipping, see `GradientStep.apply`."""
@@ -230,14 +302,14 @@ class StepModule(LightningModule):
         if self.trainer.state.fn != "fit":
             return True
         if self.trainer.sanity_checking and self.trainer.num_sanity_val_steps != float("inf"):
-            return False  # a look at a few batches, not a validation
+            return False
         done = self.completed_steps
         return self.validated_at != done and (done in (0, self.steps) or done % self.validation.every == 0)
 
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
         if not self._validation_due:
             return None
-        with self.sampling(), self.gradient_step.blamed(self.completed_steps, "validation"):
+        with self.sampling("validation"):
             scored = self.validation.step(
                 self.policy, prompts, completed_steps=self.completed_steps, context=self.context("validation")
             )
@@ -266,13 +338,13 @@ class StepModule(LightningModule):
             "processes": self.loop.ranks.size,
             "sharded": is_sharded(self.policy),
             "validated_at": self.validated_at,
-            "skipped": self.gradient_step.state(),
+            "skipped": [self.gradient_step.skipped, self.gradient_step.skipped_in_a_row],
             "metrics": dict(self.metrics),
-            "values": self.values.state(),
+            "values": {name: asdict(one) for name, one in self.history.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what a checkpoint says of the run.
+        """Restore the run's state.
 
         Raises:
             ValueError: It holds an adapter of another base, or of other shape than this policy's.
@@ -280,6 +352,6 @@ class StepModule(LightningModule):
         check_adapter(self.policy, self.base, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
-        self.gradient_step.restore(state["skipped"])
+        self.gradient_step.skipped, self.gradient_step.skipped_in_a_row = state["skipped"]
         self.metrics = {name: value for name, value in state["metrics"].items() if isinstance(value, int | float)}
-        self.values.restore(state.get("values", {}))  # version 0.1 kept none
+        self.history = {name: MetricHistory(**values) for name, values in state.get("values", {}).items()}

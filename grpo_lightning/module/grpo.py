@@ -1,4 +1,4 @@
-"""GRPO as a LightningModule: when things happen. What happens lives in the parts it is given."""
+"""GRPO training step: a rollout, then PPO-style updates."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from grpo_lightning.module.update import Update, accumulate, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.schedule import (
     resolve_schedules,
     restore_schedules,
@@ -94,8 +94,8 @@ class GRPOLightningModule(StepModule):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        # Its rewards are objects of their own, whose adaptive weights follow those of training.
-        restore_schedules(self.validation.judge.rewards, schedule_state(self.rollout.reward))
+        # The rewards of validation are separate objects, whose adaptive weights follow those of training.
+        restore_schedules(self.validation.scorer.rewards, schedule_state(self.rollout.reward))
 
     def training_step(self, prompts: Prompts) -> dict[str, Any]:
         step = self.completed_steps
@@ -114,9 +114,14 @@ class GRPOLightningModule(StepModule):
         }
         update_schedules(self._varying, metrics)
         self.complete_step(metrics | {f"varying/{path}": value for path, value in numbers.items()})
-        ratio = torch.cat([update.ratio for update in updates])
-        made = {"collector": rollout, "collected": collected, "updates": updates}
-        return made | {"scored": collected.scored, "advantages": collected.advantages, "ratio": ratio}
+        return {
+            "collector": rollout,
+            "collected": collected,
+            "updates": updates,
+            "scored": collected.scored,
+            "advantages": collected.advantages,
+            "ratio": torch.cat([update.ratio for update in updates]),
+        }
 
     def collect(
         self, prompts: Prompts, rollout: Collector, context: StepContext, *, carried: Scored | None = None
@@ -126,7 +131,7 @@ class GRPOLightningModule(StepModule):
         Raises:
             SelfCheckError: It is the first one of a run, and does not agree with itself.
         """
-        with self.sampling(), self.gradient_step.blamed(self.completed_steps, "rollout"):
+        with self.sampling("rollout"):
             collected = rollout.collect(
                 self.policy,
                 self.reference,
@@ -143,11 +148,18 @@ class GRPOLightningModule(StepModule):
     def update(
         self, collected: Collected, loss: PolicyLoss, temperature: float, *, apply_gradients: Callable[[], float]
     ) -> list[Update]:
-        """Make all optimizer steps on a rollout: backward passes, and ``apply_gradients`` after each minibatch's."""
+        """Make every optimizer step on a rollout: ``ppo_epochs`` passes of minibatches over it.
+
+        Args:
+            collected: The rollout.
+            loss: The step's.
+            temperature: At which it was sampled.
+            apply_gradients: Called after the backward passes of each minibatch; returns the gradient's norm.
+        """
         rollout = collected.rollout
         size = self.minibatch_size or len(rollout)
         generator = torch.Generator().manual_seed(self.seed_of("minibatches", self.completed_steps))
-        # The only step, on rows that the policy as it is has sampled: the ratio is 1 without looking.
+        # The only step on rows that the present policy has sampled: the ratio is 1 by definition.
         single = collected.is_fresh and self.ppo_epochs == 1 and size >= len(rollout)
         updates: list[Update] = []
         for minibatch in rollout.minibatches(size=size, epochs=self.ppo_epochs, generator=generator):
@@ -179,7 +191,6 @@ class GRPOLightningModule(StepModule):
         data: Any = getattr(self._trainer, "datamodule", None)
         then, carried = checkpoint.get("run", {}).get("data"), state.get("carried")
         if carried and then and hasattr(data, "fingerprint") and dict(then) != data.fingerprint():
-            log.warning("the groups that the checkpoint carries over are left out, since it is of other data")
+            log.warning("the checkpoint's surplus groups are of other data: left out")
             carried = None  # their columns may not be those that rewards now ask for
-        is_scored = carried and "rewards" in carried  # earlier versions could carry unfinished groups, too
-        self.carried = Scored.from_state(carried).to(self.device) if is_scored else None
+        self.carried = Scored.from_state(carried).to(self.device) if carried else None

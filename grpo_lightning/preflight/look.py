@@ -41,7 +41,7 @@ def look(
     facts: dict[str, Any] = {
         "prompts": groups[0],
         "group_size": groups[1],
-        "outcome": module.rollout.judge.outcome_name,
+        "outcome": module.rollout.scorer.outcome_name,
         "right": float(scored.right.float().mean()),
         "rewards": {name: _reward(values, measured.failed.get(name)) for name, values in scored.rewards.items()},
         "completions": {

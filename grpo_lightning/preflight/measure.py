@@ -17,7 +17,7 @@ from grpo_lightning.module.selfcheck import check_rollout
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.vllm.engine import WeightSource
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Rollout, Scored
@@ -112,10 +112,7 @@ def _collect(
     clock.restart()
     context = StepContext(seed=module.seed_of("preflight", step), clock=clock)
     policy = cast(WeightSource, module.policy)
-    with (
-        module.sampler.ready(policy, version=module.completed_steps, clock=clock, ranks=SINGLE_PROCESS),
-        module.gradient_step.blamed(module.completed_steps, "rollout"),
-    ):
+    with module.sampler.ready(policy, version=module.completed_steps, clock=clock, ranks=SINGLE_PROCESS):
         collected = collector.collect(
             module.policy, module.reference, prompts, microbatch_tokens=module.microbatch_tokens, context=context
         )

@@ -13,10 +13,10 @@ from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.recording.rows import RecordedRollout
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.episodes import turn_ends
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.rollout.selection import on_policy
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.turns import turn_ends
 from grpo_lightning.schedule import resolve_schedules, restore_schedules, schedule_state
 from grpo_lightning.types import Rollout, Scored
 
@@ -76,10 +76,8 @@ def replayed(found: RecordedRollout, config: Mapping[str, Any], build: Build) ->
     if called is not None:
         if _has_steps(scored):
             raise ValueError("reward: a reward of this run scores steps; allowed are the recorded rewards as they were")
-        scored, _ = collector.judge.score_sampled(
-            _NoTokens(), scored.prompts, scored.sampled, context=StepContext(seed=0)
-        )
-    rollout = collector.compared(scored, found.ref_logprobs)
+        scored, _ = collector.scorer.score(_NoTokens(), scored.prompts, scored.sampled, context=StepContext(seed=0))
+    rollout = collector.compare(scored, found.ref_logprobs)
     metrics = sampled_metrics(scored) | token_metrics(scored, found.ref_logprobs, has_reference=header["reference"])
     metrics |= advantage_metrics(rollout.mean_advantages) | losses(loss, rollout, found)
     now = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}

@@ -1,10 +1,9 @@
-"""One rollout: prompts in, completions judged against one another out. Runs without a Trainer."""
+"""Collect a rollout: sample, score, compare. Runs without a Trainer."""
 
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,46 +12,49 @@ from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.rollout.judge import Judge
+from grpo_lightning.rollout.dynamic_sampling import GroupFilter, sample_groups
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.rollout.selection import top_entropy
-from grpo_lightning.rollout.step_context import StepContext
-from grpo_lightning.rollout.tries import GroupFilter, Tries
 from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, Scored
 
 log = logging.getLogger(__name__)
 
-_COMPARED = ("rewards", "scores", "weights", "steps")
-"""What an advantage may name."""
+ADVANTAGE_INPUTS = ("rewards", "scores", "weights", "steps")
+"""Parameters that an advantage function may have."""
 Advantage = Callable[..., Tensor]
-"""What it names of rewards [P, G], scores [K, P, G], weights [K] and steps [P, G, T] -> [P, G] or [P, G, T]."""
+"""Takes those of rewards [P, G], scores [K, P, G], weights [K] and steps [P, G, T] that its parameters name, and
+returns [P, G] or [P, G, T]."""
 Downsample = Callable[[Tensor], Tensor]
 """Rewards [P, G] -> indices [P, n] of the completions to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """One rollout and what there is to say about it."""
+    """One rollout and its metrics."""
 
     rollout: Rollout
     scored: Scored
     """The rows of ``rollout``."""
-    advantages: Tensor
-    """[B] mean over each row's tokens."""
     metrics: Mapping[str, Tensor]
     carried: Scored | None
-    """Groups that are not trained on yet; for the next rollout."""
+    """Surplus groups of dynamic sampling, for the next rollout."""
     num_tokens: int
-    """Sampled for it, whether or not they are trained on."""
+    """Tokens sampled for it, whether or not they are trained on."""
     flops: float
-    """Floating-point operations that sampling and the reference take at least, see ``Policy.flops``."""
+    """Floating-point operations of sampling and of the reference, at least, see ``Policy.flops``."""
     is_fresh: bool
     """Whether all rows were sampled by the policy as it is now."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B] mean over each row's tokens."""
+        return self.rollout.mean_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """One rollout: ``group_size`` completions per prompt, judged against one another.
+    """Collects rollouts: ``group_size`` completions per prompt, compared with one another.
 
     The fields are the keys of conf/rollout. Numbers may vary with the step, see `grpo_lightning.schedule`.
     """
@@ -60,10 +62,10 @@ class Collector:
     reward: Mapping[str, RewardSpec]
     """Name -> function and weight."""
     environment: Environment | None = None
-    """Whom the model talks to; None: completions have one turn."""
+    """Environment for multi-turn rollouts, or None for single-turn."""
     advantage: Advantage
     outcome: str | None
-    """The reward that says whether a completion is right, as in `Judge`."""
+    """The reward that decides whether a completion is right, as in `Scorer`."""
     threshold: float
     """Its least score that counts as right."""
     group_size: int
@@ -90,10 +92,12 @@ class Collector:
     """Fraction of the tokens, those of highest entropy, that have an advantage."""
 
     def __post_init__(self) -> None:
-        for one in inspect.signature(self.advantage).parameters.values():
-            is_needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-            if is_needed and one.name not in _COMPARED:
-                raise ValueError(f"advantage: its parameter {one.name!r} is none of {', '.join(_COMPARED)}")
+        for parameter in inspect.signature(self.advantage).parameters.values():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not is_variadic and parameter.name not in ADVANTAGE_INPUTS:
+                raise ValueError(
+                    f"advantage: its parameter {parameter.name!r} is none of {', '.join(ADVANTAGE_INPUTS)}"
+                )
 
     @property
     def sampling(self) -> Sampling:
@@ -109,9 +113,9 @@ class Collector:
         )
 
     @property
-    def judge(self) -> Judge:
-        """What samples completions and scores them."""
-        return Judge(self.reward, self.outcome, self.threshold, self.environment)
+    def scorer(self) -> Scorer:
+        """Generates completions and scores them."""
+        return Scorer(self.reward, self.outcome, self.threshold, self.environment)
 
     @torch.no_grad()
     def collect(
@@ -131,44 +135,55 @@ class Collector:
             reference: Gives log-probabilities of the samples, once; None for no KL term.
             prompts: [P * max_tries] those of each try.
             microbatch_tokens: Most tokens in one forward pass that scores.
-            context: The step's seed and what watches over it. All its processes return the whole rollout.
-            carried: What the last rollout has left, which comes first; its old log-probabilities are those of the
-                policies that sampled it. Left out where it does not fit any more, see `Tries`.
+            context: The step's seed, sampler, clock and processes. All processes return the whole rollout.
+            carried: Surplus groups of the last rollout, which come first; their old log-probabilities are those of the
+                policy that sampled them. Dropped where they do not fit any more, see `sample_groups`.
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
         """
-        tries = Tries(self.judge, self.group_filter, self.max_tries, microbatch_tokens)
-        found = tries.choose(
-            policy, prompts, carried, group_size=self.group_size, sampling=self.sampling, context=context
+        groups = sample_groups(
+            self.scorer,
+            policy,
+            prompts,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            group_filter=self.group_filter,
+            max_tries=self.max_tries,
+            carried=carried,
+            microbatch_tokens=microbatch_tokens,
+            context=context,
         )
-        chosen = found.scored
+        scored = groups.scored
         if self.downsample is not None:
-            rewards = chosen.rewards["total"].view(len(chosen.prompts), -1)
-            inside = self.downsample(rewards)
-            chosen = chosen.rows((torch.arange(len(rewards)).unsqueeze(-1) * rewards.shape[-1] + inside).flatten())
+            rewards = scored.rewards["total"].view(len(scored.prompts), -1)  # [B] -> [P, G]
+            members = self.downsample(rewards)  # [P, n]
+            scored = scored.rows((torch.arange(len(rewards)).unsqueeze(-1) * self.group_size + members).flatten())
         with context.clock("score"):
-            ref_logprobs = self._ref_logprobs(reference, chosen.sampled, microbatch_tokens, context)
-        rollout = self.compared(chosen, ref_logprobs)
-        advantages = rollout.mean_advantages
-        metrics = sampled_metrics(found.judged)
-        metrics |= token_metrics(chosen, ref_logprobs, has_reference=reference is not None)
-        metrics |= advantage_metrics(advantages) | dict(found.metrics)
+            ref_logprobs = self.ref_logprobs(reference, scored.sampled, microbatch_tokens, context)
+        rollout = self.compare(scored, ref_logprobs)
+        metrics = sampled_metrics(groups.sampled)
+        metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
+        metrics |= advantage_metrics(rollout.mean_advantages) | dict(groups.metrics)
+        passes = 2 if "sampler/support_miss_rate" in metrics else 1  # the support of an engine's samples takes one, too
+        flops = policy.flops(groups.sampled.sampled) * passes
         return Collected(
             rollout=rollout,
-            scored=chosen,
-            advantages=advantages,
+            scored=scored,
             metrics=metrics,
-            carried=found.left_over,
-            num_tokens=found.num_tokens,
-            flops=found.flops + (reference.flops(chosen.sampled) if reference else 0.0),
-            is_fresh=found.is_fresh,
+            carried=groups.surplus,
+            num_tokens=int(groups.sampled.sampled.mask.sum()),
+            flops=flops + (reference.flops(scored.sampled) if reference else 0.0),
+            is_fresh=groups.is_fresh,
         )
 
-    def _ref_logprobs(
+    def ref_logprobs(
         self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, context: StepContext
     ) -> Tensor:
-        """[B, T] under the reference, which is not truncated; each process does its portion and gathers the others'."""
+        """[B, T] under the reference, of the whole vocabulary; the work is divided over the processes.
+
+        Zeros without a reference.
+        """
         logprobs = torch.zeros_like(sampled.logprobs)
         if reference is None:
             return logprobs
@@ -179,17 +194,20 @@ class Collector:
                 logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.temperature)
         if context.ranks.size == 1:
             return logprobs
-        own = torch.cat(parts).unique()
-        for rows, values in context.ranks.gather((own.cpu(), logprobs[own].cpu())):
+        local = torch.cat(parts).unique()
+        for rows, values in context.ranks.gather((local.cpu(), logprobs[local].cpu())):
             logprobs[rows.to(logprobs.device)] = values.to(logprobs.device)
         return logprobs
 
-    def compared(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
-        """The rows of a rollout with their advantages over one another.
+    def compare(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
+        """Compute advantages.
 
         Args:
             scored: The completions that are trained on.
             ref_logprobs: [B, T] of them under the reference; zeros where none is used.
+
+        Raises:
+            ValueError: The advantage function returns no tensor of a right shape.
         """
         sampled, groups = scored.sampled, (len(scored.prompts), scored.group_size)
         total = scored.rewards["total"]
@@ -200,41 +218,29 @@ class Collector:
         available = {
             "rewards": total.view(groups),  # [B] -> [P, G]
             "scores": scored.scores.T.reshape(-1, *groups),  # [B, K] -> [K, P, G]
-            "weights": self.judge.weights,
+            "weights": self.scorer.weights,
             "steps": scored.steps.view(*groups, -1),  # [B, T] -> [P, G, T]
         }
-        named = [name for name in inspect.signature(self.advantage).parameters if name in available]
-        advantages = self.advantage(**{name: available[name] for name in named})
+        parameters = inspect.signature(self.advantage).parameters
+        advantages = self.advantage(**{name: available[name] for name in parameters if name in available})
         mask = sampled.mask
-        _check_advantages(advantages, groups, mask.shape[1])
+        if not isinstance(advantages, Tensor) or advantages.shape not in (groups, (*groups, mask.shape[1])):
+            found = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+            raise ValueError(
+                f"advantage: returned {found}; expected a tensor of shape {groups} or {(*groups, mask.shape[1])}"
+            )
         if self.mask_truncated:
             mask = mask & torch.tensor(sampled.finished, device=mask.device).unsqueeze(-1)
-        teaching = mask
+        has_advantage = mask
         if self.top_entropy < 1:
-            teaching = top_entropy(sampled.entropy, mask, fraction=self.top_entropy)
+            has_advantage = top_entropy(sampled.entropy, mask, fraction=self.top_entropy)
+        advantages = advantages.to(mask.device).reshape(len(mask), -1)  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
         return Rollout(
             ids=sampled.ids,
             attention_mask=sampled.attention_mask,
             mask=mask,
             old_logprobs=sampled.logprobs,
             ref_logprobs=ref_logprobs,
-            advantages=advantages.to(mask.device).reshape(len(mask), -1)
-            * teaching,  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
+            advantages=advantages * has_advantage,
             support=sampled.support,
         )
-
-
-def _check_advantages(advantages: Any, groups: tuple[int, int], length: int) -> None:
-    """Refuse what an advantage function has returned and would be taken for other completions' numbers.
-
-    Args:
-        advantages: [P, G] or [P, G, T], if it is right.
-        groups: P and G.
-        length: T.
-
-    Raises:
-        ValueError: It is no such tensor.
-    """
-    found = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
-    if found not in (groups, (*groups, length)):
-        raise ValueError(f"advantage: returned {found}; allowed are tensors of shape {groups} or {(*groups, length)}")

@@ -1,46 +1,38 @@
-"""What is logged of every rollout: its rewards, groups, completions and tokens."""
+"""Metrics of a rollout: its rewards, groups, completions and tokens."""
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.loss import k3
-from grpo_lightning.rollout import episodes
 from grpo_lightning.rollout.selection import replace_nan
+from grpo_lightning.rollout.turns import turn_metrics
 from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT
-from grpo_lightning.types import SamplingSupport, Scored
+from grpo_lightning.types import Scored
 
 _ROUNDING = 1e-6  # of float32 sums over up to some thousand completions
 
 
 def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     """Metrics of everything that was sampled, whether or not it is trained on."""
-    rewards = scored.rewards["total"].view(len(scored.prompts), -1)
+    rewards = scored.rewards["total"].view(len(scored.prompts), -1)  # [B] -> [P, G]
     right = scored.right.view_as(rewards).float().mean(-1)
     lengths = scored.sampled.mask.sum(-1).float()
-    support = scored.sampled.support
-    return (
-        {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()}
-        | {
-            "reward/std": replace_nan(rewards).std(-1).mean(),
-            "group/all_right": (right == 1).float().mean(),
-            "group/all_wrong": (right == 0).float().mean(),
-            "group/mixed": ((right > 0) & (right < 1)).float().mean(),
-            "completion/length_mean": lengths.mean(),
-            "completion/length_max": lengths.max(),
-            "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
-        }
-        | (set_metrics(support) if support is not None and len(support.ids) else {})
-        | episodes.metrics(scored.sampled)
-    )
-
-
-def set_metrics(support: SamplingSupport) -> dict[str, Tensor]:
-    """Metrics of the sets that tokens were drawn from, where they were not drawn from the whole vocabulary."""
-    sizes = support.sizes[support.sizes > 0].float()
-    return {
-        "completion/set_size_mean": sizes.mean(),
-        "completion/set_full_fraction": (sizes >= MAX_SUPPORT).float().mean(),
+    metrics = {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()}
+    metrics |= {
+        "reward/std": replace_nan(rewards).std(-1).mean(),
+        "group/all_right": (right == 1).float().mean(),
+        "group/all_wrong": (right == 0).float().mean(),
+        "group/mixed": ((right > 0) & (right < 1)).float().mean(),
+        "completion/length_mean": lengths.mean(),
+        "completion/length_max": lengths.max(),
+        "completion/truncated_fraction": 1 - torch.tensor(scored.sampled.finished).float().mean(),
     }
+    support = scored.sampled.support
+    if support is not None and len(support.ids):
+        sizes = support.sizes[support.sizes > 0].float()
+        metrics["completion/set_size_mean"] = sizes.mean()
+        metrics["completion/set_full_fraction"] = (sizes >= MAX_SUPPORT).float().mean()
+    return metrics | turn_metrics(scored.sampled)
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:

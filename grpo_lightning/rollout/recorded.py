@@ -1,4 +1,4 @@
-"""Rollouts that another run has recorded, in place of sampling."""
+"""Rollouts recorded by another run, instead of sampling."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.recording.rows import RecordedRollout, fingerprint, from_lines
 from grpo_lightning.rollout.collector import Collected, Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts, Scored
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Collector):
-    """Takes each step's completions from a file; the advantages are made from them as the settings say now.
+    """Reads each step's completions from a file and computes their advantages with the present settings.
 
-    Where the policy is, bit for bit, the one that has sampled them, all that follows is what followed then. Elsewhere
-    ratios are those to the policy that sampled. Which groups and completions are trained on was decided then.
+    If the policy equals, bit for bit, the one that sampled them, the update is the recorded run's; otherwise ratios are
+    those to the policy that sampled. Which groups and completions are trained on was decided by the recorded run.
     """
 
     path: str
@@ -48,11 +48,11 @@ class Recorded(Collector):
 
         Args:
             policy: Compared with the one that sampled.
-            reference: Asked for log-probabilities where none were recorded.
-            prompts: Not looked at: the recorded ones count.
+            reference: Scores the completions if no reference was recorded.
+            prompts: Ignored: those of the recorded rollout are used.
             microbatch_tokens: Most tokens in one forward pass of the reference.
-            context: Whose step is taken.
-            carried: Not looked at: recorded rollouts have what was carried over to them.
+            context: Its step is read.
+            carried: Ignored.
 
         Raises:
             ValueError: There is no rollout of the step, its file is damaged, or it was made otherwise than set now.
@@ -67,28 +67,26 @@ class Recorded(Collector):
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {size}"
             )
         if self.rescore:
-            scored, told = self.judge.score_sampled(policy, scored.prompts, scored.sampled, context=context)
+            scored, told = self.scorer.score(policy, scored.prompts, scored.sampled, context=context)
         ref_logprobs = found.ref_logprobs
         if reference is not None and not header["reference"]:
             with context.clock("score"):
-                ref_logprobs = self._ref_logprobs(reference, scored.sampled, microbatch_tokens, context)
+                ref_logprobs = self.ref_logprobs(reference, scored.sampled, microbatch_tokens, context)
         same = fingerprint(policy) == header["policy"]
         if not same and context.step == 0:
             log.warning(
                 "rollout.path=%s: sampled by another policy than the one that is trained; ratios are to that policy",
                 self.path,
             )
-        rollout = self.compared(scored, ref_logprobs)
-        advantages = rollout.mean_advantages
+        rollout = self.compare(scored, ref_logprobs)
         metrics = {name: _scalar(value) for name, value in header["collected"].items()}
         if self.rescore:
             metrics |= sampled_metrics(scored) | {name: _scalar(value) for name, value in told.items()}
         metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
-        metrics |= advantage_metrics(advantages)
+        metrics |= advantage_metrics(rollout.mean_advantages)
         return Collected(
             rollout=rollout,
             scored=scored,
-            advantages=advantages,
             metrics=metrics,
             carried=None,
             num_tokens=header["num_tokens"],
@@ -121,7 +119,7 @@ class Recorded(Collector):
         if list(names) != list(self.reward):
             allowed = format_override("reward", names)
             raise ValueError(f"reward=[{','.join(self.reward)}]: allowed is {allowed}, as in {path}{told}")
-        for name, then, now in zip(names, weights, self.judge.weights.tolist(), strict=True):
+        for name, then, now in zip(names, weights, self.scorer.weights.tolist(), strict=True):
             if then != now:
                 raise ValueError(f"reward.{name}.weight={now:g}: allowed is {then:g}, as in {path}{told}")
 

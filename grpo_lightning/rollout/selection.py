@@ -12,7 +12,7 @@ def mixed(outcomes: Tensor) -> Tensor:
     """Groups whose outcomes differ: in the others every advantage is zero.
 
     The filter of DAPO's dynamic sampling, arXiv:2503.14476, section 3.2. It sees the outcome reward as its function
-    gave it, never the shaped total: a length bonus would make every group look as if it taught something.
+    gave it, never the clip_scores total: a length bonus would make every group look as if it taught something.
 
     Args:
         outcomes: [P, G] NaN where the outcome reward does not apply.

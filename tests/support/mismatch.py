@@ -18,8 +18,8 @@ NOISE = 0.4
 class Disturbed(Collector):
     """A rollout whose sampler states other log-probabilities than the policy's, the same in any process."""
 
-    def compared(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
-        rollout = super().compared(scored, ref_logprobs)
+    def compare(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
+        rollout = super().compare(scored, ref_logprobs)
         length = rollout.mask.shape[1]
         places = torch.arange(length, device=rollout.mask.device)
         wrong = NOISE * torch.sin(rollout.ids[:, -length:] * 1.7 + places * 0.9 + 0.4)  # [B, T]

@@ -1,6 +1,6 @@
 """Completions by the native sampler, and by policies of tests that make up their own."""
 
-from grpo_lightning.rollout.step_context import StepContext
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.base import Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
 
@@ -10,7 +10,7 @@ generate = NativeSampler().generate
 class OfPolicy(Sampler):
     """Returns what the method ``sample`` of a policy makes up."""
 
-    def generate(self, policy, prompts, **arguments):
+    def generate(self, policy, prompts, *, responder=None, **arguments):
         return policy.sample(prompts, **arguments)
 
 
