@@ -47,7 +47,7 @@ class Progress:
         self.steps, self.seconds, self.started = 0, 0.0, 0.0
         self.curve: list[tuple[int, float, float]] = []
 
-    def begin(self) -> None:
+    def open(self) -> None:
         self.started = time.perf_counter()
 
     def end(self) -> bool:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from lightning import Callback
 
-from grpo_lightning.callbacks.charts import CHARTS, layout
+from grpo_lightning.callbacks.tensorboard import CHARTS, chart_layout
 from grpo_lightning.run import Run
 from tests.support.board import Board
 from tests.support.composed import build, composed
@@ -115,13 +115,13 @@ def test_the_charts_show_metrics_that_there_are(board, both):
 
 
 def test_charts_are_those_of_the_metrics():
-    assert layout(["loss/total", "optim/lr"]) == {
+    assert chart_layout(["loss/total", "optim/lr"]) == {
         "Progress": {"loss": ("Multiline", ["^loss/total$"])},
         "Speed": {"learning rate": ("Multiline", ["^optim/lr$"])},
     }
-    assert "loss" not in layout(["loss/total", "reward/total"])["Progress"]
-    assert list(layout(["val/pass@1"])["Progress"]) == ["right answers to held-out prompts"]
-    assert list(layout(["val/pass@16"])["Progress"]) == ["right answers, of several samples"]
+    assert "loss" not in chart_layout(["loss/total", "reward/total"])["Progress"]
+    assert list(chart_layout(["val/pass@1"])["Progress"]) == ["pass@1 on held-out prompts"]
+    assert list(chart_layout(["val/pass@16"])["Progress"]) == ["pass@k and maj@k"]
     assert len({title for charts in CHARTS.values() for title in charts}) == sum(map(len, CHARTS.values()))
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo_lightning.callbacks.hparams import columns
-from grpo_lightning.callbacks.samples import _clean, completions_table, fence, inert
+from grpo_lightning.callbacks.completions import completions_table, escape_markdown, fence
+from grpo_lightning.callbacks.tensorboard import hparams_columns
 from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.config.redaction import escape_control
@@ -110,7 +111,7 @@ def scored_rows() -> Scored:
 
 def test_a_table_of_completions_has_a_row_for_each():
     scored = scored_rows()
-    table = completions_table("c", scored, torch.arange(6) / 8, max_rows=200, max_characters=100)
+    table = completions_table(scored, torch.arange(6) / 8, max_rows=200, max_characters=100)
     assert table.columns == ["prompt", "answer", "completion", "length", "end", "total", "format", "advantage"]
     assert len(table.rows) == 6
     length, end = int(scored.sampled.mask[4].sum()), "end" if scored.sampled.finished[4] else "cut"
@@ -121,25 +122,29 @@ def test_a_table_of_completions_has_a_row_for_each():
 
 
 def test_a_table_ends_after_the_last_whole_group_and_says_so():
-    table = completions_table("c", scored_rows(), max_rows=5, max_characters=100)
+    table = completions_table(scored_rows(), max_rows=5, max_characters=100)
     assert [row[0] for row in table.rows] == ["p"] * 3
     assert "advantage" not in table.columns
     assert table.page.endswith("*The first 3 of 6 completions.*")
-    assert len(completions_table("c", scored_rows(), max_rows=2, max_characters=100).rows) == 2
+    assert len(completions_table(scored_rows(), max_rows=2, max_characters=100).rows) == 2
 
 
 def test_long_texts_are_cut_visibly():
-    table = completions_table("c", scored_rows(), max_rows=3, max_characters=1)
+    table = completions_table(scored_rows(), max_rows=3, max_characters=1)
     assert [row[2] for row in table.rows] == ["a", "b", "a […]"]
 
 
 def test_no_part_of_a_secret_is_left_by_a_cut():
-    assert _clean("say hf_" + 24 * "a", 14) == "say REDACTED"
+    scored = replace(scored_rows(), prompts=Prompts(("say hf_" + 24 * "a", "q"), {}))
+    table = completions_table(scored, max_rows=3, max_characters=14)
+    assert table.rows[0][0] == "say REDACTED"
 
 
 def test_a_completion_in_a_table_is_shown_and_nothing_else():
     for text in (*HOSTILE, "a | b |\n|---|\n", "![x](http://e.vil/p.png)", "<img src=x>", "&lt;b&gt;"):
-        page = markdown_to_safe_html(f"| completion | end |\n|---|---:|\n| {inert(escape_control(text))} | cut |")
+        page = markdown_to_safe_html(
+            f"| completion | end |\n|---|---:|\n| {escape_markdown(escape_control(text))} | cut |"
+        )
         cells = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
         assert len(cells) == 2, page
         assert cells[1] == "cut"
@@ -160,7 +165,7 @@ def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():
     words = ["+loss.kl_coef=0.5", "policy.stop=[a]", "algorithm=dapo", "policy.share=true", "run_dir=/x", "~a=b"]
     words += ["callbacks.samples.every=2", "logger=csv", "reward=[accuracy]", "gone.key=1"]
     choices = {"algorithm": "dapo", "policy": "tiny", "logger": "csv"}
-    shown = columns(settings, words, choices, ["algorithm", "reward", "policy", "data"])
+    shown = hparams_columns(settings, words, choices, ["algorithm", "reward", "policy", "data"])
     assert list(shown.items()) == [
         ("loss.kl_coef", 0.5),
         ("policy.stop", "['a']"),

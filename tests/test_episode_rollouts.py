@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning import advantage
-from grpo_lightning.callbacks.samples import completions_table
+from grpo_lightning.callbacks.completions import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.accuracy import of_environment
@@ -234,7 +234,7 @@ def test_process_would_teach_to_stop_where_going_on_is_better(probability):
 
 def test_a_table_says_who_said_what_and_what_it_was_worth(policy):
     scored, _ = judged(policy)
-    table = completions_table("c", scored, max_rows=9, max_characters=10_000)
+    table = completions_table(scored, max_rows=9, max_characters=10_000)
     for row, cells in enumerate(table.rows):
         turns, replies = scored.sampled.turns[row], scored.sampled.replies[row]
         said = cells[table.columns.index("completion")].split("reply: ")
@@ -244,5 +244,5 @@ def test_a_table_says_who_said_what_and_what_it_was_worth(policy):
             assert said[number].removesuffix("\n").endswith(" (0.1)")
             assert said[number + 1].startswith(replies[number] + "\nmodel: ")
     last, _ = judged(policy, lambda turns, number: chatty(turns) or 1.0, rewards=None)
-    cells = completions_table("c", last, max_rows=9, max_characters=10_000).rows
+    cells = completions_table(last, max_rows=9, max_characters=10_000).rows
     assert not any(re.search(r"\(\d", row[1]) for row in cells)  # the score of the whole has a column of its own

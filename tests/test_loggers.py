@@ -12,9 +12,8 @@ from lightning import Callback
 from lightning.pytorch import loggers
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from grpo_lightning.logger.base import SafeLogger, TensorBoardLogger
 from grpo_lightning.logger.csv import CSVLogger
-from grpo_lightning.logger.guarded import Guarded
-from grpo_lightning.logger.tensorboard import TensorBoardLogger
 from tests.support.running import small_run
 from tests.test_callbacks import scalars
 
@@ -33,10 +32,10 @@ class Remove(Callback):
             shutil.rmtree(self.directory)
 
 
-class Failing(Guarded, loggers.CSVLogger):
+class Failing(SafeLogger, loggers.CSVLogger):
     """Raises wherever it can."""
 
-    def begin(self):
+    def open(self):
         raise ConnectionError("no service")
 
 
@@ -115,7 +114,7 @@ def test_a_logger_that_always_fails_is_warned_about_once(unbroken, tmp_path, cap
 
 def test_what_is_said_of_a_failure_is_a_line(tmp_path, caplog):
     class Wordy(TensorBoardLogger):
-        def begin(self):
+        def open(self):
             raise ConnectionError("no\nservice\x1b[2J " + "x" * 1000)
 
     logger = Wordy(tmp_path, name="", version="x")
@@ -149,7 +148,7 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, caplog):
 
 def test_what_ends_a_run_is_not_held_back(tmp_path):
     class Ending(TensorBoardLogger):
-        def begin(self):
+        def open(self):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ import pytest
 import grpo_lightning
 from grpo_lightning import config as settings
 from grpo_lightning.config import ConfigError, check_config
-from grpo_lightning.logger.guarded import keep_id, known_id
+from grpo_lightning.logger.base import load_run_id, save_run_id
 from tests.support.composed import composed
 from tests.support.running import SMALL, small_run
 from tests.test_callbacks import scalars
@@ -113,7 +113,7 @@ def same(found, expected):
 def test_runs_of_wandb_end_with_their_training_and_say_how(tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from grpo_lightning.logger.wandb import WandbLogger
+    from grpo_lightning.logger.services import WandbLogger
 
     names = []
     for status in ("success", "failed"):
@@ -179,6 +179,6 @@ def test_a_program_names_loggers_or_hands_them_over(tmp_path):
 
 def test_a_continued_run_has_the_same_name_there(tmp_path):
     file = tmp_path / "run" / ".wandb_id"
-    assert known_id(file) is None
-    keep_id(file, "ab12-c_d")
-    assert known_id(file) == "ab12-c_d"
+    assert load_run_id(file) is None
+    save_run_id(file, "ab12-c_d")
+    assert load_run_id(file) == "ab12-c_d"

@@ -88,7 +88,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
                 "rollout.temperature.end=0: allowed is a number > 0"
             ),
             "validation.temperature={" + LINEAR + ", start: 1.0, end: 0.5, steps: 5}": "allowed is a number >= 0",
-            "+callbacks.mine={_target_: grpo_lightning.callbacks.samples.Samples, every: 0, max_rows: 9, "
+            "+callbacks.mine={_target_: grpo_lightning.callbacks.completions.CompletionTables, every: 0, max_rows: 9, "
             "max_characters: 9}": "callbacks.mine.every=0: allowed is an integer >= 1",
             "reward=[accuracy,pattern]|reward.pattern.function.expression='(unclosed'": (
                 "reward.pattern.function.expression=(unclosed: allowed is a regular expression (missing )"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.callbacks.doctor import Doctor
+from grpo_lightning.callbacks.health import HealthMonitor
 from grpo_lightning.checkpoint.resume import config_diff
 from tests import test_sense
 from tests.support.composed import composed
@@ -18,12 +18,12 @@ EQUAL = {"advantage/std": 0.0, "advantage/mean": 0.0, "reward/std": 6e-8, "rewar
 FLAT = TEACHING | {"optim/grad_norm": 0.0}
 
 
-def warnings(caplog, name="doctor"):
+def warnings(caplog, name="health"):
     return [record.getMessage() for record in caplog.records if record.name.endswith(name)]
 
 
 def follow(directory, rollouts, *, first=True):
-    callback = Doctor(str(directory), rollouts=3, stop=False)
+    callback = HealthMonitor(str(directory), rollouts=3, stop=False)
     for number, metrics in enumerate(rollouts, 1):
         module = SimpleNamespace(metrics=metrics, completed_steps=number)
         callback.on_train_batch_end(SimpleNamespace(is_global_zero=first), module)
@@ -69,8 +69,8 @@ def test_only_the_first_process_speaks(tmp_path, caplog):
 
 
 def test_a_count_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"callbacks.doctor.rollouts=0: allowed is an integer >= 1"):
-        Doctor(str(tmp_path), rollouts=0, stop=False)
+    with pytest.raises(ValueError, match=r"callbacks.doctor.rollouts=0: must be an integer >= 1"):
+        HealthMonitor(str(tmp_path), rollouts=0, stop=False)
 
 
 @pytest.mark.slow

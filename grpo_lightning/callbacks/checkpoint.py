@@ -14,7 +14,7 @@ from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io, rewind
 from grpo_lightning.console import atomic_path
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.logger.guarded import attempt
+from grpo_lightning.logger.base import warn_on_failure
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.supervisor import recorded_status
 
@@ -100,7 +100,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            with attempt(logger):
+            with warn_on_failure(logger):
                 logger.save()
                 if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                     logger.experiment.flush()

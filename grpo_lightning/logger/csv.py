@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from grpo_lightning.console import escape_formula, write_atomic
-from grpo_lightning.logger.guarded import Guarded
+from grpo_lightning.logger.base import SafeLogger
 
 Row = dict[str, Any]
 _METRICS, _TABLES = "metrics.csv", "completions_*.csv"
 
 
-class CSVLogger(Guarded, loggers.CSVLogger):
+class CSVLogger(SafeLogger, loggers.CSVLogger):
     """Writes ``metrics.csv`` with one row per step, tables as ``NAME.csv``, and the settings as ``hparams.yaml``.
 
     Lightning's logger of this name removes what an earlier process has written, and puts a validation into a row of its
@@ -27,7 +27,7 @@ class CSVLogger(Guarded, loggers.CSVLogger):
 
     _experiment: "Writer | None"
 
-    def begin(self) -> "Writer":
+    def open(self) -> "Writer":
         if self._experiment is None:
             self._experiment = Writer(self.log_dir)
         return self._experiment

@@ -1,12 +1,13 @@
-"""Loggers whose failures end no run, and under which name a service knows a run."""
+"""Loggers whose failures do not end a run, and the identifiers of runs at logging services."""
 
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger
 
 from grpo_lightning.config.redaction import single_line
@@ -17,12 +18,12 @@ _warned: "weakref.WeakSet[Logger]" = weakref.WeakSet()
 
 
 @contextmanager
-def attempt(logger: Logger) -> Iterator[None]:
-    """Inside, a logger is used; an error is a warning, the first time."""
+def warn_on_failure(logger: Logger) -> Iterator[None]:
+    """Inside, a logger is used; its first error is a warning, further ones are ignored."""
     try:
         yield
-    except Exception as error:  # whatever a logger raises, training is worth more
-        while error.__cause__ is not None:  # Lightning says of all of TensorBoard's that a value is of a wrong type
+    except Exception as error:
+        while error.__cause__ is not None:  # Lightning says of all of TensorBoard's errors that a value is wrong
             error = error.__cause__  # type: ignore[assignment]
         if logger not in _warned:
             _warned.add(logger)
@@ -31,57 +32,67 @@ def attempt(logger: Logger) -> Iterator[None]:
                 "%s of %s failed (%s): training goes on, checkpoints are saved, and logs may have gaps",
                 *(type(logger).__name__, place, single_line(f"{type(error).__name__}: {error}")[:300]),
             )
-        if isinstance(logger, Guarded):
+        if isinstance(logger, SafeLogger):
             logger.reset()
 
 
-class Guarded(Logger):
-    """To inherit from before a class of Lightning's loggers: what its methods raise is a warning, the first time."""
+class SafeLogger(Logger):
+    """To inherit from before one of Lightning's loggers: the first error of its methods is a warning."""
 
     @property
     def experiment(self) -> Any:
-        """What writes; where it cannot be made, what does nothing."""
-        with attempt(self):
-            return self.begin()
+        """The object that writes; where it cannot be made, one that does nothing."""
+        with warn_on_failure(self):
+            return self.open()
         return _Nothing()
 
-    def begin(self) -> Any:
-        """What writes, made when it is first asked for."""
+    def open(self) -> Any:
+        """The object that writes, made on first use."""
         return super().experiment  # type: ignore[misc]
 
     def reset(self) -> None:
-        """Make ready to be used again after a failure."""
+        """Prepare for further use after a failure."""
 
     def log_metrics(self, *args: Any, **options: Any) -> None:
-        with attempt(self):
+        with warn_on_failure(self):
             super().log_metrics(*args, **options)  # type: ignore[safe-super]
 
     def log_hyperparams(self, *args: Any, **options: Any) -> None:
-        with attempt(self):
+        with warn_on_failure(self):
             super().log_hyperparams(*args, **options)  # type: ignore[safe-super]
 
     def save(self) -> None:
-        with attempt(self):
+        with warn_on_failure(self):
             super().save()
 
     def finalize(self, *args: Any, **options: Any) -> None:
-        with attempt(self):
+        with warn_on_failure(self):
             super().finalize(*args, **options)
 
 
 class _Nothing:
-    """Stands for what writes: whatever it is asked to do, it does nothing."""
+    """Accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
 
 
-def known_id(file: Path) -> str | None:
-    """The name that a service has given to the run of a directory, so that a continued run is the same run there."""
+class TensorBoardLogger(SafeLogger, loggers.TensorBoardLogger):
+    """Lightning's logger of this name; after a failure it begins a new file."""
+
+    def reset(self) -> None:
+        writer, self._experiment = self._experiment, None  # its thread is dead
+        if writer is not None:
+            with suppress(Exception):
+                writer.close()
+
+
+def load_run_id(file: Path) -> str | None:
+    """The identifier of this directory's run at a service, if it has one; a continued run keeps it."""
     return file.read_text(encoding="utf-8").strip() or None if file.is_file() else None
 
 
-def keep_id(file: Path, name: str) -> None:
-    """Write a name down for `known_id`."""
+def save_run_id(file: Path, name: str) -> None:
+    """Write an identifier for `load_run_id`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, f"{name}\n")

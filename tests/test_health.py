@@ -1,4 +1,4 @@
-"""What the doctor finds in series of real runs, in series made by hand, and what it does about them.
+"""What health checks find in series of real runs, in series made by hand, and what it does about them.
 
 The series in tests/series were recorded from runs of the shipped policy, one row per rollout and per validation.
 """
@@ -9,8 +9,7 @@ import math
 
 import pytest
 
-from grpo_lightning.callbacks.doctor import Hopeless
-from grpo_lightning.callbacks.symptoms import RULES, Course, findings
+from grpo_lightning.callbacks.health import HealthHistory, UnrecoverableRun, new_findings
 from tests.support.composed import ROOT
 from tests.support.running import small_run
 
@@ -33,14 +32,14 @@ CONSTANT = (
 
 def examined(rows, *, outcome="accuracy", patience=10):
     """(rule, step) of all that is found in rows of metrics by name; a row with val/pass@1 alone is a validation."""
-    course, found = Course(), []
+    history, found = HealthHistory(patience=patience), []
     for row in rows:
         if "val/pass@1" in row:
-            course.validated(row["val/pass@1"])
+            history.add_validation(row["val/pass@1"])
             continue
-        course.add(row, outcome)
-        new = findings(course, found, patience=patience)
-        found += [{"rule": rule.name, "step": course.count, "value": value} for rule, value in new]
+        history.add(row, outcome)
+        new = new_findings(history, found)
+        found += [{"rule": rule.name, "step": history.count, "value": value} for rule, value in new]
     return found
 
 
@@ -161,33 +160,21 @@ def test_metrics_that_a_run_does_not_have_are_no_symptom():
     assert examined([{}] * 40, outcome=None) == []
 
 
-def test_a_course_goes_on_from_its_state():
+def test_a_history_continues_from_its_state():
     rows = course(60, accuracy={21: 0.3}, total={21: 1.1})
-    whole, parts = Course(), Course()
+    whole, parts = HealthHistory(patience=10), HealthHistory(patience=10)
     for row in rows:
         whole.add(row, "accuracy")
         parts.add(row, "accuracy")
-        parts = Course(**json.loads(json.dumps(vars(parts))))
+        parts = HealthHistory(**json.loads(json.dumps(vars(parts))))
     assert parts == whole
     assert len(whole.first) == 10
     assert len(whole.recent) == 20
 
 
-def test_the_advice_is_that_of_the_page_on_metrics():
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").replace("`", "").lower()
-    told = page[page.index("## what the doctor says") : page.index("## what trl")]
-    rows = [row for row in page[: page.index("## what the doctor says")].splitlines() if row.startswith("| ")]
-    for rule in RULES:
-        [row] = [row for row in rows if rule.metric in row.split("|")[1].replace(" ", "").split(",")]
-        assert rule.advice.lower() in row, rule.name
-        assert f"| {rule.name}{' *' * rule.is_hopeless} | {rule.metric} |" in told
-        assert rule.said.format(value=0.5, rollouts=3)
-    assert told.count("\n| ") == len(RULES) + 1
-
-
 @pytest.mark.slow
 def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
-    with pytest.raises(Hopeless, match=r"step 3: in each of the last 3 rollouts .*; what helps: a reward with finer"):
+    with pytest.raises(UnrecoverableRun, match=r"step 3: in each of the last 3 rollouts .*; what helps: a reward"):
         small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "callbacks.doctor.stop=true")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 3)
