@@ -101,19 +101,19 @@ class Validation(nn.Module):
 
     Args:
         reward: The rewards by name, the same as in training.
-        outcome: The reward that says whether a completion is right; None as in `Scorer`.
-        threshold: The least score of that reward that is right.
-        every: Steps between validations; kept for whoever schedules them.
+        outcome: As in `Scorer`, like ``threshold`` and ``environment``.
+        threshold: The outcome reward's least score that counts as right.
+        every: Steps between validations; the data and the module read it.
         samples_per_prompt: Completions per prompt, n.
         ks: pass@k and maj@k are reported for these, each at most n; pass@1 always is.
-        temperature: What the logits are divided by; 0 takes the likeliest token.
-        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 keeps all.
-        top_k: Keep this many of the likeliest tokens; 0 keeps all.
-        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
+        temperature: As in `Sampling`, like the following; 0 takes the likeliest token.
+        top_p: Nucleus sampling.
+        top_k: Top-k sampling.
+        min_p: Min-p sampling.
         max_new_tokens: The longest completion, in tokens.
-        stop: Texts that end a completion, besides the model's own end tokens.
-        kv_cache_gib: GiB that keys and values may take; completions beyond wait. None: all are drawn at once.
-        environment: Whom the model talks to, as in training; None: completions have one turn.
+        stop: Texts that end a completion.
+        kv_cache_gib: Limit of the KV cache.
+        environment: Environment for multi-turn rollouts, or None for single-turn.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.loss.kl import k1, k2, k3, k3_weighted
-from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, cispo, clipped, gmpo, gspo, reinforce, response_clipped, sapo
+from grpo_lightning.loss.surrogate import cispo, clipped, gmpo, gspo, ratio_of, reinforce, response_clipped, sapo
 from grpo_lightning.loss.weights import completion_mean, completion_sum, constant, token_mean
 from grpo_lightning.types import Rollout
 
@@ -84,7 +84,7 @@ class PolicyLoss:
         Args:
             logprobs: [B, T] of the sampled tokens, with gradient; 0 where masked.
             entropy: [B, T] of the distributions they were drawn from, with gradient; None where there is no bonus.
-            rows: What was sampled, under which policy, and how good it was.
+            rows: The rows, with old and reference log-probabilities and advantages.
             weights: [B, T] the rows' part of ``self.weights(mask)``, times what ``correct`` returns.
 
         Returns:
@@ -108,7 +108,7 @@ class PolicyLoss:
 
     @torch.no_grad()
     def correct(self, log_ratio: Tensor, mask: Tensor, *, on_policy: bool) -> Tensor:
-        """What the weights of some tokens are multiplied by because the sampler, not the policy, has drawn them.
+        """Factor of the weights that corrects for a sampler that is not the policy.
 
         Args:
             log_ratio: [B, T] log pi - log mu of the sampled tokens, pi the policy as it is, mu the sampler.
@@ -128,7 +128,7 @@ class PolicyLoss:
         """The gradient of the loss with respect to some log-probabilities, known from these alone.
 
         Args:
-            rows: What was sampled, under which policy, and how good it was.
+            rows: As in ``__call__``.
             weights: [B, T] the rows' part of ``self.weights(mask)``.
             on_policy: Whether the log-probabilities take the place of the old ones.
 
@@ -171,18 +171,14 @@ class PolicyLoss:
 
     @torch.no_grad()
     def statistics(self, logprobs: Tensor, rows: Rollout) -> dict[str, Tensor]:
-        """What to log about some rows: sums over their tokens, so that every token counts alike whatever the weights.
-
-        Args:
-            logprobs: [B, T] of the sampled tokens.
-            rows: What was sampled, under which policy, and how good it was.
+        """Sums over tokens for logging, in which every token counts alike whatever the weights.
 
         Returns:
             The scalars "tokens", "clip_fraction" and "ratio_mean", sums that become means when divided by "tokens";
             and "ratio_max", a maximum.
         """
         log_ratio = (logprobs - rows.old_logprobs) * rows.mask
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = ratio_of(log_ratio)
         _, bounded = self.surrogate(log_ratio, rows.advantages, rows.mask)
         terms = {"tokens": torch.ones_like(ratio), "clip_fraction": bounded.float(), "ratio_mean": ratio}
         sums = {name: (term * rows.mask).sum() for name, term in terms.items()}
@@ -190,12 +186,12 @@ class PolicyLoss:
 
     @staticmethod
     def metrics(parts: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars to log for an optimizer step, by name.
+        """Metrics of an optimizer step by name.
 
         Args:
-            parts: What ``__call__`` returned, added up over the step.
-            sums: What ``statistics`` and those of `grpo_lightning.loss.correction` returned, added up over the step; of
-                ``*_max`` the largest.
+            parts: Those of ``__call__``, added up over the step.
+            sums: Those of ``statistics`` and `grpo_lightning.loss.correction`, added up over the step; of ``*_max`` the
+                largest.
         """
         count = sums["tokens"].clamp(min=1)
         known = {name: value for name, value in sums.items() if name in _METRICS}

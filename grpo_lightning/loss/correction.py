@@ -4,15 +4,21 @@ An engine that samples from the policy's weights computes other probabilities th
 An expectation under pi_old is one under mu in which everything counts rho = pi_old / mu times as much; bounds keep the
 variance of rho small, at the price of some bias. The factor multiplies the weights of the loss, without gradient.
 
-Each correction takes (log_ratio, mask), both [B, T], and settings by keyword, and returns the factor [B, T] >= 0.
-log_ratio = log pi_old - log mu of the sampled tokens, rho = exp(log_ratio); the exponent is clamped to +-20, also that
-of a product. Weights are not normalized again: factors below 1 on average make the step smaller.
+The exponent of rho = exp(log_ratio) is clamped to +-20, also that of a product. Weights are not normalized again:
+factors below 1 on average make the step smaller. Every correction has the same first arguments and result:
+
+Args:
+    log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
+    mask: [B, T] True on the tokens that count.
+
+Returns:
+    The factor [B, T] >= 0; 0 where masked.
 """
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, per_token
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, per_token, ratio_of
 
 
 def none() -> None:
@@ -24,35 +30,19 @@ def token_truncation(log_ratio: Tensor, mask: Tensor, *, cap: float) -> Tensor:
     """The factor of each token  min(rho, cap).
 
     Truncated importance sampling (TIS): Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training", after Ionides (2008). What other tokens of the completion have drawn before it stays uncorrected.
-
-    Args:
-        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
-        mask: [B, T] True on the tokens that count.
-        cap: The largest factor, >= 1.
-
-    Returns:
-        The factor [B, T]; 0 where masked.
+    training", after Ionides (2008); ``cap`` >= 1. The tokens before it in the completion stay uncorrected.
     """
-    return torch.where(mask, _ratio(log_ratio).clamp(max=cap), 0.0)
+    return torch.where(mask, ratio_of(log_ratio).clamp(max=cap), 0.0)
 
 
 @per_token
 def token_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """The factor of each token  rho where low <= rho <= high, else 0.
 
-    IcePop (Ring-1T, arXiv:2510.18855): a token on which policy and sampler disagree that much teaches nothing.
-
-    Args:
-        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
-        mask: [B, T] True on the tokens that count.
-        low: The least ratio that is kept, in [0, 1).
-        high: The largest ratio that is kept, > 1.
-
-    Returns:
-        The factor [B, T]; 0 where masked.
+    IcePop (Ring-1T, arXiv:2510.18855): a token on which policy and sampler disagree that much has no gradient. ``low``
+    lies in [0, 1), ``high`` above 1.
     """
-    ratio = _ratio(log_ratio)
+    ratio = ratio_of(log_ratio)
     return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)
 
 
@@ -60,11 +50,9 @@ def sequence_truncation(log_ratio: Tensor, mask: Tensor, *, cap: float) -> Tenso
     """The factor of each token  min(product of rho over its completion, cap).
 
     As one of TRL's modes (huggingface/trl#4493). Without a cap the gradient would be that of samples of the policy
-    itself; the product's variance grows exponentially with the length.
-
-    Args and returns are those of ``token_truncation``; all tokens of a completion have the same factor.
+    itself; the product's variance grows exponentially with the length. All tokens of a completion have the same factor.
     """
-    return torch.where(mask, _ratio(_sum(log_ratio, mask)).clamp(max=cap), 0.0)  # [B, 1] -> [B, T]
+    return torch.where(mask, ratio_of(_sum(log_ratio, mask)).clamp(max=cap), 0.0)  # [B, 1] -> [B, T]
 
 
 def sequence_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -72,10 +60,8 @@ def sequence_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -
 
     TRL's default mode (huggingface/trl#4493), with a lower bound besides. The product leaves any bounds if the
     completion is long enough: 0.012 nats per token make it 3.3 after 100 tokens (huggingface/trl#4772).
-
-    Args and returns are those of ``token_mask``, whose bounds are bounds of R here.
     """
-    ratio = _ratio(_sum(log_ratio, mask))  # [B, 1]
+    ratio = ratio_of(_sum(log_ratio, mask))  # [B, 1]
     return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)  # [B, 1] -> [B, T]
 
 
@@ -85,15 +71,9 @@ def geometric_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) 
     As in NeMo-RL's recipes of ProRL, with 0.999 and 1.002. It leaves out completions on which policy and sampler differ
     on the whole, whatever their length, and weighs the others alike: it bounds the error and corrects nothing. The
     scatter of M falls with the square root of the length, so short completions need wider bounds.
-
-    Args and returns are those of ``token_mask``, whose bounds are bounds of M here.
     """
     mean = _sum(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
-    return (mask & _inside(_ratio(mean), low, high)).to(log_ratio.dtype)
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (mask & _inside(ratio_of(mean), low, high)).to(log_ratio.dtype)
 
 
 def _sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -109,10 +89,6 @@ def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
 def mismatch(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """How far the sampler was from the policy, as sums over tokens that add up over micro-batches and processes.
 
-    Args:
-        log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
-        mask: [B, T] True on the tokens that count.
-
     Returns:
         Sums that become means when divided by the number of tokens, and a maximum where the name ends in ``_max``:
         "mismatch_mean", of |log_ratio| in nats, "mismatch_max", the largest, and "mismatch_kl", of
@@ -125,11 +101,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def corrections(factor: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What a correction made of the mismatch.
-
-    Args:
-        factor: [B, T] by which the weights were multiplied.
-        mask: [B, T] True on the tokens that count.
+    """Statistics of a correction's factor [B, T], as `mismatch` returns them.
 
     Returns:
         The scalars "correction_mean" and "correction_max", of the factor, and "correction_masked", of where it is 0.

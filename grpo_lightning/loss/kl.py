@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from grpo_lightning.loss.surrogate import MAX_LOG_RATIO
+from grpo_lightning.loss.surrogate import MAX_LOG_RATIO, ratio_of
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
@@ -47,4 +47,4 @@ def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Te
     DeepSeek-V3.2, arXiv:2512.02556, Eq. 7. Its expected gradient is that of KL(pi || ref); on-policy its value is that
     of ``k3``. Args and returns are those of ``k1``.
     """
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * k3(logprobs, ref_logprobs)
+    return ratio_of(log_ratio) * k3(logprobs, ref_logprobs)
