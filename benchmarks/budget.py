@@ -21,7 +21,7 @@ from benchmarks.memory import RETURNS_MEMORY
 from benchmarks.process import result
 from benchmarks.setting import NATIVE, Setting
 from benchmarks.timing import quartiles
-from grpo_lightning.memory import GiB, Use, predicted
+from grpo_lightning.memory import GiB, Workload, predict
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.native import sampler
 from grpo_lightning.types import Sampled, Sampling
@@ -106,7 +106,7 @@ def weighed(setting: Setting, directory: str) -> dict[str, float]:
     sampled(policy, setting, ROWS)
     found = status("VmHWM") - before
     shape = policy.shape()
-    use = Use(
+    use = Workload(
         prompts=setting.prompts,
         group_size=setting.group,
         prompt_tokens=setting.prompt,
@@ -118,7 +118,7 @@ def weighed(setting: Setting, directory: str) -> dict[str, float]:
         * shape.layers
         * (setting.prompts * setting.prompt + ROWS * (setting.cap + setting.prompt)),
     )
-    parts = predicted(shape, use)
+    parts = predict(shape, use)
     return {"measured": found, "predicted": parts["weights"] + parts["sampling"]}
 
 

@@ -74,10 +74,10 @@ def measured(overrides: list[str], setting: Setting = MODEL) -> dict[str, float]
     before = _start()
     module, config = _fit(setting, overrides)
     found = _peak() - before
-    use = memory.use_of(
+    use = memory.workload(
         config, processes=1, is_sharded=False, on_cpu=not torch.cuda.is_available(), prompt_tokens=setting.prompt
     )
-    return {"measured": found, **memory.predicted(module.policy.shape(), use)}
+    return {"measured": found, **memory.predict(module.policy.shape(), use)}
 
 
 def _fit(setting: Setting, overrides: list[str]) -> tuple[Any, dict]:
@@ -125,8 +125,8 @@ def updated(overrides: list[str], setting: Setting) -> dict[str, float]:
     module, config = _update(setting, overrides)
     found = _peak() - before
     on_cpu = not torch.cuda.is_available()
-    use = memory.use_of(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=setting.prompt)
-    parts = memory.predicted(module.policy.shape(), use)
+    use = memory.workload(config, processes=1, is_sharded=False, on_cpu=on_cpu, prompt_tokens=setting.prompt)
+    parts = memory.predict(module.policy.shape(), use)
     parts = {name: parts[name] for name in ("weights", "optimizer", "update")}
     return {"measured": found, **parts, "peak": sum(parts.values())}
 
@@ -231,7 +231,7 @@ def sizes() -> str:
         with torch.device("meta"):
             full = shape_of(Qwen2ForCausalLM(config))
             lora = shape_of(get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=16, target_modules="all-linear")))
-        common = memory.Use(
+        common = memory.Workload(
             prompts=8,
             group_size=8,
             prompt_tokens=512,
@@ -253,7 +253,7 @@ def sizes() -> str:
             (lora, {"frozen_bytes": 0.53, "copy_bytes": 0.0}),
         ]
         peaks = [
-            memory.predicted(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings
+            memory.predict(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings
         ]
         rows.append(f"| {name} | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
     names = (

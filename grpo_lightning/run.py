@@ -178,7 +178,7 @@ class Run:
             module, trainer = self.module, self.trainer
             check_prompts(self.data, module.policy, self.config)
             load_checkpoint(module, checkpoint)
-            return preflight.conduct(
+            return preflight.run_preflight(
                 cast(GRPOLightningModule, module),
                 self.data,
                 trainer,

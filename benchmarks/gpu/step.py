@@ -33,9 +33,9 @@ class Phases(Callback):
         trainer.should_stop = len(self.found) == STEPS
 
 
-def use(setting: Setting) -> memory.Use:
+def use(setting: Setting) -> memory.Workload:
     """What the run does with its model, for the prediction."""
-    return memory.Use(
+    return memory.Workload(
         prompts=setting.prompts,
         group_size=setting.group,
         prompt_tokens=setting.prompt,
@@ -59,7 +59,7 @@ def run(reduced: bool) -> dict[str, Any]:
     made = model(config)
     made.gradient_checkpointing_enable({"use_reentrant": False})
     given = policy(made, endless=True)
-    expected = memory.predicted(given.shape(), use(setting))
+    expected = memory.predict(given.shape(), use(setting))
     keep(predicted_gib={name: size / memory.GiB for name, size in expected.items()})
     module = ours.built(setting, given, microbatch_tokens=MICROBATCH)
     batches = [
