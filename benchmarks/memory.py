@@ -252,9 +252,7 @@ def sizes() -> str:
             (lora, {"frozen_bytes": 2.0}),
             (lora, {"frozen_bytes": 0.53, "copy_bytes": 0.0}),
         ]
-        peaks = [
-            memory.predict(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings
-        ]
+        peaks = [memory.predict(shape, replace(common, **changed))["peak"] / memory.GiB for shape, changed in settings]
         rows.append(f"| {name} | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
     names = (
         "one GPU",
