@@ -78,7 +78,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         del cfg.hydra
         directory = Path(run_dir or (named[-1].partition("=")[2] if named else _new_directory()))
         cfg.run_dir = _literal(str(directory))
-        if given.rows:  # an experiment's settings of other data do not apply
+        if "data.train" in given.objects:  # an experiment's settings of other data do not apply
             rows, kept = hydra_compose("train", ["data=rows"]).data, raw(cfg.data)
             cfg.data = {key: rows[key] if OmegaConf.is_dict(rows[key]) else kept[key] for key in rows}
         for name in given.replaced:
@@ -193,7 +193,7 @@ def build_run(
             _check_environment(result.policy, environment)
         return result
 
-    return Run(config, build, written=_with_env_references(cfg, config), **options)
+    return Run(config, build, written=_with_env_references(raw(cfg), config), **options)
 
 
 def _with_environment(module: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
@@ -247,27 +247,19 @@ def _with_callbacks(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return rest, {"callbacks": callbacks, "enable_checkpointing": keeps}
 
 
-def _with_env_references(cfg: DictConfig, config: Any) -> Any:
-    """The settings as they are written: what comes from the environment stays ``${oc.env:NAME}``."""
-    references: dict[str, str] = {}
+def _with_env_references(node: Any, value: Any) -> Any:
+    """Resolved settings, in which what comes from the environment stays ``${oc.env:NAME}``.
 
-    def collect(node: Any, values: Any) -> None:
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            resolved = values.get(key) if isinstance(values, dict) else values[key]
-            if isinstance(value, dict | list) and isinstance(resolved, type(value)):
-                collect(value, resolved)
-            elif isinstance(value, str) and "oc.env" in value and isinstance(resolved, str) and resolved:
-                references[resolved] = value
-
-    def written(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: written(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [written(value) for value in node]
-        return references.get(node, node) if isinstance(node, str) else node
-
-    collect(raw(cfg), config)
-    return written(config)
+    Args:
+        node: The settings unresolved.
+        value: The settings resolved.
+    """
+    if isinstance(value, dict):
+        nodes = node if isinstance(node, dict) else {}
+        return {key: _with_env_references(nodes.get(key), item) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(node, list):
+        return [_with_env_references(*pair) for pair in zip(node, value, strict=True)]
+    return node if isinstance(node, str) and "oc.env" in node else value
 
 
 def instantiate(node: Any, **options: Any) -> Any:
@@ -326,18 +318,15 @@ def _new_directory() -> Path:
 
     A process that Lightning starts runs the program again, and takes the directories that the first one has chosen.
     """
-    first = Path("runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    names = (first if not number else first.with_name(f"{first.name}-{number}") for number in range(1000))
-    directory = next(path for path in names if not path.exists() and str(path) not in _directories)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        chosen = os.environ.get(_DIRECTORIES, "").split(os.pathsep)
-        if len(_directories) < len(chosen):
-            directory = Path(chosen[len(_directories)])
-        _directories.append(str(directory))
-        return directory
-    _directories.append(str(directory))
+    chosen = os.environ.get(_DIRECTORIES, "").split(os.pathsep)
+    if os.environ.get("LOCAL_RANK", "0") != "0" and len(_directories) < len(chosen) and chosen[0]:
+        _directories.append(chosen[len(_directories)])
+        return Path(_directories[-1])
+    time = datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S")
+    names = (f"{time}-{number}" if number else time for number in range(1000))
+    _directories.append(next(name for name in names if not Path(name).exists() and name not in _directories))
     os.environ[_DIRECTORIES] = os.pathsep.join(_directories)
-    return directory
+    return Path(_directories[-1])
 
 
 def write_settings(
@@ -360,9 +349,6 @@ def write_settings(
         pages["hydra"] = redact_config({"hydra": own})
     for name, page in pages.items():
         write_atomic(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(page)))
-
-
-_NOT_REPLAYED = re.compile(r"[+~]*(callbacks|logger|trainer|sweep|mode|checkpoint)\b")
 
 
 def load_run_config(
@@ -407,7 +393,7 @@ def load_run_config(
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run applies beside new ones: a part that is chosen anew begins afresh."""
-    if _NOT_REPLAYED.match(word) or REDACTED in word:
+    if REDACTED in word or word.startswith(("callbacks", "logger", "trainer", "sweep", "mode=", "checkpoint=")):
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):
@@ -420,5 +406,4 @@ def _run_overrides(directory: Path) -> list[str]:
     file = directory / ".hydra" / "overrides.yaml"
     if not file.exists():
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set")
-    words: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    return [str(word) for word in words]
+    return [str(word) for word in OmegaConf.load(file)]

@@ -39,22 +39,19 @@ from grpo_lightning.supervisor import record_status
 
 log = logging.getLogger(__name__)
 
-Build = Callable[..., Any]
-"""(name of a part, further keywords of it) -> the objects that its settings describe."""
-
 
 class Run:
     """Module, data and trainer of some settings, built when they are first asked for.
 
     Args:
         config: Resolved settings as plain values.
-        build: Instantiates a part of them.
+        build: (name of a part, further keywords of it) -> the objects that its settings describe.
         overrides: What the user changed, for the summary.
         directory_given: Whether the user named the run directory, so that a run to continue can be in it.
         multirun: Whether this is one job of a sweep.
         on_start: Called with the run directory before it is first written to.
-        written: The settings as checkpoints and logs have them; None: as they are.
         choices: Which file of conf/ each part is of, for the summary.
+        written: The settings as checkpoints and logs have them; None: as they are.
 
     Raises:
         ConfigError: The settings cannot work; nothing was loaded.
@@ -64,7 +61,7 @@ class Run:
     def __init__(
         self,
         config: dict[str, Any],
-        build: Build,
+        build: Callable[..., Any],
         *,
         overrides: Sequence[str],
         directory_given: bool,
@@ -77,8 +74,8 @@ class Run:
         check_runtime(config)
         check_processes(config, directory_given=directory_given, multirun=multirun)
         self.config = config
-        self._written = redact_config(written or config)
         self.directory = Path(config["run_dir"])
+        self._written = redact_config(written or config)
         self._build = build
         self._overrides = list(overrides)
         self._directory_given = directory_given
@@ -87,7 +84,7 @@ class Run:
         self._choices = dict(choices or {})
         self._summary: dict[str, Any] = {}
         self._ended_metrics: Mapping[str, float] = {}
-        self._has_begun = False
+        self._has_started = False
 
     @cached_property
     def data(self) -> PromptData:
@@ -127,17 +124,15 @@ class Run:
             ValueError: The run directory holds another run, or the checkpoint cannot be used.
             Preempted: A signal, such as Ctrl-C or SIGTERM; the last complete step is saved.
         """
-        if summary := resume.finished_summary(
-            self.config | ({"checkpoint": "last"} if self._has_begun else {}), self.directory
-        ):
+        if summary := resume.finished_summary(self._resumed_config(), self.directory):
             self._ended_metrics = summary.get("metrics", {})
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
-        alone = lock.lock_run(self.config, self.directory) if is_first_process() else nullcontext()
-        with alone, self._recorded("fit") as checkpoint:
+        locked = lock.lock_run(self.config, self.directory) if is_first_process() else nullcontext()
+        with locked, self._recorded("fit") as checkpoint:
             if is_first_process():
-                for caution in config_warnings(self.config):
-                    log.warning("%s", caution)
+                for warning in config_warnings(self.config):
+                    log.warning("%s", warning)
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
             if checkpoint:
@@ -146,7 +141,7 @@ class Run:
             resume.warn_of_changes(recorded, module.settings, version=__version__, data=self.data.fingerprint())
             if is_first_process() and (checkpoint or not module.completed_steps):
                 rewind.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
-            self._has_begun = True
+            self._has_started = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
@@ -194,8 +189,7 @@ class Run:
             SystemExit: With status 130 after Ctrl-C, and 143 after SIGTERM, SIGHUP or SIGUSR1.
         """
         try:
-            actions = (self.fit, self.validate, self.export, self.preflight)
-            {action.__name__: action for action in actions}[self.config["mode"]]()
+            getattr(self, self.config["mode"])()
         except Preempted as error:
             if is_first_process():
                 log.warning("%s", error)
@@ -206,7 +200,18 @@ class Run:
             command = resume_command(self._overrides, self.directory, steps=2 * self.config["steps"])
             for line in end_banner(self._summary, self.config, self.directory, command, is_job=self._multirun):
                 log_line(line)
-        return self._sweep_value()
+        name = self.config["sweep_metric"]
+        value = self.metrics.get(name, math.nan)
+        if math.isfinite(value):
+            return value
+        if self.config["mode"] in ("fit", "validate"):
+            log.warning("sweep_metric=%s was not measured; there are %s", name, single_line(", ".join(self.metrics)))
+        return -sys.float_info.max
+
+    def _resumed_config(self) -> dict[str, Any]:
+        """The settings; once this object has trained, those that continue from its last checkpoint."""
+        again = self._has_started and (self.directory / "checkpoints" / "last.ckpt").exists()
+        return self.config | ({"checkpoint": "last"} if again else {})
 
     @contextmanager
     def _recorded(self, mode: str) -> Iterator[Path | None]:
@@ -214,51 +219,37 @@ class Run:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
         warnings.filterwarnings("ignore", ".*(LeafSpec|sync_dist=True)")  # PyTorch's; values are the same everywhere
         self.directory.mkdir(parents=True, exist_ok=True)
-        started = time.perf_counter()
-        trained_already = "module" in vars(self) and self.module.completed_steps > 0
-        again = (
-            {"checkpoint": "last"} if self._has_begun and (self.directory / "checkpoints/last.ckpt").exists() else {}
-        )
-        checkpoint = None
-        if (mode == "fit" and again) or not trained_already:  # else the policy as it is now goes on, or is measured
-            given, named = self.config | {"mode": mode} | again, self._directory_given or bool(again)
-            checkpoint = resume.find_checkpoint(given, self.directory, directory_given=named, overrides=self._overrides)
-        steps, seconds, first = (
-            resume.recorded_progress(checkpoint, self.directory) if mode == "fit" else (0, 0.0, None)
-        )
-        began = first or utc_now()
-        overrides = redact_overrides(self._overrides)
-        record_status(seconds_before=seconds, started=began, choices=self._choices, overrides=overrides)
-        if mode == "fit" and is_first_process():
-            own = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
-            completed = steps if own else self.module.completed_steps if trained_already else 0
-            rewind.remove_stale_files(self.directory, keep=checkpoint, completed=completed)
-        if self._on_start is not None and is_first_process():
-            self._on_start(self.directory)
-
-        def summarize(status: str, problem: str | None = None) -> None:
-            stands = "module" in vars(self)
-            if is_first_process() and (stands or not (self.directory / "summary.json").exists()):  # keeps an older one
-                self._summary = {
-                    "metrics": dict(sorted(self.metrics.items())),
-                    "values": self.module.summary() if stands else {},
-                    "steps": max(steps, self.module.completed_steps) if stands else 0,
-                    "seconds": round(seconds + time.perf_counter() - started, 3),
-                    "started": began,
-                    "choices": self._choices,
-                    "overrides": overrides,
-                    "status": status,
-                    "error": problem,
-                }
-                write_summary(self.directory, self._summary, mode=mode)
-
+        start = time.perf_counter()
+        completed, config = self._completed_steps(), self._resumed_config()
+        again = self._has_started and config["checkpoint"] == "last"
+        checkpoint, steps, seconds, first = None, 0, 0.0, None
+        if not completed or (mode == "fit" and again):  # else the policy as it is now goes on, or is measured
+            checkpoint = resume.find_checkpoint(
+                config | {"mode": mode},
+                self.directory,
+                directory_given=self._directory_given or again,
+                overrides=self._overrides,
+            )
+        if mode == "fit":
+            steps, seconds, first = resume.recorded_progress(checkpoint, self.directory)
+        started, overrides = first or utc_now(), redact_overrides(self._overrides)
+        record_status(seconds_before=seconds, started=started, choices=self._choices)
+        if is_first_process():
+            if mode == "fit":
+                continues = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
+                rewind.remove_stale_files(self.directory, keep=checkpoint, completed=steps if continues else completed)
+            if self._on_start is not None:
+                self._on_start(self.directory)
         status, problem = "failed", None
         with signals.listening() as listener:
             try:
                 if checkpoint:
                     check_weights(checkpoint, self.module)
                 yield checkpoint
-                status = "finished" if mode != "fit" or self._made_all_steps() else "stopped"
+                made, needed = self._completed_steps(), self.config["steps"]
+                status = "stopped" if mode == "fit" and made < needed else "finished"
+                if status == "stopped" and is_first_process():
+                    log.warning("a callback has ended the run after %d of %d steps", made, needed)
             except BaseException as error:
                 lost = lost_contact(error)
                 if asked := listener.asked(error, is_consequence=lost is not None):
@@ -271,22 +262,22 @@ class Run:
                 raise
             finally:
                 coroutines.close()  # calls of rewards that nobody waits for any more
-                summarize(status, problem)
+                is_built = "module" in vars(self)
+                if is_first_process() and (is_built or not (self.directory / "summary.json").exists()):
+                    self._summary = {
+                        "metrics": dict(sorted(self.metrics.items())),
+                        "values": self.module.summary() if is_built else {},
+                        "steps": max(steps, self._completed_steps()) if is_built else 0,
+                        "seconds": round(seconds + time.perf_counter() - start, 3),
+                        "started": started,
+                        "choices": self._choices,
+                        "overrides": overrides,
+                        "status": status,
+                        "error": problem,
+                    }
+                    write_summary(self.directory, self._summary, mode=mode)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-    def _made_all_steps(self) -> bool:
-        made, steps = int(self.module.completed_steps), int(self.config["steps"])
-        if made < steps and is_first_process():
-            log.warning("a callback has ended the run after %d of %d steps", made, steps)
-        return made >= steps
-
-    def _sweep_value(self) -> float:
-        """``metrics[sweep_metric]``, or the smallest float there is where it was not measured."""
-        name = self.config["sweep_metric"]
-        value = self.metrics.get(name, math.nan)
-        if math.isfinite(value):
-            return value
-        if self.config["mode"] in ("fit", "validate"):
-            log.warning("sweep_metric=%s was not measured; there are %s", name, single_line(", ".join(self.metrics)))
-        return -sys.float_info.max
+    def _completed_steps(self) -> int:
+        return int(self.module.completed_steps) if "module" in vars(self) else 0
