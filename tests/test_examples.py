@@ -1,0 +1,41 @@
+"""What users copy runs as it stands."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.composed import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def commands():
+    """Example -> the arguments of its command."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        [command] = re.findall(r"^python train\.py ((?:.*\\\n)*.*)$", path.read_text(), re.MULTILINE)
+        yield path.stem, shlex.split(command.replace("\\\n", ""))
+
+
+@pytest.mark.slow
+def test_the_commands_of_examples_train(tmp_path):
+    for name, arguments in commands():
+        small = ["steps=2", "validation.every=2", "data.validation_size=8", "data.prompts_per_step=4", "logger=none"]
+        directory = f"hydra.run.dir={tmp_path / name}"
+        subprocess.run([sys.executable, "train.py", *arguments, *small, directory], cwd=ROOT, check=True)
+        assert (tmp_path / name / "export" / "model.safetensors").exists(), name
+
+
+@pytest.mark.slow
+def test_the_notebook_learns_resumes_and_generates():
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    values = [float(output.data["text/plain"]) for output in outputs if output.output_type == "execute_result"][-1:]
+    assert values[0] > 0.5  # pass@1 of the shipped policy is about .25
+    assert "<answer>" in outputs[-1].text
