@@ -1,17 +1,18 @@
 """Environments: how they are called, what they may return, and what becomes of those that fail."""
 
+import pickle
 import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from grpo_lightning.reward.engine import pool
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.environment import Environment, EpisodeError, Episodes
+from grpo_lightning.environment import Environment, EpisodeError, Episodes, GeneratorEnvironment, check_columns
+from grpo_lightning.reward import workers
 from tests.support import environments
-from tests.support.environments import begun, told
+from tests.support.environments import episodes_of, replies_to
 from tests.support.workers import limited
 
 WHERE = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
@@ -25,11 +26,11 @@ def one_worker():
 
 @WHERE
 def test_an_episode_is_played_turn_by_turn(timeout):
-    episodes = begun(environments.guess, {"number": [5, 20, 7, 3]}, timeout=timeout)
+    episodes = episodes_of(environments.guess, {"number": [5, 20, 7, 3]}, timeout=timeout)
     assert episodes.is_slow is (timeout is not None)
-    assert told(episodes, 0, "3", " 9 ", "5") == ["higher", "lower", None]
-    assert told(episodes, 1, "21", "blue") == ["lower", None]
-    assert told(episodes, 2, "1", "2", "3", "9") == ["higher", "higher", "higher", None]  # the fourth would go on: cut
+    assert replies_to(episodes, 0, "3", " 9 ", "5") == ["higher", "lower", None]
+    assert replies_to(episodes, 1, "21", "blue") == ["lower", None]
+    assert replies_to(episodes, 2, "1", "2", "3", "9") == ["higher", "higher", "higher", None]  # the fourth is cut
     assert episodes.scores == [((1, 0.25), (2, 1.0)), ((0, 0.25),), ((3, 0.25),), ()]
     assert episodes.over == [True, True, False, False]
     assert episodes.failed == [None] * 4
@@ -41,91 +42,81 @@ def test_an_episode_is_played_turn_by_turn(timeout):
 
 def test_a_call_gets_what_it_names_as_copies():
     environments.seen.clear()
-    parts = ["a"]
-    episodes = begun(partial(environments.noting, mood="bound"), {"number": [5], "parts": [parts], "mood": ["column"]})
-    assert told(episodes, 0, "one", "two") == ["go on", "go on"]
-    assert parts == ["a"]
+    columns = {"number": [5], "parts": [["a"]], "mood": ["column"]}
+    episodes = episodes_of(partial(environments.noting, mood="bound"), columns)
+    assert replies_to(episodes, 0, "one", "two") == ["go on", "go on"]
+    assert columns["parts"] == [["a"]]
     assert environments.seen == [
         (["one"], 5, "bound", {"parts": "['a']", "replies": "[]", "prompt": "'p'"}),
         (["one", "two"], 5, "bound", {"parts": "['a']", "replies": "['go on']", "prompt": "'p'"}),
     ]
-    assert episodes.turns == [["one", "two"]]
-    assert episodes.replies == [["go on", "go on"]]
+    assert (episodes.turns, episodes.replies) == ([["one", "two"]], [["go on", "go on"]])
 
 
 @WHERE
 def test_rng_is_the_same_in_every_process_and_every_call(timeout):
-    episodes = begun(environments.drawn, size=2, timeout=timeout)
-    first, again = told(episodes, 0, "a", "b")
+    episodes = episodes_of(environments.drawn, size=2, timeout=timeout)
+    first, again = replies_to(episodes, 0, "a", "b")
     assert first == again == "165858125"  # random.Random(int of SHA-256 of "0,0,0").randrange(10**9)
-    assert told(episodes, 1, "a") == ["8546908"]  # of (0, 0, 1)
+    assert replies_to(episodes, 1, "a") == ["8546908"]  # of (0, 0, 1)
 
 
 @WHERE
-@pytest.mark.parametrize(
-    "what", ["true", "nan", "infinite", "huge", "list", "long", "turned", "unscored", "scored_true", "bytes", "mapping"]
-)
-def test_what_is_no_answer_is_a_failure(what, timeout):
-    episodes = begun(environments.odd, {"what": [what]}, timeout=timeout, max_failed=0.0)
-    assert told(episodes, 0, "x") == [None]
-    assert episodes.failed[0].startswith("answer: returned ")
-    assert episodes.failed[0].endswith(
-        "allowed is text (a reply), a finite number (over, with this score), None (over) or (text, finite number)"
-    )
-    assert (episodes.scores, episodes.over) == ([()], [False])
-    with pytest.raises(EpisodeError, match=r"environment tests\.support\.environments\.odd failed in 1 of 1 episodes"):
+def test_what_an_environment_may_return(timeout):
+    right = {
+        "int": (None, 2.0),
+        "numpy": (None, 0.5),
+        "numpy_text": ("text", None),
+        "bad_scored": ("no such tool", -0.5),
+        "empty": ("", None),
+        "surrogate": ("a? b ?", None),
+        "control": ("\x00\x1b[2J\u202e\r\n", None),
+        "giant": ("x" * 71 + "… (3000000 characters in all)", None),
+    }
+    episodes = episodes_of(environments.returning, {"what": list(right)}, timeout=timeout, max_reply=100)
+    for row, (reply, score) in enumerate(right.values()):
+        assert replies_to(episodes, row, "x") == [reply]
+        assert all(type(text) is str for text in episodes.replies[row])
+        assert episodes.scores[row] == (() if score is None else ((0, score),))
+    assert episodes.failed == [None] * len(right)
+    assert episodes.metrics["episode/bad_calls"] == episodes.metrics["episode/cut_replies"] == 1 / len(right)
+
+    wrong = ["true", "nan", "huge", "list", "long", "turned", "unscored", "bytes"]
+    episodes = episodes_of(environments.returning, {"what": wrong}, timeout=timeout, max_failed=0.0)
+    for row in range(len(wrong)):
+        assert replies_to(episodes, row, "x") == [None]
+        assert episodes.failed[row].startswith(("exception: ValueError: the environment returned ", "exception: Over"))
+    assert (set(episodes.scores), set(episodes.over)) == ({()}, {False})
+    with pytest.raises(EpisodeError, match=r"environments\.returning failed in 8 of 8 episodes"):
         episodes.check()
 
 
 @WHERE
-@pytest.mark.parametrize(
-    ("what", "reply", "score"),
-    [
-        ("int", None, 2.0),
-        ("numpy", None, 0.5),
-        ("numpy_text", "text", None),
-        ("text", "text", None),
-        ("bad_scored", "no such tool", -0.5),
-        ("empty", "", None),
-        ("surrogate", "a? b ?", None),
-        ("control", "\x00\x1b[2J\u202e\r\n", None),
-        ("giant", "x" * 71 + "… (3000000 characters in all)", None),
-    ],
-)
-def test_what_an_answer_may_be(what, reply, score, timeout):
-    episodes = begun(environments.fine, {"what": [what]}, timeout=timeout, max_reply=100)
-    assert told(episodes, 0, "x") == [reply]
-    assert type(episodes.replies[0][0]) is str if reply else True
-    assert episodes.scores == [() if score is None else ((0, score),)]
-    assert episodes.failed == [None]
-
-
-@WHERE
-@pytest.mark.parametrize(
-    ("how", "failure"),
-    [
-        ("raise", r"exception: KeyError: '\x1b[31mred'"),
-        ("exit", "exception: SystemExit: leaving"),
-        ("lie", "answer: returned a value of type Lying"),
-        ("deep", "exception: RecursionError"),
-    ],
-)
-def test_an_exception_is_a_failure_of_its_row(how, failure, timeout):
-    episodes = begun(environments.ends_itself, {"how": ["well", how, "well"]}, timeout=timeout, max_failed=0.3)
-    for row in range(3):
-        episodes.step(row, "the last words")
-    assert [episodes.reply(row) for row in range(3)] == [None] * 3
-    assert episodes.scores == [((0, 1.0),), (), ((0, 1.0),)]
-    assert episodes.over == [True, False, True]
-    assert episodes.failed[1].startswith(failure)
-    assert episodes.failed[::2] == [None, None]
-    assert episodes.metrics["episode/failed"] == pytest.approx(1 / 3)
-    with pytest.raises(EpisodeError) as error:
-        episodes.check()
-    message = str(error.value)
-    assert "in 1 of 3 episodes (allowed fraction: environment.max_failed=0.3); first on row 1" in message
-    assert failure in message
-    assert message.endswith("turn 1: 'the last words'")
+def test_an_exception_is_a_failure_of_its_row(timeout):
+    failures = {
+        "raise": r"exception: KeyError: '\x1b[31mred'",
+        "exit": "exception: SystemExit: leaving",
+        "lie": "exception: KeyError: 'no representation'",
+        "deep": "exception: RecursionError",
+    }
+    for how, failure in failures.items():
+        episodes = episodes_of(
+            environments.ends_itself, {"how": ["well", how, "well"]}, timeout=timeout, max_failed=0.3
+        )
+        for row in range(3):
+            episodes.step(row, "the last words")
+        assert [episodes.reply(row) for row in range(3)] == [None] * 3
+        assert episodes.scores == [((0, 1.0),), (), ((0, 1.0),)]
+        assert episodes.over == [True, False, True]
+        assert episodes.failed[1].startswith(failure)
+        assert episodes.failed[::2] == [None, None]
+        assert episodes.metrics["episode/failed"] == pytest.approx(1 / 3)
+        with pytest.raises(EpisodeError) as error:
+            episodes.check()
+        message = str(error.value)
+        assert "in 1 of 3 episodes (allowed fraction: environment.max_failed=0.3); first on row 1" in message
+        assert failure in message
+        assert message.endswith("turn 1: 'the last words'")
 
 
 @pytest.mark.slow
@@ -135,60 +126,20 @@ def test_workers_that_hang_or_die_are_failures():
         "hang_in_c": "timeout: took longer than 2 s",
         "_exit": "crash: its worker died with exit code 3",
         "kill": "crash: its worker died with exit code -9",
-        "segfault": "crash: its worker died with exit code -11",
         "memory": "exception: MemoryError",
     }
     hows = [how for kind in kinds for how in (kind, "well")]
-    episodes = begun(environments.ends_itself, {"how": hows}, timeout=2.0, max_failed=0.49)
+    episodes = episodes_of(environments.ends_itself, {"how": hows}, timeout=2.0, max_failed=0.49)
     began = time.monotonic()
     for row in range(len(hows)):
         episodes.step(row, "x")
     assert [episodes.reply(row) for row in range(len(hows))] == [None] * len(hows)
     assert time.monotonic() - began < 30
-    assert episodes.scores == [(), ((0, 1.0),)] * 6
+    assert episodes.scores == [(), ((0, 1.0),)] * 5
     for row, expected in enumerate(kinds.values()):
         assert episodes.failed[2 * row].startswith(expected)
-    with pytest.raises(EpisodeError, match="in 6 of 12 episodes .* first on row 0, timeout: took longer than 2 s"):
+    with pytest.raises(EpisodeError, match="in 5 of 10 episodes .* first on row 0, timeout: took longer than 2 s"):
         episodes.check()
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({}, r"parameter 'number' is no column of the data; there are \[\]"),
-        ({"number": [1], "turns": ["x"]}, "column 'turns' has the name of an argument of environment"),
-        ({"number": [1, 2]}, "'number': expected 1 values, got 2"),
-    ],
-)
-def test_columns_are_checked_first(columns, message):
-    with pytest.raises(EpisodeError, match=message):
-        Episodes(Environment(environments.guess, 4), ["p"], columns, [(0, 0, 0)])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"function": "guess"}, "function: expected a callable"),
-        ({"function": environments.countdown}, "countdown is a generator function"),
-        ({"function": environments.later}, "later is a coroutine function"),
-        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
-        ({"max_reply": 99}, "max_reply=99: allowed is an integer >= 100"),
-    ],
-)
-def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Environment(**{"function": environments.guess, "max_turns": 4, **settings})
-
-
-def test_what_an_object_says_of_itself_is_read():
-    environment = Environment(environments.Tool(2), 4)
-    assert environment.tools == environments.Tool.tools
-    assert environment.reply_role == Episodes(environment, [], {}, []).role == "tool"
-    assert Environment(environments.Tool(2), 4, role="user").reply_role == "user"
-    assert Environment(environments.guess, 4).tools is None
-    assert environment.name == "tests.support.environments.Tool"
-    episodes = Episodes(environment, ["p"], {}, [(0, 0, 0)])
-    assert told(episodes, 0, "a", "b") == ["more", None]
 
 
 @pytest.mark.slow
@@ -204,4 +155,105 @@ def test_a_signal_ends_the_wait_for_an_environment_that_hangs(monkeypatch):
     with pytest.raises(Preempted):
         episodes.reply(0)
     assert time.monotonic() - start < 30
-    pool.close()
+    workers.close()
+
+
+def test_columns_and_settings_are_checked_first():
+    for columns, message in [
+        ([], r"environments.guess: parameter 'number' is no column of the data, which are \[\]"),
+        (["number", "turns"], "column 'turns' has the name of an argument"),
+    ]:
+        with pytest.raises(EpisodeError, match=message):
+            check_columns(Environment(environments.guess, 4), columns)
+    for settings, message in [
+        ({"function": "guess"}, "function: expected a callable"),
+        ({"function": environments.later}, "expected no coroutine function .*later"),
+        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
+        ({"max_reply": 99}, "max_reply=99: allowed is an integer >= 100"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Environment(**{"function": environments.guess, "max_turns": 4, **settings})
+
+
+def test_what_an_object_says_of_itself_is_read():
+    environment = Environment(environments.Tool(2), 4)
+    assert environment.tools == environments.Tool.tools
+    assert environment.reply_role == Episodes(environment, [], {}, []).role == "tool"
+    assert Environment(environments.Tool(2), 4, role="user").reply_role == "user"
+    assert Environment(environments.guess, 4).tools is None
+    assert environment.name == "tests.support.environments.Tool"
+    assert replies_to(episodes_of(environments.Tool(2), size=1), 0, "a", "b") == ["more", None]
+
+
+# Generators
+
+
+@WHERE
+def test_a_generator_is_played_again_for_every_turn(timeout):
+    episodes = episodes_of(environments.countdown, {"start": [10, 10, 10, 99]}, timeout=timeout)
+    assert replies_to(episodes, 0, "3", "2", "5") == ["7 left", "5 left", None]
+    assert replies_to(episodes, 1, "2", "9") == ["8 left", None]
+    assert replies_to(episodes, 2, "1", "stop") == ["9 left", None]
+    assert replies_to(episodes, 3, "1", "1", "1", "1") == ["98 left", "97 left", "96 left", None]
+    assert episodes.scores == [
+        ((0, 0.125), (1, 0.125), (2, 1.0)),
+        ((1, -1.0),),
+        ((0, 0.125),),
+        ((1, 0.125), (3, 0.125)),
+    ]
+    assert episodes.over == [True, True, True, False]
+    assert episodes.failed == [None] * 4
+
+
+def test_random_numbers_of_a_generator_are_the_same_again():
+    episodes = episodes_of(GeneratorEnvironment(environments.shop), {"goal": ["tea"] * 6})
+    stocks = [replies_to(episodes, row, "look", "look again") for row in range(6)]
+    assert all(first == again for first, again in stocks)
+    assert len({first for first, _ in stocks}) > 1
+    for row, (stock, _) in enumerate(stocks):
+        assert replies_to(episodes, row, "done") == [None]
+        assert episodes.scores[row] == ((2, float("tea" in stock)),)
+
+
+@pytest.mark.parametrize(
+    ("function", "turns", "failure"),
+    [
+        (environments.moody, 2, "not a function of its turns: '0."),
+        (environments.forgetful, 2, "not a function of its turns: None after turn 1, and before it was 'go on'"),
+        (environments.hasty, 1, "the first `yield` must have no value"),
+        (environments.pausing, 1, "expected a reply by `yield` and the end by `return`, got None"),
+        (environments.replying_at_the_end, 1, "expected a reply by `yield` and the end by `return`, got 'reply'"),
+    ],
+)
+def test_a_generator_that_is_no_environment_fails(function, turns, failure):
+    episodes = episodes_of(function, {"start": [1]})
+    assert replies_to(episodes, 0, *["x"] * turns)[-1] is None
+    assert episodes.failed[0].startswith(f"exception: ValueError: {failure}")
+
+
+def long(start):
+    """Reply with more than is allowed."""
+    said = yield
+    while said:
+        said = yield f"{start}{'x' * 1000}"
+
+
+def test_a_reply_that_was_cut_is_recognized():
+    episodes = episodes_of(long, {"start": [1]}, max_reply=100)
+    first, second = replies_to(episodes, 0, "a", "b")
+    assert first == second == "1" + "x" * 73 + "… (1001 characters in all)"
+    assert len(first) == 100
+    assert episodes.failed == [None]
+
+
+def test_arguments_of_a_generator_are_bound_or_columns():
+    played = GeneratorEnvironment(partial(environments.countdown, start=3))
+    check_columns(Environment(played, 4), ["start"])
+    episodes = episodes_of(played, {"start": [10]})
+    assert replies_to(episodes, 0, "3") == [None]
+    assert episodes.scores == [((0, 1.0),)]  # 3 - 3 = 0
+    assert replies_to(episodes_of(pickle.loads(pickle.dumps(played)), size=1), 0, "2") == ["1 left"]
+    with pytest.raises(ValueError, match="parameter 'start' is no column"):
+        check_columns(Environment(environments.countdown, 4), [])
+    with pytest.raises(ValueError, match="expected a generator function"):
+        GeneratorEnvironment(environments.guess)

@@ -1,33 +1,44 @@
-"""Tools: what a model calls is carried out once, and whatever else it says becomes a reply."""
+"""Tools and cells of Python: what a model calls is carried out once, and whatever else it says becomes a reply."""
 
 import inspect
 import json
 import pickle
 import random
-import sys
+import time
+from collections import Counter
 from functools import partial
 
 import pytest
 
+from grpo_lightning.composition import resolve_config
+from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.environment import BadCall, Environment, Episodes
-from grpo_lightning.environment.tools import Over, Tools
+from grpo_lightning.environment.base import StepResult
+from grpo_lightning.environment.builtin import Retry
+from grpo_lightning.environment.gymnasium import Gymnasium
+from grpo_lightning.environment.python import Python, _cell
+from grpo_lightning.environment.tools import Tools
+from grpo_lightning.policy.chat import special_ids
+from grpo_lightning.reward.accuracy import exact
+from grpo_lightning.sandbox import client
+from grpo_lightning.sandbox.client import Unavailable
 from tests.support import toolbox
-from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import settings
+from tests.support.hostile_programs import GREEDY
+from tests.support.hostile_turns import turns
+from tests.test_replies import made
 
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def told(text, *tools, **row):
+def reply_to(text, *tools, **row):
     return Tools(list(tools or (toolbox.add, toolbox.now)))(turns=["earlier", text], **row)
 
 
-def faults(how):
-    return told(call("misbehave", how=how), toolbox.misbehave)
-
-
 def test_the_schema_is_what_the_signature_and_the_docstring_say():
+    second = "The second number, which is one if left out."
     assert Tools([toolbox.add, toolbox.now]).tools == [
         {
             "type": "function",
@@ -38,10 +49,7 @@ def test_the_schema_is_what_the_signature_and_the_docstring_say():
                     "type": "object",
                     "properties": {
                         "a": {"type": "integer", "description": "The first number."},
-                        "b": {
-                            "type": "integer",
-                            "description": "The second number, which is one if left out.",
-                        },
+                        "b": {"type": "integer", "description": second},
                     },
                     "required": ["a"],
                 },
@@ -60,132 +68,95 @@ def test_the_schema_is_what_the_signature_and_the_docstring_say():
     ]
 
 
-@pytest.mark.parametrize(
-    "text, reply",
-    [
+def test_a_turn_with_calls_is_replied_to_and_one_without_ends_the_episode():
+    for text, reply in [
         (call("add", a=1, b=2), "3"),
         (f"I add. {call('add', a=1, b=2)} and {call('now')}{call('add', a=-5, b=0)}", "3\nnoon\n-5"),
         ('<tool_call>{"id": 7, "name": "add", "arguments": "{\\"a\\": 4}"}</tool_call>', "5"),
         ('{"name": "add", "parameters": {"a": 4}}', "5"),
         (f"<think>{call('now')}</think>{call('add', a=1)}", "2"),
-        ("7", None),
+        ('{"answer": 7}', None),
         (f"<think>{call('now')}</think>noon", None),
-    ],
-)
-def test_a_turn_with_calls_is_replied_to_and_one_without_ends_the_episode(text, reply):
-    found = told(text)
-    assert found == reply
-    assert type(found) is type(reply)
+    ]:
+        found = reply_to(text)
+        assert found == reply
+        assert type(found) is type(reply)
 
 
-FORM = '{"name": NAME, "arguments": {...}}'
-USAGE = "the tool is add(a: integer, b: integer)"
-
-
-@pytest.mark.parametrize(
-    "text, reply",
-    [
-        (call("sub", a=1), "error: there is no tool 'sub'; allowed: add, now"),
-        (call("add", b=1), f"error: 'a' is missing; {USAGE}"),
-        (call("add", a="1"), f"error: 'a' is \"1\", and should be integer; {USAGE}"),
-        ("<tool_call>", "error: the call has no end; a call is " + FORM + " between <tool_call> and </tool_call>"),
-        ("<tool_call>[]</tool_call>", f"error: the call has no name; a call is {FORM}"),
-        (
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            "error: the arguments of a call are a JSON ",
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-            "error: the call holds NaN; allowed",
-        ),
-        ('<tool_call>{"name": "add", "name": "now"}</tool_call>', "error: the call names a key twice in one object"),
-        (call("add", a="\ud800"), "error: the call holds half of a surrogate pair, which is no character"),
-        (
-            f"<tool_call>{'[' * 5000}{']' * 5000}</tool_call>",
-            "error: the call is nested too deeply; allowed are 32 levels",
-        ),
-    ],
-)
-def test_what_cannot_be_carried_out_is_replied_to_with_what_is_wrong(text, reply):
-    found = told(text)
-    assert isinstance(found, BadCall)
-    assert found.startswith(reply)
-    assert len(found) < 400
-
-
-def test_further_calls_are_not_carried_out():
+def test_what_cannot_be_carried_out_is_replied_to_with_what_is_wrong():
+    form = '{"name": NAME, "arguments": {...}}'
+    usage = "the tool is add(a: int, b: int)"
+    for text, reply in [
+        (call("sub", a=1), "error: there is no tool 'sub'; there are add, now"),
+        (call("add", b=1, c=2), f"error: 'c' is no argument; 'a' is missing; {usage}"),
+        (call("add", a="1"), f"error: 'a' is \"1\", and should be int; {usage}"),
+        (call("add", a=True), "error: 'a' is true, and should be int"),
+        ("<tool_call>", "error: the call has no end; a call is " + form + " between <tool_call> and </tool_call>"),
+        ("<tool_call>[]</tool_call>", f"error: the call has no name; a call is {form}"),
+        ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is not valid JSON: Expecting property name"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "error: the arguments of a call are a JSON "),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "error: 'a' is NaN, and should be int"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "error: 'a' is Infinity, and should be"),
+        (call("add", a="\ud800"), "error: 'a' is \"\\ud800\", and should be int"),
+        (f"<tool_call>{'[' * 9000}{']' * 9000}</tool_call>", "error: the call is not valid JSON: it is nested too dee"),
+        (f"<tool_call>{'x' * 20_001}</tool_call>", "error: the call has 20001 characters; the limit is 20000"),
+    ]:
+        found = reply_to(text)
+        assert isinstance(found, BadCall)
+        assert found.startswith(reply)
+        assert len(found) < 400
     tools = Tools([toolbox.add], max_calls=2)
     assert tools(turns=[call("add", a=1) * 2]) == "2\n2"
     reply = tools(turns=[call("add", a=1) * 1000])
-    assert reply == "2\n2\nerror: too many calls in one turn; allowed are 2, others were not carried out"
+    assert reply == "2\n2\nerror: too many calls in one turn; the limit is 2, others were not carried out"
     assert isinstance(reply, BadCall)
 
 
 def test_values_come_as_the_hints_say():
-    arguments = {
-        "color": "blue",
-        "sizes": [1.0, 2],
-        "place": [1.0, "left"],
-        "layers": 2.0,
-        "prices": {"a": 1},
-        "note": 3,
-    }
-    expected = (toolbox.Color.BLUE, [1, 2], (1, "left"), "matt", 2, {"a": 1}, 3)
-    assert told(call("paint", **arguments), toolbox.paint) == repr(expected)
+    arguments = {"color": "blue", "sizes": [1.0, 2], "place": [1.0, "left"], "layers": 2.0, "prices": {"a": 1}}
+    expected = (toolbox.Color.BLUE, [1, 2], (1, "left"), "matt", 2, {"a": 1.0}, 3)
+    assert reply_to(call("paint", **arguments, note=3), toolbox.paint) == repr(expected)
     fewer = {"color": "red", "sizes": [], "place": [1, "left"], "layers": None, "prices": None, "note": "x"}
     expected = (toolbox.Color.RED, [], (1, "left"), "matt", None, None, "x")
-    assert told(call("paint", **fewer), toolbox.paint) == repr(expected)
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"color": "green"}, '\'color\' is "green", and should be one of "red", "blue"'),
-        ({"sizes": [1, "2"]}, "'sizes[1]' is \"2\", and should be integer"),
-        ({"place": ["left", 1]}, "'place[0]' is \"left\", and should be integer"),
-        ({"layers": "two"}, "'layers' is \"two\", and should be integer or null"),
-        ({"prices": {"shop": "one"}}, "'prices[shop]' is \"one\", and should be number"),
-        ({"sizes": ["a" * 1000]}, "'sizes[0]' is \"" + "a" * 49 + "…, and should be integer"),
-    ],
-)
-def test_values_of_another_type_are_named_with_their_place(change, words):
+    assert reply_to(call("paint", **fewer), toolbox.paint) == repr(expected)
     right = {"color": "blue", "sizes": [1], "place": [1, "left"]}
-    assert words in told(call("paint", **right | change), toolbox.paint)
+    for change, words in [
+        ({"color": "green"}, '\'color\' is "green", and should be one of "red", "blue"'),
+        ({"color": ["red"]}, '\'color\' is ["red"], and should be one of "red", "blue"'),
+        ({"finish": "dull"}, "'finish' is \"dull\", and should be Literal['matt', 'glossy']"),
+        ({"sizes": [1, "2"]}, "'sizes[1]' is \"2\", and should be int"),
+        ({"place": ["left", 1]}, "'place[0]' is \"left\", and should be int"),
+        ({"place": [1]}, "'place' is [1], and should be tuple[int, str]"),
+        ({"layers": "two"}, "'layers' is \"two\", and should be Optional[int]"),
+        ({"prices": {"shop": "one"}}, '\'prices\' is {"shop": "one"}, and should be dict[str, float] | None'),
+        ({"sizes": ["a" * 1000]}, "'sizes[0]' is \"" + "a" * 49 + "…, and should be int"),
+    ]:
+        assert words in reply_to(call("paint", **right | change), toolbox.paint)
 
 
-@pytest.mark.parametrize(
-    "how, reply",
-    [
+def test_an_exception_of_a_tool_is_a_reply_and_results_are_texts():
+    for how, reply in [
         ("exit", "error: misbehave: SystemExit: 3"),
         ("path", "error: misbehave: RuntimeError: cannot read '(path)': 3/4 of http://a.b/c/d"),
         ("unwritable", "error: misbehave: Unwritable"),
         ("recursion", "error: misbehave: RecursionError: maximum recursion depth exceeded"),
+        ("memory", "error: misbehave: MemoryError"),
         ("long", "error: misbehave: ValueError: no no no"),
         ("object", "error: misbehave: TypeError: it returned a value of type object, which JSON cannot hold"),
         ("cycle", "error: misbehave: ValueError: Circular reference detected"),
         ("refused", "not today"),
-    ],
-)
-def test_an_exception_of_a_tool_is_a_reply(how, reply):
-    found = faults(how)
-    assert isinstance(found, BadCall)
-    assert found.startswith(reply)
-    assert len(found) < 400
-    assert "\n" not in found
-
-
-@pytest.mark.parametrize(
-    "how, reply",
-    [
-        ("surrogate", "a?b"),
+    ]:
+        found = reply_to(call("misbehave", how=how), toolbox.misbehave)
+        assert isinstance(found, BadCall)
+        assert found.startswith(reply)
+        assert len(found) < 400
+        assert "\n" not in found
+    for how, reply in [
         ("numpy", '{"mean": 0.5, "all": [0, 1, 2], "set": [1, 2]}'),
-        ("nan", "NaN"),
         ("cut", "x" * 2000 + "… (cut: 2000 of 2001 characters)"),
-    ],
-)
-def test_results_are_texts_of_bounded_length(how, reply):
-    assert faults(how) == reply
-    assert type(faults(how)) is str
+    ]:
+        found = reply_to(call("misbehave", how=how), toolbox.misbehave)
+        assert (found, type(found)) == (reply, str)
 
 
 def test_a_tool_ends_the_episode():
@@ -193,27 +164,20 @@ def test_a_tool_ends_the_episode():
     assert tools(turns=[call("now") + call("finish", answer=7) + call("now")], number=7) == 1.0
     assert tools(turns=[call("finish", answer=6)], number=7) == 0.0
     assert tools(turns=[call("finish", answer=0)], number=7) is None
-    assert Over(0.5).score == 0.5
 
 
 def test_the_row_gives_what_the_model_does_not_see():
     tools = Tools([toolbox.look_up], columns=["table", "rng", "hint"])
     assert list(tools.tools[0]["function"]["parameters"]["properties"]) == ["key"]
-    parameters = inspect.signature(tools).parameters
-    assert {name: one.default is one.empty for name, one in parameters.items()} == {
-        "turns": True,
-        "table": True,
-        "rng": True,
-        "hint": False,
-    }
+    needed = {name: one.default is one.empty for name, one in inspect.signature(tools).parameters.items()}
+    assert needed == {"turns": True, "table": True, "rng": True, "hint": False}
     row = {"table": {"a": "b"}, "rng": random.Random(0)}
     expected = random.Random(0)
     assert tools(turns=[call("look_up", key="a")], **row) == f"b {expected.randrange(1000)}"
     assert tools(turns=[call("look_up", key="c")], **row) == f"no hint {expected.randrange(1000)}"
     assert tools(turns=[call("look_up", key="c")], **row, hint="gone") == f"gone {expected.randrange(1000)}"
     refused = tools(turns=[call("look_up", key="a", table={"a": "mine"})], **row)
-    assert refused == "error: 'table' is no argument; the tool is look_up(key: string)"
-    assert Tools([toolbox.count_turns], columns=["turns"])(turns=["a", call("count_turns")]) == "2 turns"
+    assert refused == "error: 'table' is no argument; the tool is look_up(key: str)"
 
 
 def test_methods_and_partials_are_tools():
@@ -223,49 +187,38 @@ def test_methods_and_partials_are_tools():
     assert list(shelf.tools[1]["function"]["parameters"]["properties"]) == ["a"]
     text = call("find", index=1) + call("add", a=1) + call("find", index=5) + call("add", a=1, b=1)
     assert again(turns=[text]) == (
-        "two\n11\nerror: find: IndexError: list index out of range\n"
-        "error: 'b' is no argument; the tool is add(a: integer)"
+        "two\n11\nerror: find: IndexError: list index out of range\nerror: 'b' is no argument; the tool is add(a: int)"
     )
 
 
-@pytest.mark.parametrize(
-    "tools, settings, words",
-    [
-        ([], {}, "tools: expected a list of functions, such as [my_tools.search], got []"),
-        (
-            ["my_tools.add"],
-            {},
-            "tools: expected functions, such as the dotted path my_tools.search, got 'my_t",
-        ),
-        ([toolbox.add, toolbox.add], {}, "tools: expected functions of different names, got add more than once"),
-        ([toolbox.undescribed], {}, "tools: undescribed: DocstringParsingException: .* for the argument 'b'"),
-        ([toolbox.unhinted], {}, "tools: unhinted: TypeHintParsingException: Argument a is missing a type hint"),
-        ([toolbox.later], {}, "tools: expected plain functions .*, got later"),
-    ],
-)
-def test_what_cannot_be_a_tool_is_named(tools, settings, words):
-    with pytest.raises(ValueError, match=words.replace("[", r"\[") if "expected" in words else words):
-        Tools(tools, **settings)
+def test_what_cannot_be_a_tool_is_named():
+    for tools, columns, words in [
+        ([], [], r"tools: expected a list of functions, such as \[my_tools.search\], got \[\]"),
+        (["my_tools.add"], [], "tools: expected plain functions, such as my_tools.search, got 'my_t"),
+        ([toolbox.add, toolbox.add], [], "tools: expected different names, got add, add"),
+        ([toolbox.add], ["table"], "columns: no tool has the parameter table"),
+        ([toolbox.undescribed], [], "tools: undescribed: DocstringParsingException: .* for the argument 'b'"),
+        ([toolbox.unhinted], [], "tools: unhinted: TypeHintParsingException: Argument a is missing a type hint"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Tools(tools, columns=columns)
 
 
 def test_episodes_with_tools_in_this_process_and_in_workers():
     words = ["one", "two", "three"]
+    here = []
     for timeout in (None, 20.0):
-        environment = Environment(
-            Tools([toolbox.look_up, toolbox.misbehave], columns=["table", "rng", "hint"]), 4, timeout
-        )
+        tools = Tools([toolbox.look_up, toolbox.misbehave], columns=["table", "rng", "hint"])
+        environment = Environment(tools, 4, timeout)
         assert environment.reply_role == "tool"
-        assert environment.tools == environment.function.tools
+        assert environment.tools == tools.tools
         columns = {"table": [{"a": word} for word in words], "answer": words}
         episodes = Episodes(environment, ["?"] * 3, columns, [(0, 0, member) for member in range(3)])
         for row in range(3):
             episodes.step(row, call("look_up", key="a"))
         replies = [episodes.reply(row) for row in range(3)]
         assert [reply.split()[0] for reply in replies] == words
-        if timeout is None:
-            here = replies
-        else:
-            assert replies == here
+        assert replies == (here := here or replies)
         episodes.step(0, "<tool_call>")
         episodes.step(1, "done")
         episodes.step(2, call("misbehave", how="value"))
@@ -279,41 +232,204 @@ def test_episodes_with_tools_in_this_process_and_in_workers():
         assert episodes.metrics["episode/failed"] == 0
 
 
-MINE = """
-import subprocess
-from os import system
+# 10,000 hostile turns: each gets a reply of bounded length or ends its episode, and no reply speaks for others.
 
-
-def add(a: int, b: int) -> int:
-    '''Adds two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    '''
-    return a + b
-
-
-def silent(a: int) -> int:
-    return a
-"""
+LONGEST = 9 * (2000 + 100)  # eight results, and the word on further calls
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """A small model whose chat template shows tools in few words: it reads 512 tokens."""
-    path = write_checkpoint(tmp_path_factory.mktemp("shown") / "policy", "qwen2", chat=True)
-    template = path / "chat_template.jinja"
-    template.write_text(
-        "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}" + template.read_text()
-    )
-    return path
+def hostile():
+    return turns(10_000, seed=0)
 
 
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """The name of a module of the user's, in the directory of the start."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "tools_of_mine.py").write_text(MINE)
-    yield "tools_of_mine"
-    sys.modules.pop("tools_of_mine", None)
+@pytest.fixture(scope="module")
+def replies(hostile):
+    """What tools reply to each, and the time that the slowest took."""
+    tools = Tools([toolbox.add, toolbox.echo, toolbox.now, toolbox.paint, toolbox.misbehave])
+
+    def seconds(turn):
+        began = time.thread_time()
+        tools(turns=[turn])
+        return time.thread_time() - began
+
+    found, slow = [], []
+    for turn in hostile:
+        began = time.thread_time()
+        found.append(tools(turns=[turn]))
+        if time.thread_time() - began > 0.1:
+            slow.append(turn)
+    # A turn that takes long does so again; a collection of this process's garbage does not.
+    return found, max((min(seconds(turn) for _ in range(3)) for turn in slow), default=0.0)
+
+
+def test_none_escapes_hangs_or_raises(replies):
+    found, slowest = replies
+    kinds = Counter(type(reply) for reply in found)
+    assert set(kinds) == {str, BadCall, type(None)}
+    assert min(kinds.values()) > 500  # all of the three are tried
+    for reply in found:
+        if reply is not None:
+            result = StepResult.of(reply)
+            assert len(reply) <= LONGEST
+            result.reply.encode()
+            assert result.is_bad_call is isinstance(reply, BadCall)
+            assert "Traceback" not in reply
+            assert "site-packages" not in reply
+    assert slowest < 0.5
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_no_reply_speaks_for_others(replies, role):
+    template = made("qwen2_5")
+    special = special_ids(template._tokenizer)
+
+    def specials(text):
+        return [one for one in template.ids(text, role=role, after=None) if one in special]
+
+    frame = specials("3")
+    assert len(frame) == 4  # the end of the model's turn, a begin and an end, and the begin of its next turn
+    for reply in {StepResult.of(reply).reply for reply in replies[0] if reply is not None}:
+        assert specials(reply) == frame
+
+
+@pytest.mark.slow
+def test_other_environments_take_them_too(hostile):
+    game, retry = Gymnasium("FrozenLake-v1"), Retry(exact, max_turns=2, discount=1.0, reply="no")
+    for turn in hostile[:2000]:
+        assert isinstance(game(turns=[turn], seed=0), BadCall)
+        assert retry(turns=[turn], answer="7") == "no"
+        assert _cell(turn) is None or isinstance(_cell(turn), str)
+
+
+# Cells of Python: a notebook that is played again for every turn, in a sandbox
+
+LIMITS = {"seconds": 20.0, "cpu_seconds": 2, "memory_mb": 256}
+SHORT = {"seconds": 1.0, "cpu_seconds": 1, "memory_mb": 256}
+
+
+def fenced(code, language="python"):
+    return f"I try.\n```{language}\n{code}\n```\nLet me see."
+
+
+def outputs(*cells, **limits):
+    """The reply to each cell."""
+    environment = Python(**(limits or LIMITS))
+    cells = [fenced(cell) for cell in cells]
+    return [environment(turns=cells[: number + 1]) for number in range(len(cells))]
+
+
+def test_a_notebook():
+    assert outputs(
+        "import math\nx = 3\nprint('hi')",
+        "print(x)\nmath.floor(x + 4.5)",
+        "def half(a):\n    return a / 0\n",
+        "x += 1\n\nhalf(2)",
+        "x",
+        "y = 2 *",
+        "x = 10; raise ValueError('no')",
+        "x",
+        "None",
+        "print('a', end='')",
+    ) == [
+        "hi",
+        "3\n7",
+        "(no output)",
+        "ZeroDivisionError: division by zero (line 3)",
+        "4",
+        "SyntaxError: invalid syntax (line 1)",
+        "ValueError: no (line 1)",
+        "10",
+        "(no output)",
+        "a",
+    ]
+
+
+def test_the_code_of_a_turn():
+    for turn, reply in [
+        (fenced("1 + 1", "py"), "2"),
+        (fenced("x = 2") + fenced("x"), "2"),
+        ("<think>\n```python\nx = 1\n```\n</think>" + fenced("2"), "2"),
+        (call("python", code="print(1)\n2"), "1\n2"),
+        ('{"name": "python", "parameters": {"code": "3"}}', "3"),
+        (call("python"), 'error: the only tool is python, and its only argument is "code", a text'),
+        (fenced("1 + 1", "bash"), None),
+        ("```python\n1 + 1", None),
+        ("2", None),
+    ]:
+        assert Python(**LIMITS)(turns=[turn]) == reply
+
+
+def test_what_a_cell_does_to_its_own_process():
+    lost = "; what this cell has defined is lost)"
+    cells = {
+        "x = 1": "(no output)",
+        "import sys; sys.stdout.close()": "(no output)",
+        "print(x)": "1",
+        "import os; os._exit(0)": f"(ended with status 0{lost}",
+        "x + 1": "2",
+        "import os; x = 5; os.kill(os.getpid(), 9)": f"(ended by signal 9{lost}",
+        "x + 2": "3",
+        "sys.exit(3)": "SystemExit: 3 (line 1)",
+        "input()": "EOFError: EOF when reading a line (line 1)",
+        "sys.stderr.write('not seen\\n'); import os; os.write(2, b'nor this'); None": "(no output)",
+        "import os; os.write(1, b'raw'); None": "raw",
+        "big = bytearray(10**10)": "MemoryError (line 1)",
+        "'\ud800'": "UnicodeEncodeError",
+        "open('/etc/passwd')": "PermissionError: [Errno 13]",
+        "open('own', 'w').write('kept')": "4",
+        "open('own').read()": "'kept'",
+        "import random; random.random()": "0.",
+        "random.seed(1); del print": "NameError: name 'print' is not defined (line 1)",
+    }
+    for reply, expected in zip(outputs(*cells), cells.values(), strict=True):
+        assert reply.startswith(expected)
+
+
+def test_a_cell_at_a_limit_leaves_nothing_behind():
+    began = time.monotonic()
+    cells = ("x = 1", "x = 2\nimport time\ntime.sleep(100)", "x", "time", "print('a' * 2**21)", "x")
+    replies = outputs(*cells, **SHORT)
+    limit = "(ended: all cells together may take 1 s, and 1 s of computing; what this cell has defined is lost)"
+    assert replies == ["(no output)", limit, "1", replies[3], replies[4], "1"]
+    assert replies[3].startswith("NameError: name 'time' is not defined")
+    assert replies[4].endswith("(ended: it printed more than 1048576 bytes; what this cell has defined is lost)")
+    assert replies[4].startswith("a" * 1000 + "\n… (")
+    assert len(replies[4]) < 2200
+    assert time.monotonic() - began < 6  # the cell that sleeps has run once
+
+
+def test_cells_in_a_worker():
+    episodes = Episodes(Environment(Python(**LIMITS), 4, timeout=60.0), ["?"], {}, [(0, 0, 0)])
+    for turn, reply in (("x = 5", "(no output)"), ("x + 1", "6")):
+        episodes.step(0, fenced(turn))
+        assert episodes.reply(0) == reply
+    episodes.step(0, "It is 6.")
+    assert episodes.reply(0) is None
+    assert episodes.over == [True]
+
+
+@pytest.mark.slow
+def test_hostile_cells_end_as_replies_and_the_notebook_goes_on():
+    header = "import ctypes, os, sys, threading, time\ndef escaped(what): print('ESCAPED', what)\n"
+    environment = Python(**SHORT | {"memory_mb": 128})
+    patient = Python(**SHORT | {"memory_mb": 128, "seconds": 20.0, "cpu_seconds": 20})
+    for name, program in list(GREEDY.items())[::2]:
+        cells = [fenced("seven = 7"), fenced(header + program), fenced("seven")]
+        reply = environment(turns=cells[:2])
+        assert len(reply) < 3000, name
+        assert "ESCAPED" not in reply, name
+        # A cell that has ended by itself runs again before the next; some take nearly all of the second.
+        after = (environment if "(ended" in reply else patient)(turns=cells)
+        assert after == "7" or name == "closes everything", (name, after)
+
+
+def test_without_a_sandbox_nothing_runs(monkeypatch):
+    client.close()
+    change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
+    monkeypatch.setattr(client, "_BEGIN", client._BEGIN.replace("main(int", f"{change}main(int"))
+    config = resolve_config(settings("environment=python"))
+    with pytest.raises(Unavailable, match="Landlock"):
+        Python(**LIMITS)(turns=[fenced("'never run here'")])
+    with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
+        check_runtime(config)
+    client.close()

@@ -10,7 +10,7 @@ import time
 from grpo_lightning.environment import BadCall, Environment, Episodes
 
 
-def begun(function, columns=None, size=None, **settings):
+def episodes_of(function, columns=None, size=None, **settings):
     """Episodes of one environment, with settings of its own."""
     columns = columns or {}
     size = size or len(next(iter(columns.values()), "1"))
@@ -18,8 +18,8 @@ def begun(function, columns=None, size=None, **settings):
     return Episodes(environment, ["p"] * size, columns, [(0, 0, row) for row in range(size)])
 
 
-def told(episodes, row, *texts):
-    """What a row is told, turn by turn."""
+def replies_to(episodes, row, *texts):
+    """The replies to a row's turns."""
     replies = []
     for text in texts:
         episodes.step(row, text)
@@ -55,31 +55,6 @@ def drawn(turns, rng):
     return str(rng.randrange(10**9))
 
 
-def odd(turns, what):
-    """Return what a column names."""
-    return {
-        "true": True,
-        "nan": float("nan"),
-        "infinite": float("inf"),
-        "huge": 10**400,
-        "list": ["text", 0.5],
-        "long": ("text", 0.5, 1),
-        "turned": (0.5, "text"),
-        "unscored": ("text", None),
-        "scored_true": ("text", True),
-        "bytes": b"text",
-        "mapping": {"reply": "text"},
-        "function": odd,
-    }[what]
-
-
-class Text(str):
-    """A text that lies about itself."""
-
-    def __str__(self):
-        raise KeyError("no text")
-
-
 class Lying:
     """A value of no kind, which shows itself as nothing."""
 
@@ -87,16 +62,22 @@ class Lying:
         raise KeyError("no representation")
 
 
-def fine(turns, what):
+def returning(turns, what):
     """Return what a column names."""
     import numpy as np
 
     return {
+        "true": True,
+        "nan": float("nan"),
+        "huge": 10**400,
+        "list": ["text", 0.5],
+        "long": ("text", 0.5, 1),
+        "turned": (0.5, "text"),
+        "unscored": ("text", None),
+        "bytes": b"text",
         "int": 2,
         "numpy": np.float32(0.5),
         "numpy_text": np.str_("text"),
-        "text": Text("text"),
-        "bad": BadCall("no such tool"),
         "bad_scored": (BadCall("no such tool"), -0.5),
         "empty": "",
         "surrogate": "a\ud83d b \udcff",
@@ -123,8 +104,6 @@ def ends_itself(turns, how):
         os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "segfault":
-        ctypes.string_at(0)
     if how == "memory":
         return "x" * 10**11
     return 1.0
@@ -169,20 +148,13 @@ def hasty(start):
     yield "hello"
 
 
-def absent(start):
-    """End before it was told anything."""
-    if start:
-        return 1.0
-    yield
-
-
 def pausing(start):
     """Yield no text."""
     yield
     yield None
 
 
-def returning(start):
+def replying_at_the_end(start):
     """Return a reply."""
     yield
     return "reply"

@@ -16,6 +16,10 @@ ODD = (
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "-0", "1e-999", "0.1", "1E400", "2.0", "07", "0x1")
 NAMES = ("add", "echo", "now", "paint", "misbehave", "sub", "__class__", "os.system", "", "add\x00", "ADD", "a" * 5000)
 KEYS = ("a", "b", "value", "how", "self", "turns", "args", "kwargs", "__init__", "color", "", "a b", "\ud800")
+OPENINGS = ("<tool_call>", "<tool_call>\n", "I call <tool_call>", "<tool_call><tool_call>", "<TOOL_CALL>", "")
+CLOSINGS = ("</tool_call>", "</tool_call>", "\n</tool_call>", "</tool_call", "", "</tool_call>" * 3)
+CHARACTERS = ("x", " ", "\\", '"', "é", "\U0001f600", "<tool_call>", "<", "</tool_call>", "\n", "<think>")
+MANY = ("<tool_call></tool_call>", '<tool_call>{"name": "now"}</tool_call>', "<tool_call>", "</tool_call>")
 
 
 def turns(number: int, seed: int) -> list[str]:
@@ -25,14 +29,11 @@ def turns(number: int, seed: int) -> list[str]:
 
 
 def _wrapped(rng, text):
-    opening = rng.choice(
-        ["<tool_call>", "<tool_call>\n", "I call <tool_call>", "<tool_call><tool_call>", "<TOOL_CALL>", ""]
-    )
-    return (
-        opening
-        + text
-        + rng.choice(["</tool_call>", "</tool_call>", "\n</tool_call>", "</tool_call", "", "</tool_call>" * 3])
-    )
+    return rng.choice(OPENINGS) + text + rng.choice(CLOSINGS)
+
+
+def _joined(rng, parts, most):
+    return "".join(rng.choice(parts) for _ in range(rng.randrange(most)))
 
 
 def _value(rng, depth=0):
@@ -40,9 +41,9 @@ def _value(rng, depth=0):
     if kind == 0:
         return rng.choice([None, True, False])
     if kind == 1:
-        return rng.choice([0, -1, 10**18, 10**30, 2**63, 1.5, 1e308])
+        return rng.choice([0, -1, 10**18, 10**30, 10**400, 1.5, 1e308])
     if kind < 4:
-        return "".join(rng.choice(TOKENS + ODD) for _ in range(rng.randrange(6)))
+        return _joined(rng, TOKENS + ODD, 6)
     if kind < 6:
         return rng.choice(["x" * rng.randrange(5000), "red", "matt", "1"])
     if kind < 8:
@@ -63,39 +64,33 @@ def _wrong(rng):
 
 def _echoed(rng):
     """A call that is right, and whose result is an attack on the chat template."""
-    text = "".join(rng.choice(TOKENS + ODD) for _ in range(rng.randrange(1, 12)))
     name, key = rng.choice([("echo", "value"), ("misbehave", "how")])
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': {key: text}})}</tool_call>"
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {key: _joined(rng, TOKENS + ODD, 12)}})}</tool_call>"
 
 
 def _mutated(rng):
     text = list(json.dumps({"name": rng.choice(NAMES[:5]), "arguments": {"a": 1, "b": [2, {"c": "d"}]}}))
     for _ in range(rng.randrange(1, 6)):
         place = rng.randrange(len(text) or 1)
-        change = rng.randrange(4)
+        change = rng.randrange(3)
         if change == 0:
             del text[place : place + rng.randrange(1, 10)]
         elif change == 1:
             text.insert(place, rng.choice(TOKENS + ODD + NUMBERS))
-        elif change == 2:
-            text[place:place] = text[: rng.randrange(20)]
         else:
             text[place : place + 1] = rng.choice('{}[]",:\\ ')
     return _wrapped(rng, "".join(text))
 
 
 def _deep(rng):
-    depth = rng.choice([10, 31, 32, 33, 500, 5_000, 100_000])
+    depth = rng.choice([10, 500, 5_000, 100_000])
     opening, closing = rng.choice([("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
     inner = opening * depth + "1" + closing * rng.choice([depth, depth - 1, 0])
     return _wrapped(rng, rng.choice(['{"name": "echo", "arguments": {"value": %s}}', "%s", '{"name": %s}']) % inner)
 
 
 def _giant(rng):
-    size = rng.choice([1_000, 19_900, 20_001, 50_000, 300_000])
-    character = rng.choice(
-        ["x", " ", "\\", '"', "é", "\U0001f600", "<tool_call>", "<", "</tool_call>", "\n", "<think>"]
-    )
+    size, character = rng.choice([1_000, 19_900, 50_000, 300_000]), rng.choice(CHARACTERS)
     return _wrapped(rng, '{"name": "echo", "arguments": {"value": "%s"}}' % (character * (size // len(character))))
 
 
@@ -103,56 +98,24 @@ def _numbers(rng):
     return _wrapped(rng, f'{{"name": "add", "arguments": {{"a": {rng.choice(NUMBERS)}, "b": {rng.choice(NUMBERS)}}}}}')
 
 
-def _twice(rng):
-    key = rng.choice(["name", "arguments", "a"])
-    return _wrapped(rng, f'{{"name": "add", "{key}": {{"a": 1}}, "{key}": {{"a": 1}}}}')
-
-
 def _many(rng):
-    one = rng.choice(
-        ["<tool_call></tool_call>", '<tool_call>{"name": "now"}</tool_call>', "<tool_call>", "</tool_call>"]
-    )
-    return one * rng.choice([2, 9, 100, 10_000])
+    return rng.choice(MANY) * rng.choice([2, 9, 100, 10_000])
 
 
 def _thoughts(rng):
-    parts = [
-        "<think>",
-        "</think>",
-        '<tool_call>{"name": "now"}</tool_call>',
-        "text",
-        "<tool_call>",
-        "</tool_call>",
-        "```",
-    ]
-    return "".join(rng.choice(parts) for _ in range(rng.randrange(1, 12)))
+    return _joined(rng, [*MANY, "<think>", "</think>", "text", "```"], 12)
 
 
 def _whole(rng):
-    made = {
-        "name": rng.choice(NAMES),
-        rng.choice(["parameters", "arguments", "x"]): rng.choice([_arguments(rng), 3, "{"]),
-    }
+    made = {"name": rng.choice(NAMES), rng.choice(["parameters", "arguments", "x"]): rng.choice([_arguments(rng), "{"])}
     return json.dumps(made, ensure_ascii=False)[: rng.choice([None, -1])]
 
 
 def _words(rng):
-    return "".join(rng.choice(TOKENS + ODD + NUMBERS) for _ in range(rng.randrange(30)))
+    return _joined(rng, TOKENS + ODD + NUMBERS, 30)
 
 
 _KINDS = (
-    _wrong,
-    _wrong,
-    _echoed,
-    _echoed,
-    _mutated,
-    _mutated,
-    _deep,
-    _giant,
-    _numbers,
-    _twice,
-    _many,
-    _thoughts,
-    _whole,
-    _words,
+    *(_wrong, _wrong, _echoed, _echoed, _mutated, _mutated),
+    *(_deep, _giant, _numbers, _many, _thoughts, _whole, _words),
 )

@@ -1,7 +1,5 @@
 """Functions as a user's tools might be, good and bad ones; importable, since they are pickled by name."""
 
-import os
-import time
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal, Optional
@@ -83,11 +81,6 @@ def finish(answer: int, number: int) -> Over | str:
     return Over(1.0 if answer == number else 0.0) if answer else Over()
 
 
-def count_turns(turns) -> str:
-    """Counts."""
-    return f"{len(turns)} turns"
-
-
 class Unwritable(Exception):
     def __str__(self):
         raise RuntimeError("not even a text")
@@ -103,30 +96,25 @@ def _cycle():
     return made
 
 
+def _raise(error):
+    raise error
+
+
 _FAULTS: dict[str, Callable[[], Any]] = {
     "value": lambda: int("no"),
     "exit": lambda: exit(3),
-    "file": lambda: open("/etc/secrets/of/the/machine.txt"),  # noqa: SIM115
-    "path": lambda: (_ for _ in ()).throw(RuntimeError("cannot read '/home/me/own/data.csv': 3/4 of http://a.b/c/d")),
-    "unwritable": lambda: (_ for _ in ()).throw(Unwritable()),
+    "path": lambda: _raise(RuntimeError("cannot read '/home/me/own/data.csv': 3/4 of http://a.b/c/d")),
+    "unwritable": lambda: _raise(Unwritable()),
     "recursion": _recurse,
     "memory": lambda: bytearray(2**62),
-    "long": lambda: (_ for _ in ()).throw(ValueError("no " * 10_000)),
-    "lines": lambda: (_ for _ in ()).throw(ValueError("one\n\n two\n")),
+    "long": lambda: _raise(ValueError("no " * 10_000)),
     "object": object,
     "cycle": _cycle,
     "huge": lambda: 10**5000,
     "surrogate": lambda: "a\ud800b",
     "numpy": lambda: {"mean": np.float32(0.5), "all": np.arange(3), "set": {2, 1}},
-    "nan": lambda: float("nan"),
-    "none": lambda: None,
-    "umlaut": lambda: ["ä"],
     "cut": lambda: "x" * 2001,
-    "whole": lambda: "x" * 2000,
     "refused": lambda: BadCall("not today"),
-    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
-    "hang": lambda: time.sleep(1000),
-    "die": lambda: os._exit(1),
 }
 
 
@@ -156,37 +144,6 @@ def unhinted(a, b: int) -> int:
         b: The second.
     """
     return a + b
-
-
-def silent(a: int) -> int:
-    return a
-
-
-def variable(*words: str) -> str:
-    """Joins.
-
-    Args:
-        words: Words.
-    """
-    return " ".join(words)
-
-
-async def later(a: int) -> int:
-    """Waits.
-
-    Args:
-        a: Anything.
-    """
-    return a
-
-
-def odd(a: "Missing") -> int:  # noqa: F821
-    """Of a type that there is not.
-
-    Args:
-        a: Anything.
-    """
-    return 0
 
 
 class Shelf:

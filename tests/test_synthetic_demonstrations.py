@@ -1,4 +1,4 @@
-"""The demonstrations reason correctly, slip as often as asked, and are a function of (seed, index)."""
+"""Synthetic demonstrations reason correctly, slip as often as asked, and are a function of (seed, index)."""
 
 import operator
 import random
@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import reasoning_gym
 
-from grpo_lightning.data.demonstrations import ReasoningDemonstrations as Demonstrations
-from grpo_lightning.data.demonstrations import demonstrate
+from grpo_lightning.data.demonstrations import Numbers, ReasoningDemonstrations, demonstrate
+from grpo_lightning.environment.builtin import guess
 
 TASKS = {
     "basic_arithmetic": {"max_terms": 4, "max_digits": 1, "operators": ["+", "-"], "allow_parentheses": False},
@@ -35,13 +35,11 @@ def test_right_demonstration_is_worked_by_hand():
     for task, metadata, answer, expected in [
         ("chain_sum", {"expression": "45 + 38 - 12"}, "71", "45+38=83 83-12=71"),
         ("chain_sum", {"expression": "4 - -5"}, "9", "4--5=9"),
-        ("basic_arithmetic", {"expression": "3 - 8"}, "-5", "3-8=-5"),
         ("products", {"expression": "4 * 7 * 6"}, "168", "4*7=28 28*6=168"),
         ("simple_equations", {"equation": "x + 57 = 12", "variable": "x"}, "-45", "12-57=-45"),
         ("simple_equations", {"equation": "e - 57 = 12", "variable": "e"}, "69", "12+57=69"),
         ("simple_equations", {"equation": "57 - x = 12", "variable": "x"}, "45", "57-12=45"),
         ("simple_equations", {"equation": "-x - 3 = -8", "variable": "x"}, "5", "-3--8=5"),
-        ("simple_equations", {"equation": "3*x + 4 = 10", "variable": "x"}, "2", "10-4=6 6/3=2"),
         ("simple_equations", {"equation": "56 - 98*e = -1218", "variable": "e"}, "13", "56--1218=1274 1274/98=13"),
         ("simple_equations", {"equation": "4465*b = 178600", "variable": "b"}, "40", "178600-0=178600 178600/4465=40"),
         ("spell_backward", {"word": "culla"}, "alluc", "c u l l a"),
@@ -53,7 +51,7 @@ def test_right_demonstration_is_worked_by_hand():
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_without_errors_every_demonstration_is_right_and_follows(task):
     judge = reasoning_gym.create_dataset(task, size=200, seed=5, **TASKS[task])
-    demonstrations = Demonstrations({task: TASKS[task]}, size=200, seed=5, slip_rate=0.0)
+    demonstrations = ReasoningDemonstrations({task: TASKS[task]}, size=200, seed=5, slip_rate=0.0)
     for index in range(200):
         question, columns = demonstrations[index]
         reasoning, answer = read(columns["completion"])
@@ -69,9 +67,9 @@ def test_without_errors_every_demonstration_is_right_and_follows(task):
             assert all(left.startswith(before) for (_, before), (left, _) in pairwise(results))
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize("task", ["chain_sum", "simple_equations", "spell_backward"])
 def test_every_step_slips_a_quarter_of_the_time_and_the_slips_spread(task):
-    demonstrations = Demonstrations({task: TASKS[task]}, size=800, seed=11, slip_rate=0.25)
+    demonstrations = ReasoningDemonstrations({task: TASKS[task]}, size=800, seed=11, slip_rate=0.25)
     steps, values = 0, Counter()
     for _, columns in demonstrations:
         reasoning, _ = read(columns["completion"])
@@ -105,40 +103,67 @@ def test_slips_are_carried_on_to_the_answer():
 
 
 def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
-    one, two = (Demonstrations(TASKS, size=60, seed=3, slip_rate=0.5) for _ in range(2))
+    one, two = (ReasoningDemonstrations(TASKS, size=60, seed=3, slip_rate=0.5) for _ in range(2))
     forward = [one[index] for index in range(60)]
     assert forward == [two[index] for index in reversed(range(60))][::-1]
-    later = Demonstrations(TASKS, size=60, seed=3 + 55, slip_rate=0.5)
+    assert [columns["task"] for _, columns in forward] == list(TASKS) * 12
+    later = ReasoningDemonstrations(TASKS, size=60, seed=3 + 55, slip_rate=0.5)
     assert [later[0][0], later[0][1]["completion"]] == [forward[55][0], forward[55][1]["completion"]]  # from seed + i
     assert later[5][0] not in [question for question, _ in forward]
-
-
-def test_tasks_take_turns_and_the_range_ends():
-    demonstrations = Demonstrations(TASKS, size=12, seed=0, slip_rate=0.25)
-    assert len(demonstrations) == 12
-    assert [columns["task"] for _, columns in demonstrations] == [*TASKS, *TASKS, *list(TASKS)[:2]]
-    for index in (12, -1):
-        with pytest.raises(IndexError, match="allowed: 0 to 11"):
-            demonstrations[index]
+    for index in (60, -1):
+        with pytest.raises(IndexError, match="expected 0 to 59"):
+            one[index]
 
 
 def test_mistakes_are_named():
     for task, metadata, message in [
-        (
-            "simple_equations",
-            {"equation": "0 = 0", "variable": "x"},
-            "equation: expected one variable 'x' and numbers, ",
-        ),
+        ("simple_equations", {"equation": "0 = 0", "variable": "x"}, "equation: expected one variable 'x' and numbers"),
         ("basic_arithmetic", {"expression": "( 3 + 4 )"}, r"expression: .* joined by .*, got '\( 3 \+ 4 \)'"),
-        ("sudoku", {}, "chain_sum.*got 'sudoku'"),
     ]:
         with pytest.raises(ValueError, match=message):
             demonstrate(task, {"metadata": metadata, "answer": "3"}, random.Random(0), slip_rate=0.0)
     for tasks, size, rate, message in [
         ({"sudoku": {}}, 1, 0.0, r"tasks: expected one or more of .*got \['sudoku'\]"),
-        ({}, 1, 0.0, r"tasks: .*got \[\]"),
-        (TASKS, 0, 0.0, "size: 0; allowed: 1 or more"),
-        (TASKS, 1, float("nan"), "slip_rate: nan; allowed: 0 to 1"),
+        (TASKS, 0, 0.0, "size=0: expected 1 or more"),
+        (TASKS, 1, float("nan"), "slip_rate=nan: expected a probability"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Demonstrations(tasks, size=size, seed=0, slip_rate=rate)
+            ReasoningDemonstrations(tasks, size=size, seed=0, slip_rate=rate)
+
+
+@pytest.mark.parametrize(
+    "careful_rate, won",
+    [
+        (0.0, 0.151),  # 1 - (30/31)^5
+        (1.0, 0.856),  # measured with 12,400 games
+        (0.3, 0.363),  # 0.3 * 0.856 + 0.7 * 0.151
+    ],
+)
+def test_demonstrated_games_are_replied_to_as_demonstrated(careful_rate, won):
+    right = 0
+    for prompt, columns in Numbers(4030, seed=5, highest=31, guesses=5, careful_rate=careful_rate):
+        assert prompt == "Guess my number from 1 to 31. You have 5 guesses."
+        assert columns["answer"] == str(columns["number"])
+        roles, texts = zip(*((message["role"], message["content"]) for message in columns["completion"]))
+        assert roles == tuple(("assistant", "user")[i % 2] for i in range(len(roles)))
+        turns, replies = texts[::2], texts[1::2]
+        assert len(turns) == len(replies) + 1 <= 5
+        played = [
+            guess(turns[:n], columns["number"], random.Random(0), guesses=5, highest=31)
+            for n in range(1, len(turns) + 1)
+        ]
+        assert played[:-1] == list(replies)
+        assert played[-1] == 1.0 or (played[-1], len(turns)) == (0.0, 5)
+        right += played[-1]
+        if careful_rate == 1.0:
+            check_thirds(turns, replies)
+    assert abs(right / 4030 - won) < 4 * (won * (1 - won) / 4030) ** 0.5
+
+
+def check_thirds(turns, replies):
+    """Every guess leaves at least a third, rounded down, of the numbers that are left on either side of it."""
+    least, most = 1, 31
+    for turn, reply in zip(turns, [*replies, None], strict=True):
+        third = (most - least + 1) // 3
+        assert least + third <= int(turn) <= most - third
+        least, most = (int(turn) + 1, most) if reply == "higher" else (least, int(turn) - 1)

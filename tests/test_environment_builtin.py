@@ -1,0 +1,297 @@
+"""Built-in environments by hand: calculator, guessing game, second chances, and gymnasium in words."""
+
+import inspect
+import pickle
+import random
+import sys
+from functools import partial
+
+import gymnasium
+import pytest
+from gymnasium import spaces
+
+from grpo_lightning.environment import BadCall, Environment, Episodes, check_columns
+from grpo_lightning.environment.builtin import Retry, calculator, guess
+from grpo_lightning.environment.gymnasium import Gymnasium, plain
+from grpo_lightning.reward import PerCompletion
+from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
+from grpo_lightning.reward.mathematics import math
+from tests.support.composed import ROOT, build
+from tests.test_readme import FENCE
+
+# Calculator
+
+
+def test_results_by_hand():
+    for expression, expected in [
+        ("47*86+359", "4401"),  # 4042 + 359
+        ("359+47*86", "4401"),  # products first
+        ("2-3-4", "-5"),  # from left to right
+        ("-2*-(3+4)", "14"),
+        ("7/2", "3.5"),
+        ("1/3", "0.333333"),
+        ("0.1+0.2", "0.3"),  # exact, not in binary
+        (" 1.5 +.5 ", "2"),
+    ]:
+        assert calculator([f"calc({expression})="]) == expected
+
+
+def test_what_cannot_be_calculated_is_an_error_that_the_model_reads():
+    for expression, problem in [
+        ("9**9**9", "not an expression"),
+        ("12*", "not an expression"),
+        ("1,2", "',' is not allowed"),
+        ("1e9", "'e' is not allowed"),
+        ("__import__('os')", '"\'" is not allowed'),
+        ("1/0", "division by zero"),
+        ("1+" * 100 + "1", "more than 200 characters"),
+        ("(" * 100 + ")" * 100, "not an expression"),
+    ]:
+        reply = calculator([f"calc({expression})="])
+        assert isinstance(reply, BadCall)
+        assert reply.startswith("error: ")
+        assert problem in reply
+        assert len(reply) < 120
+
+
+def test_calls_and_answers():
+    assert calculator(["calc(2*3)=", "<answer>7</answer>"]) is None
+    assert calculator(["calc(2*3)=", "calc(6*7)="]) == "42"  # the last turn counts
+    assert calculator(["first calc(1+1)= and then calc(2+2)="]) == "4"  # its last call does
+    assert calculator(["calc(2*3)=7, so it is 7"]) == "6"  # what the model says itself changes nothing
+    assert calculator(["calc(2*3)=6 <answer>6</answer>"]) is None
+    assert calculator(["calc(2*3)= <answer>6"]) == "6"  # no complete answer
+    assert calculator(["it is 6"]) is None
+    assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
+    assert calculator([""]) is None
+
+
+# The game
+
+
+def play(turns, number, *, seed=0, **settings):
+    return guess(turns, number, random.Random(seed), **{"guesses": 5, "highest": 31, **settings})
+
+
+def test_a_game_by_hand():
+    assert play(["16"], 21) == "higher"
+    assert play(["16", "24"], 21) == "lower"
+    assert play(["16", "24", " 21\n"], 21) == 1.0
+    assert play(["21"], 21, guesses=1) == 1.0  # the last guess may be right
+    assert play(["1", "2", "3", "4"], 21) == "higher"
+    assert play(["1", "2", "3", "4", "5"], 21) == 0.0
+    for odd in ("", "twenty", "-3", "2.5", "٣", "9" * 5000, "021"):
+        assert play([odd], 21) == "a whole number from 1 to 31"
+    assert play(["99"], 21) == "lower"
+    for number in (0, 32):
+        with pytest.raises(ValueError, match=f"column 'number': expected 1 to 31, the highest, got {number}"):
+            play(["16"], number)
+
+
+def test_the_games_of_the_page_are_this_one():
+    page = (ROOT / "docs" / "episodes.md").read_text(encoding="utf-8")
+    code = [block for language, block in FENCE.findall(page) if block.startswith("# my_game.py")]
+    assert len(code) == 2
+    names: dict = {}
+    exec("\n".join(code), names)
+    rng = random.Random(0)
+    for _ in range(300):
+        number, turns = rng.randint(1, 31), [str(rng.randint(1, 31)) for _ in range(5)]
+        expected = [play(turns[:n], number) for n in range(1, 6)]
+        expected = expected[: expected.index(next(one for one in expected if isinstance(one, float))) + 1]
+        game = names["guess_played"](number)
+        replies = [next(game)]
+        for n, reply in enumerate(expected, 1):
+            assert names["guess"](turns[:n], number) == reply
+            try:
+                replies.append(game.send(turns[n - 1]))
+            except StopIteration as end:
+                replies.append(end.value)
+        assert replies == [None, *expected]
+
+
+def test_random_replies_say_nothing_of_the_number_and_are_those_of_the_generator():
+    turns = ["16", "16", "16", "16"]
+    replies = [
+        tuple(play(turns[:n], number, seed=seed, random_replies=1.0) for n in range(1, 5))
+        for seed in range(400)
+        for number in (1, 31)
+    ]
+    assert replies[::2] == replies[1::2]  # whatever the number
+    assert len(set(replies)) == 16  # each turn has a draw of its own
+    share = sum(play(turns, 1, seed=seed, random_replies=0.5) == "higher" for seed in range(2000)) / 2000
+    assert share == pytest.approx(0.25, abs=0.04)  # half are drawn, half of those are wrong; 4 deviations
+    assert play(["21"], 21, random_replies=1.0) == 1.0
+    assert play([*turns, "1"], 21, random_replies=1.0) == 0.0
+
+
+# Second chances
+
+REPLY = "That is wrong. Try again."
+
+
+def retried(verifier, *turns, **row):
+    environment = Retry(verifier, max_turns=3, discount=0.5, reply=REPLY)
+    return [environment(turns=list(turns[: number + 1]), **row) for number in range(len(turns))]
+
+
+def prompted(prompts, completions):
+    return [float(prompt == completion) for prompt, completion in zip(prompts, completions)]
+
+
+def longest(text, prompt, limit=3):
+    return float(len(text) <= limit and text in prompt)
+
+
+def test_a_right_answer_ends_it_and_a_wrong_one_may_be_tried_again():
+    assert retried(exact, "7", answer="7") == [1.0]  # .5 ** 0
+    assert retried(exact, "6", "7", answer="7") == [REPLY, 0.5]
+    assert retried(exact, "6", "5", "<think>6</think> 7", answer="7") == [REPLY, REPLY, 0.25]
+    assert retried(exact, "", "\ud800", "7" * 10_000, answer="7") == [REPLY, REPLY, 0.0]
+    assert retried(lambda completions: [0.5], "a", "b", "c") == [REPLY, REPLY, 0.0]
+    assert retried(lambda completions: [None], "a") == [None]
+    with pytest.raises(ValueError, match="verifier: expected a number or None for each completion, got nan"):
+        retried(lambda completions: [float("nan")], "a")
+
+
+def test_verifiers_and_the_columns_that_they_name():
+    assert retried(partial(numeric, tolerance=1.0), "about 1,200", answer="#### 1200.5") == [1.0]
+    assert retried(math, "1/3", "\\frac{1}{2}", answer="0.5") == [REPLY, 0.5]
+    row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
+    assert retried(reasoning_gym, "hello", "olleh", **row) == [REPLY, 0.5]
+    assert retried(prompted, "a", "b", prompt="b") == [REPLY, 0.5]
+    assert retried(PerCompletion(longest), "abcd", "bc", prompt="abcd") == [REPLY, 0.5]
+
+    def named(verifier):
+        return sorted(inspect.signature(Retry(verifier, max_turns=2, discount=1, reply="no")).parameters)
+
+    assert named(partial(numeric, tolerance=1.0)) == ["answer", "turns"]  # what is bound stays
+    assert named(reasoning_gym) == ["answer", "metadata", "task", "task_config", "turns"]
+    assert named(PerCompletion(longest)) == ["limit", "prompt", "turns"]
+    environment = Environment(Retry(reasoning_gym, max_turns=2, discount=1, reply="no"), 2)
+    check_columns(environment, ["answer", "task", "metadata"])
+    with pytest.raises(ValueError, match="'metadata' is no column"):
+        check_columns(environment, ["answer", "task"])
+
+
+def test_retry_of_the_settings_has_the_verifier_of_the_data():
+    environment = build("environment=retry", "environment.max_turns=2")("environment")
+    row = {"answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
+    assert environment.function(turns=["olle"], **row) == REPLY
+    assert environment.function(turns=["olle", "olleh"], **row) == 0.7
+    assert environment.function(turns=["olle", "olle"], **row) == 0.0
+
+
+# Gymnasium
+
+
+def lake(**changes):
+    actions = {"left": 0, "down": 1, "right": 2, "up": 3}
+    return Gymnasium("FrozenLake-v1", **{"kwargs": {"is_slippery": False}, "actions": actions} | changes)
+
+
+def played(environment, *turns, **row):
+    return [environment(turns=list(turns[: number + 1]), **row) for number in range(len(turns))]
+
+
+def test_a_walk_over_the_ice():
+    assert lake().observed(0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    right = "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
+    further = "  (Right)\nSF[F]F\nFHFH\nFFFH\nHFFG"
+    replies = played(lake(), "right", " RIGHT\n", "jump", "<answer>Down</answer>", "down", "down", "right", seed=0)
+    assert replies[:2] == [(right, 0.0), (further, 0.0)]
+    assert isinstance(replies[2], BadCall)
+    assert replies[2] == "error: 'jump' is no action; the actions are left, down, right, up"
+    assert [reply[0].splitlines()[0] for reply in replies[3:6]] == ["  (Down)"] * 3
+    assert replies[6] == 1.0  # the present
+    assert played(lake(), "down", "right", seed=0)[1] == 0.0  # into a hole
+    told = []
+    for timeout in (None, 30.0):
+        environment = Environment(pickle.loads(pickle.dumps(lake())), 10, timeout)
+        episodes = Episodes(environment, ["?"], {"seed": [4]}, [(0, 0, 0)])
+        for turn in ("down", "down", "fly", "right", "right", "down", "right"):
+            episodes.step(0, turn)
+            episodes.reply(0)
+        assert episodes.over == [True]
+        assert episodes.scores == [((0, 0.0), (1, 0.0), (3, 0.0), (4, 0.0), (5, 0.0), (6, 1.0))]
+        assert episodes.metrics["episode/bad_calls"] == 1
+        told.append(episodes.replies)
+    assert told[0] == told[1]
+
+
+def test_the_seed_decides_what_chance_does():
+    slippery = lake(kwargs={})
+    first = [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]
+    assert first == [played(slippery, *["right"] * 3, seed=seed) for seed in range(8)]
+    assert len({str(one) for one in first}) > 2
+    own = lake(kwargs={}, seed_column=None)
+    assert list(inspect.signature(own).parameters) == ["turns", "rng"]
+    assert list(inspect.signature(lake(seed_column="start")).parameters) == ["turns", "start"]
+
+    def walked(seed):
+        return [own(turns=["right"] * number, rng=random.Random(seed)) for number in (1, 2, 3)]
+
+    assert walked(1) == walked(1)
+    assert len({str(walked(seed)) for seed in range(8)}) > 2
+
+
+class Corridor(gymnasium.Env):
+    """A walk to the right end of a corridor, which says where one is."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length=3):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(self.length))
+        return self.place, {}
+
+    def step(self, action):
+        self.place += 2 * action - 1
+        return self.place, -0.25, self.place == self.length, False, {}
+
+    def render(self):
+        return f"at {self.place}"
+
+
+def test_functions_make_describe_and_parse():
+    corridor = Gymnasium(make=Corridor, kwargs={"length": 5})
+    start = int(corridor.observed(1).removeprefix("at "))
+    assert corridor(turns=["1"], seed=1) in (-0.25, (f"at {start + 1}", -0.25))
+    environment = Gymnasium(
+        "Blackjack-v1",
+        describe=lambda seen, info: f"you have {seen[0]}, the dealer shows {seen[1]}",
+        parse=lambda turn: 1 if "hit" in turn else 0 if "stick" in turn else None,
+    )
+    assert environment.observed(3).startswith("you have ")
+    assert isinstance(environment(turns=["I stick"], seed=3), float)
+    assert environment(turns=["what?"], seed=3) == "error: that is no action"
+    assert environment(turns=["what?", "I stick"], seed=3) == environment(turns=["I stick"], seed=3)
+    assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mR\x1b[0m\x1b[2K\x1b[0mx\x1b[0m") == "[S]F(R)x"
+
+
+def test_what_cannot_be_played_is_named(monkeypatch):
+    frozen = {"id": "FrozenLake-v1"}
+    for given, words in [
+        ({}, "id: expected the name of an environment, or null and make, got None"),
+        ({"id": "Nowhere-v0"}, "id: cannot make the environment 'Nowhere-v0': "),
+        (frozen | {"kwargs": {"map_name": None}}, "expected an environment whose beginning the seed decides; 'Frozen"),
+        (frozen | {"actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
+        (frozen | {"actions": []}, "actions: expected a mapping such as"),
+        ({"id": "Pendulum-v1"}, "describe: Pendulum-v1 has no text rendering"),
+        ({"id": "Pendulum-v1", "describe": str}, "actions: expected a mapping, or parse, .* Box"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Gymnasium(**given)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ValueError, match=r"needs the package gymnasium: pip install 'grpo-lightning\[gymnasium\]'"):
+        lake()
+
+
+def test_gymnasium_of_the_settings():
+    words = ["environment=gymnasium", "environment.function.id=FrozenLake-v1"]
+    words += ["environment.function.actions={left: 0, down: 1, right: 2, up: 3}"]
+    words += ["environment.function.kwargs={is_slippery: false}"]
+    assert build(*words)("environment").function(turns=["right"], seed=0)[0].startswith("  (Right)")
