@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,9 +23,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpo_lightning.config.redaction import redact, redact_overrides, single_line
 from grpo_lightning.config.shell import format_override
 from grpo_lightning.console import print_line, write_atomic, write_summary
-
-if TYPE_CHECKING:
-    from grpo_lightning.report import RunRecord
+from grpo_lightning.report.runs import SWEEP_FILE, ReportError, RunRecord, find_runs, read_run
+from grpo_lightning.report.table import sweep_table
 
 _MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
 """Overrides of a job that another start of it may have otherwise."""
@@ -43,8 +42,6 @@ class SweepRecorder(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if config.mode != "fit":
             return
-        from grpo_lightning.report.records import SWEEP_FILE
-
         directory = Path(config.hydra.sweep.dir)
         _started.append((directory, str(config.sweep_metric)))
         name_by_differences(config)
@@ -89,7 +86,7 @@ def job_overrides(config: DictConfig) -> list[list[str]] | None:
     return [redact_overrides(filter_overrides(job)) for job in batch]
 
 
-def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
+def find_job(directory: Path, overrides: Sequence[str]) -> RunRecord | None:
     """What an earlier start of a sweep has left of a job; None if nothing.
 
     Args:
@@ -101,12 +98,11 @@ def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     """
     if not any((directory / name).exists() for name in (".hydra/overrides.yaml", "summary.json")):
         return None
-    from grpo_lightning.report.records import read_run
 
     def fixed(words: Sequence[str]) -> list[str]:
         return sorted(word for word in words if not word.lstrip("+").startswith(_MAY_CHANGE))
 
-    record: RunRecord = read_run(directory)
+    record = read_run(directory)
     if fixed(record.overrides) != fixed(redact_overrides(overrides)):
         raise ValueError(
             f"{directory} holds another job ({single_line(' '.join(record.overrides))}): continue the sweep that it "
@@ -115,13 +111,13 @@ def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     return record
 
 
-def is_finished(record: "RunRecord", steps: int) -> bool:
+def is_finished(record: RunRecord, steps: int) -> bool:
     """Whether a job has made its ``steps``, or a callback has ended it."""
     made = record.summary.get("steps")
     return record.status == "stopped" or (record.status == "finished" and isinstance(made, int) and made >= steps)
 
 
-def skip(record: "RunRecord", metric: str) -> float:
+def skip(record: RunRecord, metric: str) -> float:
     """Leave a finished job alone; returns its ``metric``, which the sweep maximizes, or the smallest float there is."""
     print_line(f"{record.directory}: finished already, nothing to do")
     value = record.summary.get("metrics", {}).get(metric)
@@ -146,9 +142,6 @@ def print_table(status: int) -> int:
     """
     if not _started or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
-    from grpo_lightning.report import ReportError, find_runs
-    from grpo_lightning.report.command import of_sweep
-
     directory, metric = _started.pop()
     page = directory / "multirun.yaml"
     if page.exists():  # Hydra's, with secrets
@@ -157,7 +150,7 @@ def print_table(status: int) -> int:
     try:
         runs = find_runs(directory)
         failed = any(run.status == "failed" for run in runs)
-        print(of_sweep(runs, metric), end="")
+        print(sweep_table(runs, metric), end="")
     except ReportError as error:
         print_line(str(error))
     print_line(f"this table again: python -m grpo_lightning.report {shlex.quote(str(directory))}")

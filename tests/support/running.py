@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
@@ -41,3 +43,23 @@ def small_run(directory: Path, *overrides: str) -> GRPOLightningModule:
 def small_module(*overrides: str) -> Any:
     """A module without a trainer."""
     return build(*SMALL, *overrides)("module")
+
+
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    """A copy of the policy's weights."""
+    return {name: value.clone() for name, value in module.policy.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether weights are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    """Path -> content of every file."""
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def letters(completions: list[str], **columns: Any) -> list[float]:
+    """A reward: how many different characters a completion has."""
+    return [float(len(set(text))) for text in completions]

@@ -1,0 +1,241 @@
+"""What a shell shows of real runs: on a terminal, through a pipe, in a sweep, and when the run's process dies."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from grpo_lightning.checkpoint.resume import resume_command
+from tests.support.composed import ROOT, composed
+from tests.support.running import SMALL
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+REWARDS = """
+import ctypes
+calls = []
+
+def ok(completions, **k):
+    return [1.0] * len(completions)
+
+def crash(completions, **k):
+    ctypes.string_at(0)
+
+def leave(completions, **k):
+    exit()
+
+def fails(completions, **k):
+    calls.append(1)
+    if len(calls) > 4:
+        raise KeyError('lost')
+    return [1.0] * len(completions)
+"""
+OWN = ("reward=[format,custom]", "trainer=cpu", "steps=3", "hydra.run.dir=run")
+
+
+def command(place: Path, *words: str) -> list[str]:
+    (place / "mine.py").write_text(REWARDS)
+    flags = [word for word in words if word == "-m"]
+    own = OWN[: 3 if flags else 4]
+    return [sys.executable, str(ROOT / "train.py"), *flags, *SMALL[:11], *own, *(w for w in words if w != "-m")]
+
+
+def start(place: Path, *words: str, **options) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen(command(place, *words), cwd=place, env=ENVIRONMENT, **pipes)
+
+
+def reward(name: str) -> str:
+    return f"reward.custom.function._target_=mine.{name}"
+
+
+def summary(directory: Path) -> dict:
+    return json.loads((directory / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_reward_that_crashes_is_named(tmp_path):
+    run = start(tmp_path, reward("crash"))
+    errors = run.communicate(timeout=300)[1]
+    assert run.returncode == 1
+    assert "reward 'custom' crashed the run in step 1 (SIGSEGV)" in errors
+    found = summary(tmp_path / "run")
+    assert found["status"] == "failed"
+    assert found["error"].startswith("reward 'custom' crashed the run in step 1")
+    assert re.search(r'mine.py", line \d+ in crash', (tmp_path / "run" / "train.log").read_text())
+
+
+@pytest.mark.slow
+def test_an_error_leaves_its_sentence_and_its_traceback(tmp_path):
+    run = start(tmp_path, reward("fails"), "callbacks.progress.every=1")
+    errors = run.communicate(timeout=300)[1]
+    assert run.returncode == 1
+    assert "Traceback" not in errors
+    assert "reward 'custom' raised KeyError: 'lost'" in errors
+    assert summary(tmp_path / "run")["error"].startswith("reward 'custom' raised KeyError: 'lost'")
+    logged = (tmp_path / "run" / "train.log").read_text()
+    for text in ("step 1/3", "Traceback (most recent call last)", "in fails"):
+        assert text in logged
+
+
+@pytest.mark.slow
+def test_in_a_sweep_the_other_jobs_run(tmp_path):
+    run = start(tmp_path, "-m", reward("crash,mine.leave,mine.ok"), "hydra.sweep.dir=sweep")
+    errors = run.communicate(timeout=300)[1]
+    assert run.returncode == 1
+    found = [summary(tmp_path / "sweep" / reward(name)) for name in ("crash", "leave", "ok")]
+    assert [one["status"] for one in found] == ["failed", "failed", "finished"]
+    assert all("reward 'custom'" in one["error"] for one in found[:2])
+    assert "Traceback" not in errors
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    """The process of the run below the one that was started, once it has saved a checkpoint."""
+    for _ in range(1200):
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                if int(status.read_text().rpartition(")")[2].split()[1]) == process.pid and list(
+                    Path(f"/proc/{process.pid}/cwd").glob("run/checkpoints/last.ckpt")
+                ):
+                    return int(status.parent.name)
+        time.sleep(0.05)
+    raise TimeoutError("no child")
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_told_of_and_outlives_not_what_started_it(tmp_path):
+    (tmp_path / "second").mkdir()
+    run = start(tmp_path, reward("ok"), "steps=100000")
+    os.kill(child_of(run), signal.SIGKILL)
+    errors = run.communicate(timeout=60)[1]
+    assert run.returncode == 1
+    assert "the run was killed (SIGKILL) in step" in errors
+    assert summary(tmp_path / "run")["status"] == "failed"
+    assert "because memory ran out" in summary(tmp_path / "run")["error"]
+
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    run = start(tmp_path / "second", reward("ok"), "steps=100000", **quiet)
+    child = child_of(run)
+    run.kill()
+    run.wait()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
+    words = shlex.join(command(tmp_path, reward("ok"), "callbacks.progress.every=1"))
+    line = ["bash", "-c", f"{words} 2>&1 | head -2; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert len(done.stdout.splitlines()) == 3
+    assert summary(tmp_path / "run")["status"] == "finished"
+    assert "step 3/3" in (tmp_path / "run" / "train.log").read_text()
+
+
+def on_a_terminal(columns: int, *words: str) -> tuple[str, int]:
+    """What is written to a terminal of so many columns, and the exit status."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("COLUMNS", "LINES")}
+    streams = {"stdin": follower, "stdout": follower, "stderr": follower}
+    process = subprocess.Popen([sys.executable, "train.py", *SMALL, *words], cwd=ROOT, env=environment, **streams)
+    os.close(follower)
+    written = bytearray()
+    with suppress(OSError):  # when the terminal's other end is closed
+        while block := os.read(leader, 65536):
+            written += block
+    os.close(leader)
+    return written.decode(), process.wait(60)
+
+
+@pytest.mark.slow
+def test_a_terminal_of_80_columns_shows_one_line_at_a_time(tmp_path):
+    written, status = on_a_terminal(80, "steps=30", "validation.every=10", f"hydra.run.dir={tmp_path}")
+    assert status == 0
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", written)]
+    bars = [line for line in lines if line.startswith("step ")]
+    assert len(bars) > 1
+    assert all(len(line) <= 80 for line in bars)
+    last = [line for line in bars if line.startswith("step 30/30")][-1]
+    assert re.search(r" done +custom \S+  pass@1 \S+ ", last)
+    assert "\x1b[2A" not in written  # as Rich moves over a bar that has become two lines
+    others = [line for line in lines if line and not line.startswith("step ")]
+    long = [line for line in others if len(line) > 80]
+    assert all("train.py" in line or str(tmp_path) in line for line in long)  # to be copied, so never cut
+    [outcome] = [line for line in others if line.startswith("pass@1")]
+    assert re.match(r"pass@1 \S+ → \S+ \(best \S+ at \d+\) · \d+ s$", outcome)
+    kept = OmegaConf.to_container(OmegaConf.load(tmp_path / ".hydra" / "config.yaml"), resolve=False)
+    assert {name: sorted(part) if isinstance(part, dict) else part for name, part in kept.items()} == {
+        name: sorted(part) if isinstance(part, dict) else kept[name] for name, part in composed(*SMALL).items()
+    }
+
+
+@pytest.mark.slow
+def test_a_sweep_says_what_its_jobs_share_only_once_and_leaves_a_directory_per_job(tmp_path):
+    sweep = ("steps=2", "algorithm=grpo,dapo", "rollout.max_tries=1", f"hydra.sweep.dir={tmp_path}")
+    words = [sys.executable, "train.py", "-m", *SMALL, *sweep]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("policy.hidden_size: 16")]) == 1
+    second = lines[lines.index(f"directory: {tmp_path}/algorithm=dapo") :]
+    assert any(line.startswith("pass@1 ") for line in second)
+    assert len([line for line in lines if line.startswith("pass@1 ")]) == 2
+    assert not [line for line in lines if line.startswith(("exported", "continue"))]
+    assert re.search(r"#1 : .*algorithm=dapo", done.stderr)
+    jobs = [tmp_path / f"algorithm={name}" for name in ("grpo", "dapo")]
+    assert [summary(job)["choices"]["algorithm"] for job in jobs] == ["grpo", "dapo"]
+    assert summary(jobs[1])["choices"]["reward"] == ["custom", "format", "soft_overlong"]
+    files = (".hydra/config.yaml", "checkpoints/last.ckpt", "checkpoints/best.ckpt", "export/model.safetensors")
+    assert all((job / name).exists() for job in jobs for name in files)
+
+
+@pytest.mark.slow
+def test_help_is_readable_and_mistakes_are_told_in_a_sentence():
+    for words, status, text in (
+        (["--help"], 0, "algorithm: cispo, dapo, dr_grpo, gmpo, grpo"),
+        (["--lr", "1e-3"], 1, "optimizer.lr"),
+        (["rollout.group_sise=4"], 1, "rollout.group_size"),
+        (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),
+        (["+hydra.callbacks.x={_target_: os.system}"], 1, "hydra.callbacks.x._target_=os.system"),
+    ):
+        words = [sys.executable, "train.py", *words]
+        done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stderr
+        assert text in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_command_that_continues_a_run_comes_through_shell_and_hydra(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    for place in ("/a b/lr=0.1", "/it's", "/t(1),[2]{3}:4", '/q"q', "/$(touch x)"):
+        line = resume_command(["steps=3", "data.path='x y'"], Path(place), checkpoint=f"{place}/best.ckpt")
+        words = shlex.split(line)
+        assert words[:4] == ["python", "train.py", "steps=3", "data.path='x y'"]
+        directory, checkpoint = OverridesParser.create().parse_overrides(words[4:])
+        assert (directory.key_or_group, directory.value()) == ("hydra.run.dir", place)
+        assert (checkpoint.key_or_group, checkpoint.value()) == ("checkpoint", f"{place}/best.ckpt")
+    given = ["+checkpoint=x", "steps=3", "checkpoint=last", "hydra.run.dir=q", "run_dir=r", "a.api_key=abcdefgh"]
+    end = "a.api_key=REDACTED hydra.run.dir=/d checkpoint=last"
+    assert resume_command(given, Path("/d")) == f"python train.py steps=3 {end}"
+    assert resume_command(given, Path("/d"), steps=6) == f"python train.py {end.replace('hydra', 'steps=6 hydra')}"
+    options = ["--config-dir", "my conf", "-cn=own", "hydra.searchpath=[file://conf]"]
+    monkeypatch.setattr("sys.argv", ["/bin/grpo-lightning", *options, "steps=3", "-m"])
+    words = shlex.split(resume_command(["steps=3"], Path("/d")))
+    assert words == ["grpo-lightning", *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]

@@ -1,0 +1,331 @@
+"""``compose``: objects become parts, and a run made of them is the command line's."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from hydra import initialize_config_dir
+from lightning import Callback
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo_lightning as grpo
+from grpo_lightning.advantage import leave_one_out
+from grpo_lightning.config import ConfigError
+from grpo_lightning.data import PromptData
+from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load
+from grpo_lightning.reward import RewardSpec
+from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import CONF, ROOT, build
+from tests.support.running import letters, same, weights
+from tests.support.sampling import generate
+
+SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
+ROWS = [{"prompt": f"Spell {word}", "answer": word} for word in ("sun", "moon", "star", "tree", "lake", "wind")]
+TOKENS = ("optimizer.lr=1e-2", "rollout.group_size=8", "rollout.max_new_tokens=8", "data.prompts_per_step=2")
+
+
+class Model(nn.Module):
+    """A language model of one's own: forward(ids) -> logits."""
+
+    def __init__(self, vocabulary=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, 24)
+        self.layer = nn.GRU(24, 24, batch_first=True)
+        self.head = nn.Linear(24, vocabulary)
+
+    def forward(self, ids):
+        return self.head(self.layer(self.embedding(ids))[0])
+
+
+def low(completions, prompts, completion_ids):
+    """The fraction of the tokens that are below 4."""
+    return [sum(number < 4 for number in ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", chat=True)
+
+
+def test_the_run_directory_may_be_an_override(tmp_path, monkeypatch):
+    for key in ("run_dir", "++run_dir", "hydra.run.dir"):
+        run = grpo.compose(*SMALL, f"{key}={tmp_path}/x", reward={"letters": letters}, data=ROWS)
+        assert (run.directory, run.config["run_dir"]) == (tmp_path / "x", f"{tmp_path}/x")
+    monkeypatch.chdir(tmp_path)  # a process of several, where no other one has chosen a directory
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("GRPO_LIGHTNING_RUN_DIRECTORIES", raising=False)
+    assert grpo.compose(reward=letters, data=ROWS * 3).directory.parts[0] == "runs"
+
+
+@pytest.mark.slow
+def test_a_run_of_objects_writes_what_the_command_line_does(tmp_path):
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            seen.append(module.completed_steps)
+
+    run = grpo.compose(
+        *SMALL,
+        "callbacks.samples=null",  # switches it off
+        run_dir=tmp_path,
+        advantage=leave_one_out,
+        reward={"letters": RewardSpec(letters, 2.0)},
+        data={"train": ROWS[:4], "validation": ROWS[4:]},
+        callbacks=[Watch()],
+        logger=False,
+    )
+    assert run.metrics == {}
+    assert run.fit() is run
+    assert run.module.rollout.advantage is leave_one_out
+    assert seen == [1, 2]
+    assert [len(run.data.train), len(run.data.validation)] == [4, 2]
+    assert run.metrics["reward/total"] == pytest.approx(2 * run.metrics["reward/letters"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["overrides"] == [*SMALL, "callbacks.samples=null"]
+    assert (tmp_path / ".hydra" / "config.yaml").exists()
+    assert (tmp_path / "export" / "model.safetensors").exists()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_rewards_stand_beside_those_that_are_named_only(tmp_path):
+    words = ("reward=[format]", "reward.letters.weight=0.5")
+    rewards = grpo.compose(
+        *SMALL, *words, run_dir=tmp_path, reward={"letters": letters}, data=ROWS
+    ).module.rollout.reward
+    assert sorted(rewards) == ["format", "letters"]
+    assert rewards["letters"].weight == 0.5
+    assert rewards["letters"].function is letters
+    for words, names in (
+        (("algorithm=dapo",), ["letters", "soft_overlong"]),
+        (("experiment=annealed", *SMALL), ["letters"]),  # an experiment's give way
+    ):
+        assert sorted(grpo.compose(*words, run_dir=tmp_path, reward=letters, data=ROWS * 2).config["reward"]) == names
+
+
+@pytest.mark.slow
+def test_models_go_in_as_objects_and_as_paths(checkpoint, tmp_path):
+    settings = {"attention_dropout": 0.3, "dtype": torch.float32}  # dropout is switched off
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **settings)
+    more = {"reward": letters, "data": ROWS}
+    policy = (model, AutoTokenizer.from_pretrained(checkpoint))
+    live = grpo.compose(*SMALL, "optimizer.lr=1e-3", run_dir=tmp_path / "live", policy=policy, **more).fit()
+    path = grpo.compose(*SMALL, "optimizer.lr=1e-3", run_dir=tmp_path / "path", policy=checkpoint, **more).fit()
+    assert isinstance(live.module.policy, HFPolicy)
+    assert live.module.policy.model is model
+    assert live.module.policy.share_prompts
+    assert same(weights(live.module), weights(path.module))
+    assert live.config["rollout"]["max_new_tokens"] == 8
+    assert live.config["optimizer"]["lr"] == 1e-3
+    policy = load(str(checkpoint), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    assert grpo.compose(*SMALL, policy=policy, **more).module.policy is policy
+    with pytest.raises(ValueError, match="a transformers model needs its tokenizer"):
+        grpo.compose(policy=model)
+
+
+@pytest.mark.slow
+def test_rows_take_the_place_of_an_experiments_data(checkpoint):
+    sizes = ("data.prompts_per_step=5", "rollout.group_size=4", "trainer=cpu", "reference=none", "loss.kl_coef=0")
+    for experiment in ("rlox_quickstart", "open_r1_exercise", "gpt2_notebook", "open_r1"):
+        run = grpo.compose(f"experiment={experiment}", *sizes, policy=checkpoint, reward=letters, data=ROWS[:5])
+        assert [len(run.data.train), len(run.data.validation)] == [5, 5]
+        assert run.module.policy.model.config.model_type == "llama"
+        assert list(run.module.rollout.reward) == ["letters"]
+
+
+def test_data_sets_and_files_are_the_same_rows(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    runs = [
+        grpo.compose(*SMALL, run_dir=tmp_path / name, reward=letters, data=data)
+        for name, data in (("rows", ROWS), ("set", Dataset.from_list(ROWS)), ("file", str(tmp_path / "rows.jsonl")))
+    ]
+    for run in runs:
+        assert [run.data.train[i] for i in range(5)] == [runs[0].data.train[i] for i in range(5)]
+        assert run.data.columns == ("answer",)
+    assert len(runs[0].data.validation) == 1  # held out
+    few = grpo.compose(*SMALL, reward=letters, data=["a", "b"])
+    assert [len(few.data.train), len(few.data.validation)] == [2, 2]
+    pairs = ({"prompt": (1, 2)}, {"prompt": torch.tensor([3, 4])})
+    data = grpo.compose(*TOKENS, policy=Model(), reward=low, data=pairs).data
+    assert [data.train[i][0] for i in range(2)] == [[1, 2], [3, 4]]
+
+
+def test_what_cannot_be_a_part_is_refused():
+    for parts, message in (
+        ({"rewards": letters}, "rewards: no such part; there are reward, policy, data"),
+        ({"steps": 3}, r"steps: no such part; .* anything else is set by a text, as in compose\('steps=20'\)"),
+        ({"policy": 3}, r"policy=3: needs \(model, tokenizer\)"),
+        ({"reward": {"short": 1.0}}, r"reward\['short'\]=1.0: needs a function"),
+        ({"reward": []}, r"reward=\[\]: needs a function or a mapping"),
+        ({"reward": {"a b": letters}}, r"reward\['a b'\]: a name needs to be like that of a variable"),
+        ({"data": 7}, "data=7: needs rows"),
+        ({"data": {"prompt": ["a", "b"]}}, "data=.*: needs rows, a data set, a path, a PromptData"),
+        ({"callbacks": 3}, r"callbacks\['int_0'\]=3: needs a Lightning callback"),
+        ({"logger": [3]}, "logger=3: needs a Lightning logger"),
+        ({"loss": "dapo"}, "loss='dapo': needs an object; the text 'loss=dapo' is a choice"),
+        ({"trainer": {"max_epochs": 3}}, "trainer=.*: needs a lightning.Trainer"),
+        ({"optimizer": 3}, "optimizer=3: needs a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo.compose(*SMALL, **parts)
+    with pytest.raises(ValueError, match=r"^{'steps': 3}: an override needs to be a text, such as 'steps=20'"):
+        grpo.compose({"steps": 3})
+    for word, parts in (
+        ("advantage.eps=1", {"advantage": leave_one_out}),
+        ("policy=tiny", {"policy": Model()}),
+        ("data=gsm8k", {"data": ROWS}),
+        ("data.task=gcd", {"data": PromptData.__new__(PromptData)}),
+        ("reference=none", {"reference": Model()}),
+    ):
+        with pytest.raises(ValueError, match=f"{word}: .* is given as an object, too; choose one of the two"):
+            grpo.compose(word, **parts)
+    with pytest.raises(ConfigError, match="steps=0"):
+        grpo.compose("steps=0", reward=letters, data=ROWS)
+
+
+@pytest.mark.slow
+def test_what_an_advantage_returns_is_checked(tmp_path):
+    settings, more = (*SMALL, "logger=none"), {"reward": letters, "data": ROWS}
+    with pytest.raises(ValueError, match="advantage: its parameter 'r' is none of rewards, scores, weights, steps"):
+        _ = grpo.compose(*settings, **more, advantage=lambda r: r, run_dir=tmp_path / "unknown").module
+    for name, wrong, told in (
+        ("number", lambda rewards: 1, "int"),
+        ("turned", lambda rewards: rewards.T.contiguous(), r"\(\d+, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=f"advantage: returned {told}"):
+            grpo.compose(*settings, **more, advantage=wrong, run_dir=tmp_path / name).fit()
+    centered = lambda rewards, scale=1.0, **more: rewards - rewards.mean(-1, keepdim=True)  # noqa: E731
+    grpo.compose(*settings, **more, advantage=centered, callbacks=Callback(), run_dir=tmp_path / "fine").fit()
+
+
+@pytest.mark.slow
+def test_odd_names_of_paths_and_other_users_of_hydra(checkpoint, tmp_path):
+    model, place = tmp_path / "a $ {b} = 'c' ${d} e", tmp_path / "${oc.env:HOME} $ {b} ="
+    shutil.copytree(checkpoint, model)
+    with initialize_config_dir(str(CONF), version_base="1.3"):  # a program that uses Hydra itself
+        run = grpo.compose(*SMALL, run_dir=place, policy=model, reward=letters, data=ROWS)
+        assert run.module.policy.tokenizer.name_or_path == str(model)
+    assert run.fit().metrics["reward/total"] > 0
+    assert {"checkpoints", "export", "summary.json"} <= {path.name for path in place.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {model.name, place.name}
+
+
+@pytest.mark.slow
+def test_compose_has_bitwise_the_weights_of_the_command_line(tmp_path):
+    settings = [*SMALL, "algorithm=dapo", "module.ppo_epochs=2", "module.minibatch_size=4", "seed=3", "logger=none"]
+    settings += ["data.validation_size=8", "rollout.max_new_tokens=36"]
+    run = grpo.compose(*settings, run_dir=tmp_path / "python").fit()
+    command = [sys.executable, str(ROOT / "train.py"), *settings, f"hydra.run.dir={tmp_path / 'line'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env=environment)
+    written = torch.load(tmp_path / "line" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert same(weights(run.module), {name.removeprefix("policy."): value for name, value in written.items()})
+
+
+@pytest.mark.slow
+def test_any_part_may_be_what_its_settings_would_build(tmp_path):
+    """Objects that the command line's settings build, handed in one by one: the same weights."""
+    settings = [*SMALL, "data.validation_size=4", "rollout.max_new_tokens=36"]
+    expected = weights(grpo.compose(*settings, run_dir=tmp_path / "all").fit().module)
+    names = ("data", "advantage", "loss", "rollout", "reference", "validation", "optimizer", "schedule", "trainer")
+    for name in (*names, "logger"):
+        built = build(*settings, f"run_dir={tmp_path / name}")(name)
+        words = [word for word in settings if not word.startswith((f"{name}.", f"{name}="))]
+        run = grpo.compose(*words, run_dir=tmp_path / name, **{name: built}).fit()
+        assert same(weights(run.module), expected), name
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_not_used_or_is_the_policy_is_said(caplog):
+    model = Model()
+    with pytest.raises(ValueError, match="reference: the policy's own model, which trains"):
+        _ = grpo.compose(*TOKENS, policy=model, reference=model, reward=low, data=[[1], [2]]).module
+    grpo.compose(*TOKENS, "loss.kl_coef=0", policy=model, reference=Model(), reward=low, data=[[1], [2]])
+    assert "reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_plain_module_learns_from_prompts_of_token_ids(tmp_path):
+    model, prompts = Model(), [[1, 2, 3], [4, 5], [6], [7, 8]]
+    run = grpo.compose(*TOKENS, "steps=40", run_dir=tmp_path, policy=(model, None), reward=low, data=prompts)
+    assert isinstance(run.module.policy, GenericPolicy)
+    assert run.module.train_step([[1, 2, 3], [4, 5]])["reward/total"] < 0.5
+    run = grpo.compose(*TOKENS, "steps=40", run_dir=tmp_path / "fit", policy=model, reward=low, data=prompts).fit()
+    assert run.metrics["reward/total"] > 0.9
+    written = Model()
+    written.load_state_dict(torch.load(tmp_path / "fit" / "export" / "model.pt", weights_only=True))
+    assert torch.equal(written.head.weight, model.head.weight)
+
+
+def test_a_plain_module_is_scored_as_it_was_sampled():
+    """Prompts of several lengths, completions that end early: the recomputed log-probabilities are the sampler's."""
+
+    class Text:
+        eos_token_id, pad_token_id = 15, 0
+
+        def encode(self, text):
+            return [1 + ord(letter) % 13 for letter in text]
+
+        def decode(self, ids):
+            return "".join(chr(96 + number) for number in ids)
+
+    policy = GenericPolicy(Model(), Text())
+    sampling = grpo.Sampling(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
+    sampled = generate(policy, ["abc", "a", "abcdef", [3, 4]], group_size=6, sampling=sampling, seed=1)
+    lengths = sampled.mask.sum(-1)
+    assert lengths.min() < lengths.max() == 12
+    logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
+    assert (logprobs - sampled.logprobs).abs().max() < 1e-5
+    assert (entropy - sampled.entropy).abs().max() < 1e-5
+    # by hand, for one row: the whole row through the model, without padding
+    row = 7
+    ids = sampled.ids[row][sampled.attention_mask[row]]
+    count = int(lengths[row])
+    alone = (policy.model(ids[None])[0] / 0.7).log_softmax(-1)[:-1]
+    expected = alone.gather(-1, ids[1:, None]).squeeze(-1)[-count:]
+    torch.testing.assert_close(logprobs[row, :count], expected)
+    assert all("o" not in text for text in sampled.texts)  # the end of sequence, 15, is no text
+    again = generate(policy, ["abcdef"], group_size=6, sampling=sampling, seed=1, first_prompt=2)
+    assert again.texts == sampled.texts[12:18]  # whatever is sampled beside it
+
+
+def test_a_plain_module_may_have_a_tokenizer_of_transformers_and_a_reference(checkpoint, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = Model(len(tokenizer))
+    reference = copy.deepcopy(model)
+    settings, more = (*SMALL, "optimizer.lr=1e-2"), {"reward": letters, "data": ROWS}
+    run = grpo.compose(*settings, run_dir=tmp_path, policy=(model, tokenizer), reference=reference, **more)
+    assert run.module.train_step(["one", "two"])["policy/kl_divergence"] == 0.0
+    assert run.module.train_step(["one", "two"])["policy/kl_divergence"] > 0.0
+    assert run.module.reference.model is reference
+    assert run.module.policy.uses_chat_template
+
+
+def test_a_module_that_gives_something_else_than_logits_is_named():
+    class Pooled(Model):
+        def forward(self, ids):
+            return super().forward(ids).mean(1)
+
+    run = grpo.compose(*TOKENS, policy=Pooled(), reward=low, data=[[1], [2]])
+    with pytest.raises(ValueError, match=r"of Pooled gave \(16, 16\) for ids \(16, 1\)"):
+        run.module.train_step([[1], [2]])
+    with pytest.raises(ValueError, match="of Model failed on ids up to 99 in rows of 2"):
+        grpo.compose(*TOKENS, policy=Model(), reward=low, data=[[1], [2]]).module.train_step([[1, 99], [2, 3]])
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        run.module.train_step(["words", "more"])
+
+
+def test_importing_the_package_needs_no_torch():
+    code = "import sys, grpo_lightning, grpo_lightning.reward; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
