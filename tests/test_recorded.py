@@ -1,30 +1,46 @@
-"""Training on recorded rollouts: bitwise the run that recorded them, or a sentence that says why not."""
+"""Recorded rollouts of real runs: trained on again bitwise, replayed as logged and by hand, refused in a sentence."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from lightning import Callback
 
+import grpo_lightning as grpo
 from grpo_lightning import recording
 from grpo_lightning.config import ConfigError
-from tests.support.running import small_run
+from grpo_lightning.replay.__main__ import main, replay
+from tests.support.processes import finish, start
+from tests.support.running import SMALL
 
-COMMON = ("steps=4", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=4")
-RUNS = {
+COMMON = (
+    *(word for word in SMALL if not word.startswith("reward")),
+    *("reward=[keyword,format]", "reward.keyword.function.words=[a,e,x,y,A,E]", "reward.format.weight=0.3"),
+    *("steps=4", "callbacks=rollouts", "logger=none", "optimizer.lr=0.01", "validation.every=4"),
+)
+SETTINGS = {
     "two epochs of minibatches": ("module.ppo_epochs=2", "module.minibatch_size=4", "schedule=linear"),
-    "groups carried over": ("algorithm=dapo", "reward=[custom]", "data.prompts_per_step=3"),
-    "a penalty, truncated rows and few tokens": (
+    "groups carried over": ("algorithm=dapo", "data.prompts_per_step=3", "rollout.threshold=0.3"),
+    "a penalty, truncated rows, few tokens and scheduled numbers": (
         *("rollout.kl_penalty=0.1", "rollout.mask_truncated=true", "rollout.top_entropy=0.5"),
         "loss.kl_coef={_target_: grpo_lightning.schedule.Proportional, start: 0.1, metric: policy/entropy, "
         "target: 3.0, rate: 0.1}",
     ),
-    "scores and weights that vary": (
-        *("advantage=gdpo", "algorithm=dr_grpo", "advantage=gdpo"),
+    "every reward by itself, with a scheduled weight and temperature": (
+        *("advantage=gdpo", "module.microbatch_tokens=70"),
         "reward.format.weight={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.0, steps: 4}",
         "rollout.temperature={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.7, steps: 4}",
     ),
+    "a correction": ("correction=token_truncation", "correction.cap=1.0"),
 }
+EQUAL = "values without a mark equal those logged, up to rounding"
+
+
+def trained(place, *overrides):
+    run = grpo.compose(*COMMON, *overrides, run_dir=place)
+    run.fit()
+    return run.module
 
 
 def again(path, *overrides):
@@ -43,28 +59,32 @@ def measured(module):
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     place = tmp_path_factory.mktemp("first")
-    return place, small_run(place, *COMMON)
+    return place, trained(place)
 
 
-def test_the_weights_are_bitwise_those_of_the_recorded_run(first, tmp_path):
+def test_training_on_recorded_rollouts_is_bitwise_the_recorded_run(first, tmp_path):
     place, module = first
-    trained = small_run(tmp_path, *COMMON, *again(place))
-    assert torch.equal(weights(trained), weights(module))
-    assert measured(trained) == measured(module)
+    copy = trained(tmp_path, *again(place))
+    assert torch.equal(weights(copy), weights(module))
+    assert measured(copy) == measured(module)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_so_they_are_with_other_settings(name, tmp_path):
-    one = small_run(tmp_path / "one", *COMMON, *RUNS[name])
-    headers = [recording.read_header(path) for path in recording.recorded_steps(tmp_path / "one" / "rollouts").values()]
-    assert any(not header["fresh"] for header in headers) == (name == "groups carried over")
-    other = small_run(tmp_path / "other", *COMMON, *again(tmp_path / "one", *RUNS[name]))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_so_it_is_with_other_settings_and_what_was_logged_is_replayed(name, tmp_path):
+    one = trained(tmp_path / "one", *SETTINGS[name])
+    files = recording.recorded_steps(tmp_path / "one" / "rollouts")
+    fresh = all(recording.read_header(path)["fresh"] for path in files.values())
+    assert fresh == (name != "groups carried over")
+    text = replay(tmp_path / "one", [])
+    assert text.endswith(EQUAL)
+    assert ("logged is the mean of 4 optimizer steps" in text) == (name == "two epochs of minibatches")
+    assert ("logged is that of all that were sampled" in text) == (name == "groups carried over")
+    other = trained(tmp_path / "other", *again(tmp_path / "one", *SETTINGS[name]))
     assert torch.equal(weights(one), weights(other))
     assert measured(one) == measured(other)
-    for step, path in recording.recorded_steps(tmp_path / "one" / "rollouts").items():
-        then, now = recording.read(path), recording.read(tmp_path / "other" / "rollouts" / path.name)
-        assert then[1] == now[1], step
+    for step, path in files.items():
+        assert recording.read(path)[1] == recording.read(tmp_path / "other" / "rollouts" / path.name)[1], step
 
 
 class Break(Callback):
@@ -76,132 +96,196 @@ class Break(Callback):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_broken_off_and_continued_leaves_the_same_files(first, tmp_path):
+def test_a_killed_run_leaves_the_same_files_when_it_is_continued(first, tmp_path):
     whole, module = first
-    broken = (*COMMON, "callbacks.checkpoint.every=2")
+    broken = ("callbacks.checkpoint.every=2", "+callbacks.break._target_=tests.test_recorded.Break")
     with pytest.raises(RuntimeError, match="broken"):
-        small_run(tmp_path, *broken, "+callbacks.break._target_=tests.test_recorded.Break")
+        trained(tmp_path, *broken)
     place = tmp_path / "rollouts"
     assert list(recording.recorded_steps(place)) == [1, 2, 3]  # the checkpoint is of step 2
     (place / recording.file_name(3)).write_bytes(b"of a step that is made again")
     (place / recording.file_name(9)).write_bytes(b"of a step that is not made again")
     (place / f".{recording.file_name(3)}.4711").write_bytes(b"half")
-    small_run(tmp_path, *broken, "checkpoint=last")
+    trained(tmp_path, broken[0], "checkpoint=last")
     assert {path.name: path.read_bytes() for path in place.iterdir()} == {
         path.name: path.read_bytes() for path in (whole / "rollouts").iterdir()
     }
-    trained = small_run(tmp_path / "again", *COMMON, *again(tmp_path))
-    assert torch.equal(weights(trained), weights(module))
-
-
-@pytest.mark.slow
-def test_training_on_recorded_rollouts_goes_on_where_it_was_broken_off(first, tmp_path):
-    place, module = first
-    broken = (*COMMON, "callbacks.checkpoint.every=2", *again(place))
     with pytest.raises(RuntimeError, match="broken"):
-        small_run(tmp_path, *broken, "+callbacks.break._target_=tests.test_recorded.Break")
-    assert torch.equal(weights(small_run(tmp_path, *broken, "checkpoint=last")), weights(module))
-
-
-@pytest.mark.slow
-def test_few_rollouts_are_recorded_unless_asked(tmp_path):
-    small_run(tmp_path, "steps=5", "logger=none", "validation.every=5", "callbacks.rollouts.every=2")
-    assert list(recording.recorded_steps(tmp_path / "rollouts")) == [1, 2, 4]
+        trained(tmp_path / "again", *broken, *again(tmp_path))
+    resumed = trained(tmp_path / "again", broken[0], *again(tmp_path), "checkpoint=last")
+    assert torch.equal(weights(resumed), weights(module))
 
 
 @pytest.mark.slow
 def test_another_policy_is_trained_with_the_true_ratio(first, tmp_path, caplog):
     place, _ = first
-    module = small_run(tmp_path, *COMMON, *again(place, "policy.seed=1"))
+    module = trained(tmp_path, *again(place, "policy.seed=1"))
     assert "sampled by another policy than the one that is trained" in caplog.text
     assert module.metrics["policy/ratio_max"] > 1.001
-    # the same policy, which moves otherwise
     caplog.clear()
-    module = small_run(tmp_path / "rate", *COMMON, *again(place, "optimizer.lr=0.02"))
+    module = trained(tmp_path / "rate", *again(place, "optimizer.lr=0.02"))
     assert "another policy" not in caplog.text
     assert module.metrics["policy/ratio_max"] > 1.001
 
 
 @pytest.mark.slow
-def test_rewards_are_computed_anew_where_asked(first, tmp_path):
+def test_rewards_are_computed_again_where_asked(first, tmp_path):
     place, module = first
-    same = small_run(tmp_path / "same", *COMMON, *again(place, "rollout.rescore=true"))
+    same = trained(tmp_path / "same", *again(place, "rollout.rescore=true"))
     assert torch.equal(weights(same), weights(module))
     assert measured(same) == measured(module)
-    other = again(place, "rollout.rescore=true", "reward=[custom,length]", "reward.length.function.target=3")
-    small_run(tmp_path / "other", *COMMON, *other)
+    other = again(place, "rollout.rescore=true", "reward=[keyword,format,length]", "reward.length.function.target=3")
+    trained(tmp_path / "other", *other)
     _, rows = recording.read(tmp_path / "other" / "rollouts" / recording.file_name(1))
-    lengths = [len(row["completion"]) for row in rows]
     # 1 up to three characters, 0 from six on
-    assert [row["rewards"]["length"] for row in rows] == pytest.approx([min(1, max(0, 2 - n / 3)) for n in lengths])
+    expected = [min(1, max(0, 2 - len(row["completion"]) / 3)) for row in rows]
+    assert [row["rewards"]["length"] for row in rows] == pytest.approx(expected)
     assert any(row["rewards"]["length"] not in (0, 1) for row in rows)
 
 
-REFUSED = {
-    "a path that is not there": ("rollout.path=none", "rollout.path=none: none is not there"),
-    "a run without rollouts": ("rollout.path=empty", "there are no recorded rollouts in empty; callbacks=rollouts"),
-    "steps that are missing": (
-        "rollout.path=gaps",
-        "steps=4 needs the rollouts of steps 1 to 4; there are 1 to 2, 4, and not 3 (callbacks.rollouts.every=1",
-    ),
-    "too many steps": ("steps=6", "needs the rollouts of steps 1 to 6; there are 1 to 4, and not 5 to 6"),
-    "a damaged file": ("rollout.path=damaged", "000002.jsonl.gz is damaged"),
-    "another number of prompts": (
-        "data.prompts_per_step=3",
-        "data.prompts_per_step=3 is not what was recorded; allowed is 2",
-    ),
-    "a flag that is none": ("rollout.rescore=3", "rollout.rescore=3: allowed is true or false"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_on_is_said_before_anything_loads(name, first, tmp_path, monkeypatch):
-    place, _ = first
-    override, told = REFUSED[name]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    for copy in ("gaps", "damaged"):
-        shutil.copytree(place / "rollouts", tmp_path / copy)
-    (tmp_path / "gaps" / recording.file_name(3)).unlink()
-    path = tmp_path / "damaged" / recording.file_name(2)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ConfigError) as error:
-        small_run(tmp_path / "run", *COMMON, *again(place, override), override)
-    assert told in str(error.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_does_not_train_on_what_it_writes(first, tmp_path):
-    place, _ = first
-    shutil.copytree(place / "rollouts", tmp_path / "rollouts")
-    with pytest.raises(ConfigError, match="allowed is the directory of another run"):
-        small_run(tmp_path, *COMMON, *again(tmp_path))
-    assert len(recording.recorded_steps(tmp_path / "rollouts")) == 4
-
-
-@pytest.mark.parametrize(
-    "override, told",
-    [
-        ("rollout.temperature=0.9", "rollout.temperature=0.9: allowed is 1.0, that of"),
-        ("reward.format.weight=0.2", "reward.format.weight=0.2: allowed is 0.1, as in"),
-        ("reward=[custom]", r"reward=\[custom\]: allowed is 'reward=\[custom,format\]', as in"),
-    ],
-    ids=lambda value: value.split("=")[0],
-)
-def test_what_was_recorded_otherwise_than_set_is_refused(override, told, first, tmp_path):
-    place, _ = first
-    with pytest.raises(ValueError, match=told):
-        small_run(tmp_path, *COMMON, *again(place, override))
-
-
-def test_a_rollout_that_cannot_be_written_ends_no_run(first, tmp_path, caplog, monkeypatch):
-    _, module = first
+def test_few_rollouts_are_recorded_unless_asked_and_a_full_disk_ends_no_run(first, tmp_path, caplog, monkeypatch):
+    trained(tmp_path / "few", "callbacks=default", "callbacks.rollouts.every=2", "steps=5")
+    assert list(recording.recorded_steps(tmp_path / "few" / "rollouts")) == [1, 2, 4]
 
     def full(path, lines):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recording, "write", full)
-    found = small_run(tmp_path, *COMMON)
-    assert torch.equal(weights(found), weights(module))
+    assert torch.equal(weights(trained(tmp_path)), weights(first[1]))
     assert caplog.text.count("was not recorded") == 1
-    assert "the rollout of step 1 was not recorded ([Errno 28] No space left on device)" in caplog.text
+
+
+REFUSED = (
+    ("rollout.path=none", "rollout.path=none: none is not there"),
+    ("rollout.path=empty", "there are no recorded rollouts in empty; callbacks=rollouts"),
+    ("rollout.path=gaps", "steps=4 needs the rollouts of steps 1 to 4; there are 1 to 2, 4, and not 3"),
+    ("steps=6", "needs the rollouts of steps 1 to 6; there are 1 to 4, and not 5 to 6"),
+    ("rollout.path=damaged", "000002.jsonl.gz is damaged"),
+    ("data.prompts_per_step=3", "data.prompts_per_step=3 is not what was recorded"),
+    ("rollout.temperature=0.9", "rollout.temperature=0.9"),
+    ("reward.format.weight=0.2", "reward.format.weight=0.2"),
+    ("reward=[keyword,format,length]", "reward=[keyword,format,length]"),
+    ("hydra.run.dir", "another run"),
+)
+
+
+def test_what_cannot_be_trained_on_is_refused(first, tmp_path, monkeypatch):
+    place, _ = first
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for copy in ("gaps", "damaged", "own/rollouts"):
+        shutil.copytree(place / "rollouts", tmp_path / copy)
+    (tmp_path / "gaps" / recording.file_name(3)).unlink()
+    path = tmp_path / "damaged" / recording.file_name(2)
+    path.write_bytes(path.read_bytes()[:-20])
+    for number, (override, message) in enumerate(REFUSED):
+        own = override == "hydra.run.dir"
+        with pytest.raises((ConfigError, ValueError)) as error:
+            trained("own" if own else f"run_{number}", *(again("own") if own else (*again(place, override), override)))
+        assert message in str(error.value)
+    assert len(recording.recorded_steps(tmp_path / "own" / "rollouts")) == 4
+
+
+def metrics(place, *overrides, step=2):
+    [found] = json.loads(replay(place, overrides, steps=str(step), form="json"))["steps"]
+    return {name: (one["recorded"], one["replayed"]) for name, one in found["metrics"].items()}, found
+
+
+def test_what_was_logged_is_replayed(first, capsys):
+    place, _ = first
+    main([str(place)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mean of 4 rollouts, steps 1 to 4"
+    assert lines[-1] == f"all 68 {EQUAL}"
+    assert max(map(len, lines)) <= 80
+    found, _ = metrics(place)
+    assert {name for name in found if name.startswith("loss/")} == {"loss/total", "loss/policy", "loss/kl"}
+    assert found["loss/kl"][0] > 0
+    assert all(now == pytest.approx(then, rel=1e-5, abs=1e-6) for then, now in found.values())
+    assert all(then == now for name, (then, now) in found.items() if not name.startswith("loss/"))
+    header = recording.read_header(place / "rollouts" / recording.file_name(2))
+    assert found["loss/total"][0] == header["updated"]["loss/total"]
+    steps = json.loads(replay(place, ["algorithm=dr_grpo"], steps="2:3", form="json"))["steps"]
+    assert [one["step"] for one in steps] == [2, 3]
+
+
+def test_another_algorithm_and_other_rewards_are_replayed_by_hand(first):
+    place, _ = first
+    given = ["algorithm=dr_grpo", "reward=[keyword,length]", "reward.length.function.target=3"]
+    found, page = metrics(place, *given, "rollout.max_new_tokens=12")
+    assert page["computed_again"] == ["length"]
+    _, rows = recording.read(place / "rollouts" / recording.file_name(2))
+    length = [min(1.0, max(0.0, 2 - len(row["completion"]) / 3)) for row in rows]
+    total = [row["rewards"]["keyword"] + 0.1 * one for row, one in zip(rows, length)]
+    assert found["reward/length"] == (None, pytest.approx(sum(length) / 8))
+    assert found["reward/total"][1] == pytest.approx(sum(total) / 8)
+    assert found["reward/keyword"][0] == found["reward/keyword"][1]
+    means = [sum(total[:4]) / 4] * 4 + [sum(total[4:]) / 4] * 4
+    advantages = [value - mean for value, mean in zip(total, means)]
+    spread = (sum(a * a for a in advantages) / 7) ** 0.5
+    assert found["advantage/std"][1] == pytest.approx(spread, rel=1e-4)
+    # Dr. GRPO: every token weighs 1 / (8 completions x 12 tokens), the ratio is 1, and there is no KL term
+    loss = -sum(a * len(row["ids"]) for a, row in zip(advantages, rows)) / (8 * 12)
+    assert found["loss/policy"][1] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+    assert found["loss/total"][1] == found["loss/policy"][1]
+    assert found["loss/kl"][0] > 0
+    assert found["loss/kl"][1] is None
+
+
+def test_a_weight_alone_calls_no_reward(first):
+    place, _ = first
+    found, page = metrics(place, "reward.format.weight=2.0", "loss.kl_coef=0.08")
+    assert page["computed_again"] == []
+    then, now = found["loss/kl"]
+    assert now == pytest.approx(2 * then, rel=1e-6)
+    _, rows = recording.read(place / "rollouts" / recording.file_name(2))
+    total = sum(row["rewards"]["keyword"] + 2 * row["rewards"]["format"] for row in rows) / 8
+    assert found["reward/total"][1] == pytest.approx(total)
+
+
+NOT_REPLAYED = (
+    ("none", [], "none is not there"),
+    ("empty", [], "empty has no recorded rollouts; a run with callbacks=rollouts records them"),
+    ("", ["--steps", "7:9"], "--steps 7:9: recorded are 1 to 4"),
+    ("", ["--steps", "a:b"], "--steps a:b: needs FIRST:LAST, such as 10:50, or one step"),
+    ("", ["advantage.eps=-1"], "advantage.eps=-1"),
+    ("", ["reward=[custom]", "reward.custom.function._target_=os.system"], "reward.custom.function._target_=os.system"),
+    ("damaged", ["--steps", "2"], "000002.jsonl.gz is damaged"),
+    ("no_reference", [], "loss.kl_coef=0.04 needs log-probabilities of a reference"),
+    ("bare", [], "bare has no .hydra/overrides.yaml"),
+)
+
+
+def test_what_cannot_be_replayed_is_said_in_a_sentence(first, tmp_path, monkeypatch, capsys):
+    place, _ = first
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for copy in ("damaged", "no_reference"):
+        shutil.copytree(place / ".hydra", tmp_path / copy / ".hydra")
+        shutil.copytree(place / "rollouts", tmp_path / copy / "rollouts")
+    shutil.copytree(place / "rollouts", tmp_path / "bare" / "rollouts")
+    path = tmp_path / "damaged" / "rollouts" / recording.file_name(2)
+    path.write_bytes(path.read_bytes()[:-30])
+    for path in (tmp_path / "no_reference" / "rollouts").iterdir():
+        header, rows = recording.read(path)
+        recording.write(path, [header | {"reference": False}, *rows])
+    for directory, words, message in NOT_REPLAYED:
+        with pytest.raises(SystemExit) as end:
+            main([directory or str(place), *words])
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (1, "")
+        assert message in printed.err
+        assert "Traceback" not in printed.err
+    assert "loss/total" in replay(tmp_path / "no_reference", ["loss.kl_coef=0"])
+
+
+@pytest.mark.slow
+def test_several_processes_record_once(tmp_path):
+    own = [word for word in COMMON if not word.startswith("trainer")]
+    finish(start(2, tmp_path, "ddp", {"two": [*own, "algorithm=grpo"]}))
+    place = tmp_path / "two"
+    _, rows = recording.read(place / "rollouts" / recording.file_name(2))
+    assert all("logprobs" in row for row in rows)
+    (place / ".hydra").mkdir()
+    (place / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
+    assert replay(place, []).endswith(EQUAL)
