@@ -222,14 +222,10 @@ def _execute(execute: Callable[[], float], directory: Path, is_sweep: bool) -> f
     with suppress(OSError):
         faulthandler.enable((directory / "train.log").open("a", encoding="utf-8"))
     try:
-        with signals.listening():
+        with signals.exiting():
             value = execute()
             supervisor.record_status(value=value)
             return value
-    except signals.Preempted as error:  # before there is a run
-        if is_first_process():
-            log_line(str(error))
-        sys.exit(error.exit_status)
     except Exception as error:
         supervisor.record_status(error=describe_error(error))
         return _fail(error, directory, is_sweep)
@@ -249,8 +245,7 @@ def _import_run() -> None:
     """Import what a run needs; nothing of it is ever garbage, in which Python would look for some meanwhile."""
     gc.disable()
     try:
-        with signals.importing():
-            from grpo_lightning import run  # noqa: F401
+        from grpo_lightning import run  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()

@@ -109,7 +109,7 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self._build("trainer")
-        signals.current().launched.attach(trainer.strategy.launcher)
+        signals.current().launcher = trainer.strategy.launcher
         return trainer
 
     @property
@@ -252,7 +252,7 @@ class Run:
                     log.warning("a callback has ended the run after %d of %d steps", made, needed)
             except BaseException as error:
                 lost = lost_contact(error)
-                if asked := listener.asked(error, is_consequence=lost is not None):
+                if asked := listener.preemption(error, is_consequence=lost is not None):
                     status = asked.status
                     saved = resume.describe_saved(mode, self.directory, self._overrides)
                     raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error

@@ -263,6 +263,6 @@ def _forget() -> None:
 
 
 atexit.register(close)
-signals.when_abandoned(_kill)
+signals.on_hard_exit(_kill)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
