@@ -116,7 +116,7 @@ def _check_composition(asked: argparse.Namespace) -> None:
                 asked.config_name or "train", words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
             )
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(redact(explain_compose_error(error, CONF, known_keys(CONF), asked.overrides)))
+        sys.exit(redact(explain_compose_error(error, CONF, asked.overrides)))
     is_sweep = asked.multirun or cfg.hydra.mode == RunMode.MULTIRUN
     used, unused = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
     wrong = _hydra_target_problems(cfg)

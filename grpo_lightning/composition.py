@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.config import ConfigError, check_config, sandbox_problems
 from grpo_lightning.config.redaction import REDACTED, redact_config, redact_overrides
-from grpo_lightning.config.suggestions import explain_compose_error, known_keys
+from grpo_lightning.config.suggestions import explain_compose_error
 from grpo_lightning.config.targets import find_targets, import_target, trusted_packages, with_targets
 from grpo_lightning.console import write_atomic
 from grpo_lightning.distributed.devices import default_precision
@@ -131,7 +131,7 @@ def composing(words: Sequence[str]) -> Iterator[None]:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain_compose_error(error, CONF, known_keys(CONF), words)]) from error
+        raise ConfigError([explain_compose_error(error, CONF, words)]) from error
     finally:
         GlobalHydra.instance().hydra = state
 

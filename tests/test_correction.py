@@ -292,9 +292,9 @@ def test_from_python_a_correction_is_a_function_and_one_beside_a_loss_is_reporte
 
 def test_wrong_bounds_are_refused_by_key():
     for words, message in (
-        (("token_truncation", "correction.cap=0.9"), "correction.cap=0.9: allowed is a ratio >= 1"),
-        (("token_mask", "correction.low=1"), "correction.low=1: allowed is a ratio in [0, 1)"),
-        (("geometric_mask", "correction.high=1.0"), "correction.high=1.0: allowed is a ratio > 1"),
+        (("token_truncation", "correction.cap=0.9"), "correction.cap=0.9: must be a ratio >= 1"),
+        (("token_mask", "correction.low=1"), "correction.low=1: must be a ratio in [0, 1)"),
+        (("geometric_mask", "correction.high=1.0"), "correction.high=1.0: must be a ratio > 1"),
     ):
         with pytest.raises(ConfigError) as refused:
             check_config(composed(f"correction={words[0]}", *words[1:]))

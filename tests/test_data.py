@@ -491,7 +491,7 @@ def test_too_few_prompts_are_refused_before_and_after_the_limit():
     with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.validation: no held-out prompt is left"):
         data.limit_prompts(lambda prompts: [prompt[0] == "p" for prompt in prompts])
     assert len(data.train) == 5  # a limit that failed changed nothing
-    with pytest.raises(ValueError, match=r"data.prompts_per_step=0: allowed is .*\ndata.steps=-1: allowed is"):
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=0: must be .*\ndata.steps=-1: must be"):
         inline(5, prompts_per_step=0, steps=-1)
 
 

@@ -184,11 +184,14 @@ def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2: allowed with sampler=vllm is null"),
-        ("policy.quantization=4bit", "policy.quantization=4bit: allowed with sampler=vllm is null"),
-        ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: allowed are arguments"),
-        ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: allowed are async_scheduling"),
-        ("sampler.gpu_memory_utilization=2", "sampler.gpu_memory_utilization=2: allowed"),
+        ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2 does not work with sampler=vllm"),
+        ("policy.quantization=4bit", "policy.quantization=4bit does not work with sampler=vllm"),
+        (
+            "sampler.engine={repetition_penalty: 1.2}",
+            "sampler.engine.repetition_penalty=1.2: must not change what is sampled",
+        ),
+        ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: must be one of async_scheduling"),
+        ("sampler.gpu_memory_utilization=2", "sampler.gpu_memory_utilization=2: must be"),
     ],
 )
 def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
@@ -202,7 +205,7 @@ def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
 def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda _: None)
     sentence = (
-        "sampler=vllm: vLLM is not installed; allowed is sampler=own, or an environment of its own with: "
+        "sampler=vllm: vLLM is not installed; use sampler=own, or an environment of its own with: "
         "pip install -r requirements-vllm.txt"
     )
     assert problems("sampler=vllm") == (sentence,)

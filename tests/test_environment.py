@@ -168,8 +168,8 @@ def test_columns_and_settings_are_checked_first():
     for settings, message in [
         ({"function": "guess"}, "function: expected a callable"),
         ({"function": environments.later}, "expected no coroutine function .*later"),
-        ({"max_turns": 0}, "max_turns=0: allowed is an integer >= 1"),
-        ({"max_reply": 99}, "max_reply=99: allowed is an integer >= 100"),
+        ({"max_turns": 0}, "max_turns=0: must be an integer >= 1"),
+        ({"max_reply": 99}, "max_reply=99: must be an integer >= 100"),
     ]:
         with pytest.raises(ValueError, match=message):
             Environment(**{"function": environments.guess, "max_turns": 4, **settings})

@@ -10,7 +10,6 @@ from grpo_lightning.environment import Environment, EpisodeError, GeneratorEnvir
 from tests.support import environments
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build
-from tests.test_settings import problems
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
 GUESS = "environment=custom environment.function._target_=tests.support.environments.guess"
@@ -50,50 +49,6 @@ def test_training_and_validation_have_the_same_environment():
         assert (one.max_reply, one.reply_role, one.name) == (10_000, "tool", "tests.support.environments.guess")
     played = build("environment=played", "environment.function.function._target_=tests.support.environments.shop")
     assert isinstance(played("environment").function, GeneratorEnvironment)
-
-
-def test_every_value_out_of_range_is_named():
-    assert problems(
-        *GUESS.split(),
-        "environment.max_turns=0",
-        "environment.timeout=0",
-        "environment.max_failed=2",
-        "environment.failed_score=nan",
-        "environment.max_reply=10",
-        "environment.role=system",
-    ) == (
-        "environment.max_turns=0: allowed is an integer >= 1",
-        "environment.timeout=0: allowed is seconds > 0 or null",
-        "environment.max_failed=2: allowed is a fraction from 0 to 1",
-        "environment.failed_score=nan: allowed is a finite number or null",
-        "environment.max_reply=10: allowed is an integer >= 100",
-        "environment.role=system: allowed is one of user, tool or null",
-    )
-    assert problems(*GUESS.split(), "+environment.max_turn=3", "+environment.function.nmber=3") == (
-        "environment.max_turn: unknown; the nearest is max_turns; grpo_lightning.environment.Environment takes "
-        "function, max_turns, timeout, max_failed, failed_score, max_reply, role",
-        "environment.function.nmber: unknown; the nearest is number; tests.support.environments.guess takes "
-        "turns, number",
-    )
-
-
-@pytest.mark.parametrize(
-    "override, messages",
-    [
-        (
-            "sampler=vllm_server sampler.directory=some/weights advantage=process",
-            ["advantage=process: allowed with an environment is advantage=to_go"],
-        ),
-        (
-            "rollout=recorded rollout.path=some/run mode=validate rollout.rescore=true reward=[environment]",
-            ["rollout.rescore=True: allowed with reward.environment is false: the environment is not asked again"],
-        ),
-    ],
-)
-def test_what_does_not_go_with_an_environment_is_refused(override, messages):
-    found = problems(*GUESS.split(), *override.split())
-    for message in messages:
-        assert any(one.startswith(message) for one in found), found
 
 
 def welcome(turns):

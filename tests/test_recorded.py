@@ -157,11 +157,11 @@ def test_few_rollouts_are_recorded_unless_asked_and_a_full_disk_ends_no_run(firs
 
 REFUSED = (
     ("rollout.path=none", "rollout.path=none: none is not there"),
-    ("rollout.path=empty", "there are no recorded rollouts in empty; callbacks=rollouts"),
-    ("rollout.path=gaps", "steps=4 needs the rollouts of steps 1 to 4; there are 1 to 2, 4, and not 3"),
-    ("steps=6", "needs the rollouts of steps 1 to 6; there are 1 to 4, and not 5 to 6"),
+    ("rollout.path=empty", "empty has none, and not 1 to 4 (callbacks=rollouts"),
+    ("rollout.path=gaps", "steps=4 needs the rollouts of steps 1 to 4; gaps has 1 to 2, 4, and not 3"),
+    ("steps=6", "has 1 to 4, and not 5 to 6"),
     ("rollout.path=damaged", "000002.jsonl.gz is damaged"),
-    ("data.prompts_per_step=3", "data.prompts_per_step=3 is not what was recorded"),
+    ("data.prompts_per_step=3", "data.prompts_per_step=3 differs from the recorded rollouts"),
     ("rollout.temperature=0.9", "rollout.temperature=0.9"),
     ("reward.format.weight=0.2", "reward.format.weight=0.2"),
     ("reward=[keyword,format,length]", "reward=[keyword,format,length]"),

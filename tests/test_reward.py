@@ -170,5 +170,5 @@ def test_total_adds_what_applies():
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
 def test_a_weight_is_a_finite_number(weight):
-    with pytest.raises(ValueError, match="weight=.*: allowed is a finite number"):
+    with pytest.raises(ValueError, match="weight=.*: must be a finite number"):
         RewardSpec(len, weight)

@@ -260,5 +260,5 @@ def test_a_wrong_count_in_a_worker_is_a_mistake_of_the_function():
     ],
 )
 def test_impossible_settings_are_refused(setting, value, allowed):
-    with pytest.raises(ValueError, match=re.escape(f"{setting}={value}: allowed is {allowed}")):
+    with pytest.raises(ValueError, match=re.escape(f"{setting}={value}: must be {allowed}")):
         RewardSpec(len, 1.0, **{setting: value})

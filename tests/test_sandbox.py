@@ -367,9 +367,7 @@ def test_the_filter_reads_arguments(machine):
 
 
 def test_limits_are_checked():
-    with pytest.raises(
-        ValueError, match=r"seconds=0: allowed is a number > 0; cpu_seconds=1\.5: allowed is an integer >= 1"
-    ):
+    with pytest.raises(ValueError, match=r"seconds=0: must be a number > 0; cpu_seconds=1\.5: must be an integer >= 1"):
         Limits(seconds=0, cpu_seconds=1.5, memory_mb=64)
-    with pytest.raises(ValueError, match="memory_mb=8: allowed is an integer >= 64"):
+    with pytest.raises(ValueError, match="memory_mb=8: must be an integer >= 64"):
         Limits(seconds=1, cpu_seconds=1, memory_mb=8)

@@ -143,7 +143,7 @@ def test_a_continued_run_is_the_same_run_there_and_no_secret_leaves(directory):
 def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it(name, monkeypatch):
     find = settings.find_spec
     monkeypatch.setattr(settings, "find_spec", lambda package: None if package == name else find(package))
-    expected = rf"logger.{name}: needs the package {name}; pip install 'grpo-lightning\[{name}\]' brings it"
+    expected = rf"logger.{name} needs the package {name}: pip install 'grpo-lightning\[{name}\]'"
     with pytest.raises(ConfigError, match=expected):
         check_config(composed(f"logger=[csv,{name}]"))
     check_config(composed("logger=[csv,tensorboard]"))
@@ -151,7 +151,7 @@ def test_a_logger_without_its_package_is_refused_with_the_command_that_brings_it
 
 def test_settings_of_a_logger_that_was_not_chosen_are_refused():
     with pytest.raises(
-        ConfigError, match=r"logger.csv: no such logger was chosen; allowed is 'logger=\[tensorboard,csv\]'"
+        ConfigError, match=r"logger.csv: this logger is not chosen; choose 'logger=\[tensorboard,csv\]'"
     ):
         check_config(composed("+logger.csv.name=x"))
 

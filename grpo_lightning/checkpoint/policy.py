@@ -78,7 +78,7 @@ def policy_settings(
 
 def _check_transferable(part: str, settings: Mapping[str, Any], given: Sequence[str]) -> None:
     """Refuse settings that were objects or secrets, and those that run code, since a checkpoint may be downloaded."""
-    values = [(key, value) for key, value in leaves(settings, {}, part) if key not in given]
+    values = [(key, value) for key, value in leaves(settings, part) if key not in given]
     if any(value == LIVE for _, value in values):
         raise ValueError(
             f"its {part} was an object of a Python program: name {part}=NAME with its settings, or give "

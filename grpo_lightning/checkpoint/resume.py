@@ -309,7 +309,7 @@ def config_diff(
     Returns:
         (dotted key, value before, value after) of each, without copies of whole parts.
     """
-    old, new = (dict(leaves(settings, settings, prefix)) for settings in (before, after))
+    old, new = (dict(leaves(settings, prefix)) for settings in (before, after))
     keys = {*old, *new} if same_version else {key for key in old if key in new and "_target_" not in key}
     return [
         (key, old.get(key), new.get(key))

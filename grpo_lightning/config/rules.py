@@ -2,18 +2,24 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.shell import format_override
+from grpo_lightning.config.tree import leaves, value_at
 
 LIVE = "grpo_lightning.composition.part"
-"""Stands in settings for an object that a program has given to compose, by its name."""
+"""The ``_target_`` that stands for an object that a program has given to compose, by its name."""
 REPLY_ROLES = ("user", "tool")
-"""Who may reply to a model."""
+"""Chat roles of an environment."""
+_SCHEDULE = "grpo_lightning.schedule."
+_SCHEDULED = ("loss.", "correction.", "rollout.", "reward.")
+"""Keys below which a number may be a schedule; every value that it takes is checked."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,10 @@ class Rule:
     null: bool = False
 
     def problem(self, key: str, value: Any) -> str | None:
-        """What is wrong with ``key=value``, and what is allowed instead; None if nothing is wrong."""
-        if value is None and self.null:
+        """What is wrong with ``key=value``, and what it must be; None if nothing is wrong."""
+        if self.null if value is None else self.test(value):
             return None
-        if value is not None and self.test(value):
-            return None
-        null = " or null" if self.null else ""
-        return f"{key}={'null' if value is None else value}: allowed is {self.allowed}{null}"
+        return f"{key}={'null' if value is None else value}: must be {self.allowed}{' or null' * self.null}"
 
 
 def integer(low: int, high: int | None = None, *, null: bool = False) -> Rule:
@@ -50,12 +53,6 @@ def number(test: Callable[[float], bool], allowed: str, *, null: bool = False) -
     )
 
 
-def is_pair(value: Any) -> bool:
-    """Whether a value is a list of two finite numbers."""
-    is_finite = number(lambda _: True, "").test
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_finite, value))
-
-
 def choice(*values: Any, null: bool = False) -> Rule:
     """One of ``values``."""
     return Rule(lambda v: v in values and not isinstance(v, bool), "one of " + ", ".join(map(str, values)), null)
@@ -66,37 +63,27 @@ def flag() -> Rule:
     return Rule(lambda v: isinstance(v, bool), "true or false")
 
 
+def is_pair(value: Any) -> bool:
+    """Whether a value is a list of two finite numbers."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_FINITE.test, value))
+
+
 def problems(rules: Mapping[str, Rule], values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
     """What is wrong with ``values``, each named by its key behind ``prefix``."""
-    reported = (rules[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in rules)
-    return [problem for problem in reported if problem]
-
-
-DATA = {
-    "prompts_per_step": integer(1),
-    "tries": integer(1),
-    "steps": integer(0),
-    "validate_every": integer(0, null=True),
-    "validation_size": integer(1),
-    "validation_batch_size": integer(1),
-    "max_prompt_length": integer(1, null=True),
-    "num_workers": integer(0),
-}
-"""Number of the data -> what it may be."""
+    found = (rules[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in rules)
+    return [problem for problem in found if problem]
 
 
 def model_path() -> Rule:
     """A directory that exists, or what can be a name of the hub, see `local_or_hub`."""
 
-    def is_found(value: Any) -> bool:
-        if isinstance(value, Mapping):  # a text of a program
-            return True
+    def exists(value: Any) -> bool:
         try:
-            return isinstance(value, str) and bool(value.startswith("pkg://") or local_or_hub(value, ""))
+            return isinstance(value, str) and (value.startswith("pkg://") or bool(local_or_hub(value, "")))
         except ValueError:
             return False
 
-    return Rule(is_found, "text: a directory that exists, or NAME or ORG/NAME of the hub")
+    return Rule(exists, "a directory that exists, or NAME or ORG/NAME of the hub")
 
 
 def local_or_hub(path: str, key: str) -> str:
@@ -117,28 +104,62 @@ def local_or_hub(path: str, key: str) -> str:
     is_local = path.startswith(("/", ".", "~", "\\")) or path.endswith("/") or path.count("/") > 1
     if not (is_local or ("/" in path and Path(first).is_dir())) or expanded.exists():
         return str(expanded) if path.startswith("~") else path
-    there = [one.name for one in expanded.parent.iterdir()] if expanded.parent.is_dir() else []
-    near = get_close_matches(expanded.name, there, n=1)
+    names = [entry.name for entry in expanded.parent.iterdir()] if expanded.parent.is_dir() else []
+    near = get_close_matches(expanded.name, names, n=1)
     hint = f" (there is {format_override(key, expanded.parent / near[0])})" if near else ""
     raise ValueError(
-        f"{key}={path!r}: no such file or directory{hint}; allowed is one that exists, or NAME or ORG/NAME of the hub"
+        f"{key}={path!r}: no such file or directory{hint}; give one that exists, or NAME or ORG/NAME of the hub"
     )
 
 
 def messages_problem(messages: Sequence[Mapping[str, str]]) -> str | None:
-    """Why chat messages are not turns of a model, each but the last with one reply; None where they are."""
-    for number, message in enumerate(messages):
-        allowed = REPLY_ROLES if number % 2 else ("assistant",)
-        if message["role"] not in allowed:
-            return f"message {number + 1} is the {message['role']}'s and should be the {' or '.join(allowed)}'s"
-        if not number % 2 and not message["content"]:
-            return f"message {number + 1} is empty"
+    """Why chat messages do not alternate between the model and one reply, from the model to the model; None if so."""
+    for index, message in enumerate(messages):
+        roles = REPLY_ROLES if index % 2 else ("assistant",)
+        if message["role"] not in roles:
+            return f"message {index + 1} is the {message['role']}'s and should be the {' or '.join(roles)}'s"
+        if not index % 2 and not message["content"]:
+            return f"message {index + 1} is empty"
     return None if len(messages) % 2 else "it does not end with a message of the assistant"
 
 
+_FINITE = number(lambda _: True, "a finite number")
+_NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
+_POSITIVE = number(lambda v: v > 0, "a number > 0")
+_BELOW_ONE = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
+_ABOVE_ONE = number(lambda v: v > 1, "a number > 1", null=True)
+_SHARE = number(lambda v: 0 < v <= 1, "a number in (0, 1]")
+_SECONDS = number(lambda v: v > 0, "seconds > 0", null=True)
+_GIB = number(lambda v: v > 0, "GiB > 0", null=True)
+_DTYPES = ("float32", "bfloat16", "float16")
+_ATTENTION = choice("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_BELOW_ONE.test, value))
+
+
+def _are_devices(value: Any) -> bool:
+    if isinstance(value, str):
+        return value != "0" and bool(re.fullmatch(r"auto|-1|\d+(,\d+)*,?", value))
+    if isinstance(value, list | tuple):
+        return bool(value) and len(set(value)) == len(value) and all(map(integer(0).test, value))
+    return value == -1 or integer(1).test(value)
+
+
+DATA = {
+    "prompts_per_step": integer(1),
+    "tries": integer(1),
+    "steps": integer(0),
+    "validate_every": integer(0, null=True),
+    "validation_size": integer(1),
+    "validation_batch_size": integer(1),
+    "max_prompt_length": integer(1, null=True),
+    "num_workers": integer(0),
+}
 REWARD = {
-    "weight": number(math.isfinite, "a finite number"),
-    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
+    "weight": _FINITE,
+    "timeout": _SECONDS,
     "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
     "failed_score": number(math.isfinite, "a finite number", null=True),
     "retries": integer(0),
@@ -146,103 +167,70 @@ REWARD = {
     "clip": Rule(lambda v: is_pair(v) and v[0] <= v[1], "[lowest, highest]", null=True),
     "messages": flag(),
 }
-"""What each setting of a reward may be."""
 ENVIRONMENT = {
+    **{name: REWARD[name] for name in ("timeout", "max_failed", "failed_score")},
     "max_turns": integer(1),
-    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
-    "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
-    "failed_score": number(math.isfinite, "a finite number", null=True),
     "max_reply": integer(100),
-    "role": Rule(lambda v: v in REPLY_ROLES, f"one of {', '.join(REPLY_ROLES)}", null=True),
+    "role": choice(*REPLY_ROLES, null=True),
 }
-"""What each setting of an environment may be."""
-SAMPLER: Mapping[str, Rule] = {
-    "dtype": Rule(choice("float32", "bfloat16", "float16").test, "float32, bfloat16 or float16", null=True),
+_SAMPLER = {
+    "dtype": choice(*_DTYPES, null=True),
     "max_model_len": integer(2, null=True),
-    "gpu_memory_utilization": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
-    "kv_cache_gib": number(lambda v: v > 0, "GiB > 0", null=True),
+    "gpu_memory_utilization": _SHARE,
+    "kv_cache_gib": _GIB,
     "tensor_parallel_size": integer(1),
     "enforce_eager": flag(),
     "sleep": flag(),
     "timeout": number(lambda v: v > 0, "seconds > 0"),
 }
-"""What each setting of ``sampler`` may be."""
-
-_SAMPLING = {
-    "top_p": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
+_GENERATION = {
+    "top_p": _SHARE,
     "top_k": integer(0),
-    "min_p": number(lambda v: 0 <= v < 1, "a number in [0, 1)"),
+    "min_p": _BELOW_ONE,
     "max_new_tokens": integer(1),
+    "kv_cache_gib": _GIB,
+    "threshold": _FINITE,
     "stop": Rule(
         lambda v: isinstance(v, list) and all(isinstance(text, str) and text for text in v),
         'a list of texts that are not empty, quoted if they are numbers: rollout.stop=["7"]',
     ),
-    "threshold": number(math.isfinite, "a finite number"),
 }
-_NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
-_POSITIVE = number(lambda v: v > 0, "a number > 0")
-
-_LARGEST_SEED = 2**32 - 1
-"""What numpy's generator takes, which Lightning seeds as well."""
-
-
-def _are_betas(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(_FRACTION.test(beta) for beta in value)
-
-
-def _are_devices(value: Any) -> bool:
-    if isinstance(value, str):
-        if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", value):
-            return False
-        return "," in value or value != "0"
-    if isinstance(value, list | tuple):
-        return bool(value) and len(set(value)) == len(value) and all(integer(0).test(number) for number in value)
-    return value == -1 or integer(1).test(value)
-
-
-_FRACTION = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
-_ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-_COPIED = {"steps", "tries", "validate_every"}
-"""Settings of the data that are copies of others, which are reported where they are written."""
-
-EVERY = integer(1)
-"""Of callbacks: steps between two times that one acts."""
+_MODEL = {"path": model_path(), "attn_implementation": _ATTENTION}
+_EVERY = integer(1)
 
 RULES: dict[str, Rule] = {
     "steps": integer(1),
-    "seed": integer(0, _LARGEST_SEED),
+    "seed": integer(0, 2**32 - 1),  # the range of numpy's generator, which Lightning seeds
     "mode": choice("fit", "validate", "export", "preflight"),
     "preflight.prompts": integer(1),
     "task_name": Rule(lambda v: isinstance(v, str) and bool(v), "a text that is not empty"),
     "tags": Rule(lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v), "a list of texts, as in [a,b]"),
-    **{f"data.{name}": rule for name, rule in DATA.items() if name not in _COPIED},
+    **{f"data.{name}": DATA[name] for name in DATA if name not in ("steps", "tries", "validate_every")},  # are copies
     "data.train_size": integer(1),
-    "policy.quantization": Rule(lambda v: v in ("8bit", "4bit"), "one of 8bit, 4bit", null=True),
+    **{f"{part}.{name}": rule for part in ("policy", "reference") for name, rule in _MODEL.items()},
+    "policy.dtype": choice(*_DTYPES),
+    "policy.quantization": choice("8bit", "4bit", null=True),
     "policy.activation_offload": flag(),
-    "policy.system_prompt": Rule(
-        lambda v: isinstance(v, str), "a text", null=True
-    ),  # no object, which templates could use
-    "policy.reply_role": Rule(lambda v: v in REPLY_ROLES, "one of user, tool", null=True),
+    "policy.system_prompt": Rule(lambda v: isinstance(v, str), "a text", null=True),
+    "policy.reply_role": choice(*REPLY_ROLES, null=True),
+    "reference.dtype": choice(*_DTYPES, null=True),
+    **{f"{part}.{name}": rule for part in ("rollout", "validation") for name, rule in _GENERATION.items()},
     "rollout.group_size": integer(2),
     "rollout.temperature": _POSITIVE,
-    **{f"rollout.{name}": rule for name, rule in _SAMPLING.items()},
-    "validation.every": integer(1),
-    "validation.ks": Rule(
-        lambda v: isinstance(v, list | tuple) and all(integer(1).test(k) for k in v),
-        "a list of integers >= 1, such as [1, 4]",
-    ),
-    "validation.samples_per_prompt": integer(1),
-    "validation.temperature": _NOT_NEGATIVE,
-    **{f"validation.{name}": rule for name, rule in _SAMPLING.items()},
-    **{f"{part}.kv_cache_gib": number(lambda v: v > 0, "GiB > 0", null=True) for part in ("rollout", "validation")},
-    **{f"sampler.{name}": rule for name, rule in SAMPLER.items()},
-    **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
     "rollout.kl_penalty": _NOT_NEGATIVE,
     "rollout.max_tries": integer(1),
     "rollout.rescore": flag(),
     "rollout.downsample.size": integer(2),
-    "rollout.top_entropy": number(lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "rollout.top_entropy": _SHARE,
+    "validation.every": integer(1),
+    "validation.samples_per_prompt": integer(1),
+    "validation.temperature": _NOT_NEGATIVE,
+    "validation.ks": Rule(
+        lambda v: isinstance(v, list | tuple) and all(map(integer(1).test, v)),
+        "a list of integers >= 1, such as [1, 4]",
+    ),
+    **{f"sampler.{name}": rule for name, rule in _SAMPLER.items()},
+    **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
     "module.ppo_epochs": integer(1),
     "module.minibatch_size": integer(1, null=True),
     "module.microbatch_tokens": integer(1),
@@ -252,8 +240,8 @@ RULES: dict[str, Rule] = {
     "loss.entropy_coef": _NOT_NEGATIVE,
     "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),
     "loss.surrogate.epsilon_high": _POSITIVE,
-    "loss.surrogate.dual_clip": number(lambda v: v > 1, "a number > 1", null=True),
-    "loss.surrogate.delta": number(lambda v: v > 1, "a number > 1", null=True),
+    "loss.surrogate.dual_clip": _ABOVE_ONE,
+    "loss.surrogate.delta": _ABOVE_ONE,
     "loss.surrogate.ratio_max": number(lambda v: v > 1, "a ratio > 1, not a distance from 1"),
     "loss.surrogate.tau_positive": _POSITIVE,
     "loss.surrogate.tau_negative": _POSITIVE,
@@ -267,45 +255,47 @@ RULES: dict[str, Rule] = {
     "optimizer.betas": Rule(_are_betas, "two numbers in [0, 1), such as [0.9, 0.999]"),
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "schedule.warmup_steps": integer(0),
-    **{
-        f"callbacks.{name}.every": EVERY
-        for name in ("checkpoint", "samples", "progress", "rollouts", "reference", "reward_model")
-    },
     "callbacks.samples.max_rows": integer(1),
     "callbacks.samples.max_characters": integer(1),
     "callbacks.doctor.stop": flag(),
-    "policy.attn_implementation": choice(*_ATTENTION),
-    "reference.attn_implementation": choice(*_ATTENTION),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(
         _are_devices, "an integer >= 1, auto or -1 for all, or a list of the GPUs' numbers such as [0, 2]"
     ),
     "trainer.num_nodes": integer(1),
     "trainer.strategy.timeout": number(lambda v: v > 0, "minutes > 0"),
-    "policy.path": model_path(),
-    "reference.path": model_path(),
-    "policy.dtype": choice("float32", "bfloat16", "float16"),
-    "reference.dtype": choice("float32", "bfloat16", "float16", null=True),
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
         null=True,
     ),
 }
+"""Dotted key -> what its value must be."""
 
 
-MAY_VARY = ("loss.", "correction.", "rollout.", "reward.")
-"""Keys below which a number may vary with the step; every value that it takes is then checked."""
-VARYING = "grpo_lightning.schedule."
-
-
-def rules_of(config: Mapping[str, Any]) -> dict[str, Rule]:
-    """Dotted key -> rule, with those of every reward and of every callback of this project, under whatever name."""
-    rewards, callbacks = config.get("reward") or {}, config.get("callbacks") or {}
-    rules = RULES | {f"reward.{name}.{setting}": rule for name in rewards for setting, rule in REWARD.items()}
-    for name, callback in callbacks.items():
-        if isinstance(callback, Mapping) and str(callback.get("_target_")).startswith("grpo_lightning.callbacks."):
-            rules[f"callbacks.{name}.every"] = EVERY
-    if "AdEMAMix" in str((config.get("optimizer") or {}).get("_target_")):
+def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every value that breaks its rule or is not finite, as pairs of its key and what is wrong."""
+    rules = RULES | {
+        f"reward.{name}.{key}": rule for name in config.get("reward") or {} for key, rule in REWARD.items()
+    }
+    for name, callback in (config.get("callbacks") or {}).items():
+        if str(value_at(callback, "_target_")).startswith("grpo_lightning.callbacks."):
+            rules[f"callbacks.{name}.every"] = _EVERY
+    if "AdEMAMix" in str(value_at(config, "optimizer._target_")):
         del rules["optimizer.betas"]  # three of them
-    return rules
+    for key, rule in rules.items():
+        for name, value in scheduled_values(key, value_at(config, key, _MISSING)):
+            if value is not _MISSING and (problem := rule.problem(name, value)):
+                yield key, single_line(problem)
+    for key, value in leaves(config):
+        if isinstance(value, float) and not math.isfinite(value) and not {key, key.rpartition(".")[0]} & rules.keys():
+            yield key, f"{key}={value}: must be a finite number"
+
+
+def scheduled_values(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Every value that a number takes during a run, several if it is a schedule, as pairs of key and value."""
+    if not (key.startswith(_SCHEDULED) and str(value_at(value, "_target_")).startswith(_SCHEDULE)):
+        return [(key, value)]
+    named = [(f"{key}.{name}", value[name]) for name in ("start", "end", "lowest", "highest") if name in value]
+    listed = value.get("values")
+    return named + [(f"{key}.values.{i}", item) for i, item in enumerate(listed if isinstance(listed, list) else ())]

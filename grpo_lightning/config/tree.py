@@ -1,75 +1,52 @@
-"""All settings one after the other, wherever they stand."""
+"""Reading nested settings: the value at a dotted key, and a walk over all of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-PARTS = (
-    *("advantage", "callbacks", "correction", "data", "environment", "logger", "loss", "module", "optimizer", "policy"),
-    *("reference", "reward", "rollout", "sampler", "schedule", "taught", "trainer", "validation"),
-)
-"""Of a run, which others have copies of; another key at the top is nobody's."""
-BUILT = tuple(part for part in PARTS if part not in ("callbacks", "environment", "logger", "reward", "taught"))
-"""Those that are one object each; the others are none, or several by name."""
-HELD: Mapping[str, tuple[str, ...]] = {
-    "module": ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"),
-    "rollout": ("advantage", "environment", "reward"),
-    "validation": ("environment", "reward"),
-    "trainer": ("callbacks", "logger"),
-    "loss": ("correction",),
-}
-"""Part -> others that it has as its own settings."""
+
+def value_at(config: Any, key: str, default: Any = None) -> Any:
+    """The value at a dotted key, or ``default`` where there is none."""
+    for name in key.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return default
+        config = config[name]
+    return config
 
 
-def each_target(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every mapping with a ``_target_``, wherever it stands, with its dotted key."""
-    yield from _targets(config, {key: part for key, part in config.items() if key in PARTS})
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every node of nested settings, parents first, as pairs of dotted key and value.
+
+    A part of a run that others contain, as ``module.loss`` is ``${loss}``, is visited once, where it stands by itself.
+
+    Args:
+        config: All settings, or those at a key.
+        prefix: This key; empty for all settings.
+    """
+    yield from _walk(config, prefix, {} if prefix else config)
 
 
-def leaves(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value below a node, with its dotted key."""
-    if not isinstance(node, Mapping | list):
-        yield prefix, node
-    for key, value in _children(node, prefix, parts):
-        yield from leaves(value, parts, key)
-
-
-def _targets(node: Any, parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(node, Mapping) and "_target_" in node:
-        yield prefix, node
-    for key, value in _children(node, prefix, parts):
-        yield from _targets(value, parts, key)
-
-
-def _children(node: Any, prefix: str, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Pairs of key and value below a node, without copies of whole parts: those are checked where they stand."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if not (_is_held(prefix, key) and _is_copy(value, parts.get(key))):
-                yield f"{prefix}.{key}" if prefix else str(key), value
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for index, value in enumerate(node):
-            yield f"{prefix}.{index}", value
-
-
-def _is_held(prefix: str, key: Any) -> bool:
-    """Whether a part has another one at a place, as ``module.rollout`` has ``reward``."""
-    names = prefix.split(".") if prefix else []
-    return bool(names) and all(below in HELD.get(part, ()) for part, below in pairwise((*names, key)))
+def _walk(node: Any, prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    pairs = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
+    for name, value in pairs:
+        if not prefix or not _is_copy(value, parts.get(name)):
+            key = f"{prefix}.{name}" if prefix else str(name)
+            yield key, value
+            yield from _walk(value, key, parts)
 
 
 def _is_copy(value: Any, part: Any) -> bool:
-    """Whether a value is what ``${part}`` stands for, or the list of a part's values; by text, since NaN is not NaN."""
+    """Whether a value is a whole part, or the list of a part's values; compared as text, since nan differs from nan."""
     if not isinstance(part, Mapping) or not isinstance(value, Mapping | list):
         return False
     return repr(value) == repr(part if isinstance(value, Mapping) else list(part.values()))
 
 
-def value_at(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or ``default`` where there is none."""
-    node: Any = config
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return default
-        node = node[part]
-    return node
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value of nested settings with its dotted key; see `walk`."""
+    return ((key, value) for key, value in walk(config, prefix) if not isinstance(value, Mapping | list | tuple))
+
+
+def each_target(config: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every mapping with a ``_target_`` in nested settings with its dotted key; see `walk`."""
+    pairs = [(prefix, config), *walk(config, prefix)] if prefix else walk(config)
+    return ((key, value) for key, value in pairs if isinstance(value, Mapping) and "_target_" in value)
