@@ -1,8 +1,6 @@
 """The policy that the KL term measures against. Each function takes the trained policy as it is at the start."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,15 +100,6 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
     return type(policy)(model, policy.tokenizer).requires_grad_(False).eval()
 
 
-@contextmanager
-def _named_reference() -> Iterator[None]:
-    """Inside, errors of loading a policy name the reference's keys."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("policy.", "reference.", 1)) from error
-
-
 def another_model(
     policy: Policy,
     *,
@@ -133,15 +122,14 @@ def another_model(
     Raises:
         ValueError: The two tokenizers differ, so that token ids would mean different things.
     """
-    with _named_reference():
-        other = load(
-            path,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
-        )
-    own = getattr(policy, "tokenizer", None)
-    if own is None or own.get_vocab() != other.tokenizer.get_vocab():
+    other = load(
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+        key="reference.path",
+    )
+    if policy.tokenizer.get_vocab() != other.tokenizer.get_vocab():
         raise ValueError(f"reference.path={path!r}: its vocabulary differs from the policy's")
     return other.requires_grad_(False).eval()

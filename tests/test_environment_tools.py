@@ -26,7 +26,7 @@ from tests.support import toolbox
 from tests.support.composed import settings
 from tests.support.hostile_programs import GREEDY
 from tests.support.hostile_turns import turns
-from tests.test_replies import made
+from tests.test_chat import made
 
 
 def call(name, **arguments):

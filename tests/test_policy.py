@@ -1,25 +1,23 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
-import shutil
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.policy.loading import load, resolve
+from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Sampling
-from tests.support.checkpoints import ARCHITECTURES, CHATML, tokenizer, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
+ENDING = replace(FREE, stop=("a", "e", "i", "o", "n", "t"))
+"""Many completions end early, so that the batch is compacted."""
 
 
 def opened(path, **arguments) -> HFPolicy:
@@ -43,15 +41,9 @@ def policy(request, checkpoints):
     return opened(checkpoints[request.param])
 
 
-def test_sampler_and_scorer_agree(policy):
-    sampled = generate(policy, PROMPTS, group_size=3, sampling=FREE, seed=1)
-    assert len(sampled) == 9
-    assert sampled.mask.sum(-1).unique().numel() > 1 or sampled.mask.all()
-    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
-
-
 def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(policy):
     sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=2)
+    assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=2e-5)
     logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
     for row in range(len(sampled)):
         ids = sampled.ids[row][sampled.attention_mask[row]][None]
@@ -64,7 +56,7 @@ def test_log_probabilities_are_the_models_own_one_row_at_a_time_without_padding(
 
 
 def test_greedy_decoding_is_that_of_generate(policy):
-    sampled = generate(policy, PROMPTS[:1], group_size=1, sampling=GREEDY, seed=0)
+    sampled = generate(policy, PROMPTS[:1], group_size=1, sampling=replace(FREE, temperature=0.0), seed=0)
     ids = torch.tensor(policy.tokenize(PROMPTS[:1]))
     blank = GenerationConfig(
         do_sample=False, max_new_tokens=12, eos_token_id=policy.end_ids, pad_token_id=policy.pad_id
@@ -74,32 +66,24 @@ def test_greedy_decoding_is_that_of_generate(policy):
     assert sampled.ids.tolist() == expected.tolist()
 
 
-def test_the_entropy_passes_a_gradient_only_when_asked(policy):
-    sampled = generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=2)
+def test_the_entropy_passes_a_gradient_and_is_that_of_the_sampler(policy):
+    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=3)
     assert policy.logprobs_and_entropy(sampled, temperature=1.0)[1] is None
     _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
+    assert entropy.max() > 0.1
+    assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
     entropy.sum().backward()
     assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
 
 
-def test_the_samplers_entropy_is_that_of_scoring(policy):
-    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=3)
-    _, entropy = policy.logprobs_and_entropy(sampled, temperature=1.0, entropy=True)
-    assert entropy.max() > 0.1
-    assert_close(sampled.entropy, entropy.detach(), rtol=0, atol=1e-4)
-
-
 def test_every_completion_that_ends_is_reported_once_as_it_is_returned(policy):
     reported = {}
-    sampling = Sampling(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("a", "e", "i", "o", "n", "t")
-    )
 
     def ended(row, text, ids):
         assert row not in reported
         reported[row] = (text, ids)
 
-    sampled = generate(policy, PROMPTS, group_size=8, sampling=sampling, seed=5, on_finished=ended)
+    sampled = generate(policy, PROMPTS, group_size=8, sampling=ENDING, seed=5, on_finished=ended)
     completions = sampled.ids[:, -sampled.mask.shape[1] :]
     assert {row for row, finished in enumerate(sampled.finished) if finished} == reported.keys()
     assert len({len(ids) for _, ids in reported.values()}) > 1  # not all at once
@@ -162,9 +146,7 @@ def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
 
 
 def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
-    sampling = Sampling(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("a", "e", "n")
-    )  # many end early, so that the batch is compacted
+    sampling = replace(FREE, stop=("a", "e", "n"))  # many end early, so that the batch is compacted
     together = generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=5)
     assert len({int(n) for n in together.mask.sum(-1)}) > 2
     apart = [
@@ -180,7 +162,7 @@ def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
 
 def test_the_same_is_sampled_without_sharing(checkpoints, policy):
     plain = opened(checkpoints[policy.model.config.model_type], share_prompts=False)
-    sampling = Sampling(temperature=0.9, top_p=0.95, top_k=30, min_p=0.0, max_new_tokens=12, stop=("a", "e"))
+    sampling = replace(FREE, temperature=0.9, top_p=0.95, top_k=30, stop=("a", "e"))
     one, other = (generate(p, PROMPTS, group_size=6, sampling=sampling, seed=5) for p in (policy, plain))
     assert policy.share_prompts
     assert one.texts == other.texts
@@ -211,13 +193,8 @@ def test_sampling_options_of_the_checkpoint_do_not_leak(checkpoints):
 def test_both_end_tokens_end_and_are_counted_once(checkpoints):
     policy = opened(checkpoints["qwen2"])
     assert len(policy.end_ids) == 2
-    sampled = generate(
-        policy,
-        PROMPTS,
-        group_size=60,
-        sampling=Sampling(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=40),
-        seed=1,
-    )
+    sampling = replace(FREE, temperature=1.5, max_new_tokens=40)
+    sampled = generate(policy, PROMPTS, group_size=60, sampling=sampling, seed=1)
     ended = [row for row, finished in enumerate(sampled.finished) if finished]
     assert 0 < len(ended) < len(sampled)
     seen = set()
@@ -235,13 +212,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(checkpoints):
     free = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=9)
     letters = Counter(c for text in free.texts for c in set(text) if c.isascii() and c.isalpha())
     stop = letters.most_common(1)[0][0]
-    stopped = generate(
-        policy,
-        PROMPTS,
-        group_size=4,
-        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12, stop=("never seen", stop)),
-        seed=9,
-    )
+    stopped = generate(policy, PROMPTS, group_size=4, sampling=replace(FREE, stop=("never seen", stop)), seed=9)
     hits = [row for row, text in enumerate(stopped.texts) if stop in text]
     assert hits
     for row in hits:
@@ -308,108 +279,12 @@ def test_export_gives_the_same_logits(policy, tmp_path):
     assert again.generation_config.top_k == 2  # what the model came with is exported with it
 
 
-def changed(directory, target, change):
-    """A copy of a checkpoint after ``change`` was called with its weights by name."""
-    shutil.copytree(directory, target)
-    weights = load_file(target / "model.safetensors")
-    change(weights)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-@pytest.mark.parametrize(("architecture", "quantization"), [("gpt2", None), ("qwen2", "8bit"), ("llama", "4bit")])
-def test_weights_that_are_missing_or_of_another_shape_are_refused(architecture, quantization, checkpoints, tmp_path):
-    path = checkpoints[architecture]
-    opened(path, quantization=quantization)  # tied weights and buffers are not missed
-
-    def without_a_layer(weights):
-        for name in [name for name in weights if ".1." in name]:
-            del weights[name]
-
-    count = 9 if architecture == "llama" else 12
-    layer = r"transformer\.h" if architecture == "gpt2" else r"model\.layers"
-    message = rf"policy.path='.*less': {count} of the model's weights are missing there, such as {layer}\.1\."
-    with pytest.raises(ValueError, match=message):
-        opened(changed(path, tmp_path / "less", without_a_layer), quantization=quantization)
-
-    def narrower(weights):
-        name = next(name for name in weights if "0.mlp.down_proj.weight" in name or "0.mlp.c_proj.weight" in name)
-        weights[name] = weights[name][:-2].contiguous()
-
-    message = r"policy.path='.*other': 1 of the model's weights has another shape there, such as \S*_proj\.weight \("
-    with pytest.raises(ValueError, match=message):
-        opened(changed(path, tmp_path / "other", narrower), quantization=quantization)
-
-
-def test_weights_that_the_model_has_no_place_for_are_no_error(checkpoints, tmp_path):
-    policy = opened(
-        changed(checkpoints["llama"], tmp_path / "more", lambda w: w.update({"score.weight": torch.ones(1, 32)}))
-    )
-    assert not any("score" in name for name, _ in policy.named_parameters())
-
-
-def test_a_model_without_embeddings_for_all_tokens_is_refused(checkpoints, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
-    words = tokenizer(chat=False)
-    largest = max(words.get_vocab().values())
-    model.resize_token_embeddings(largest + 9)  # padded, as Qwen's
-    HFPolicy(model, words)
-    model.resize_token_embeddings(largest + 1)
-    HFPolicy(model, words)
-    model.resize_token_embeddings(largest)
-    message = f"the model has {largest} embeddings, the tokenizer's largest id is {largest}: the tokenizer belongs to"
-    with pytest.raises(ValueError, match=f"^{message}"):
-        HFPolicy(model, words)
-    model.save_pretrained(tmp_path / "model")
-    words.save_pretrained(tmp_path / "model")
-    for adapter in (None, {"r": 2, "target_modules": "all-linear"}):
-        with pytest.raises(ValueError, match=f"^policy.path='.*model': {message}"):
-            opened(tmp_path / "model", adapter=adapter)
-    words.add_tokens(["<new>"])
-    model.resize_token_embeddings(largest + 1)
-    with pytest.raises(ValueError, match=f"has {largest + 1} embeddings, the tokenizer's largest id is {largest + 1}"):
-        HFPolicy(model, words)
-
-
-def test_a_special_token_that_no_text_holds_needs_no_embedding(checkpoints):
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
-
-    def words(**settings):
-        made = tokenizer(chat=True)
-        made.add_special_tokens({"additional_special_tokens": ["<image>"], **settings})
-        return made
-
-    policy = HFPolicy(model, words())  # as Gemma 3's text models
-    count = len(model.get_input_embeddings().weight)
-    assert len(generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=1)) == 6
-    for call in (
-        lambda: generate(policy, ["an <image> here"], group_size=2, sampling=FREE, seed=1),
-        lambda: policy.tokenize_demonstrations(["a"], ["an <image> here"]),
-    ):
-        with pytest.raises(ValueError, match=f"has {count} embeddings, a text has the token {count}: '.*<image> here"):
-            call()
-    with pytest.raises(ValueError, match="the tokenizer's largest id"):
-        HFPolicy(model, words(pad_token="<image>"))
-    templated = words()
-    templated.chat_template = CHATML.replace("<|im_start|>", "<image>")
-    with pytest.raises(ValueError, match="the tokenizer's largest id"):
-        HFPolicy(model, templated)
-
-
-def test_user_errors(checkpoints, tmp_path):
-    with pytest.raises(ValueError, match="policy.path='.*nothing here'"):
-        opened(tmp_path / "nothing here")
+def test_user_errors(checkpoints):
     policy = opened(checkpoints["llama"])
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         generate(policy, [""], group_size=2, sampling=FREE, seed=1)
     with pytest.raises(ValueError, match="context holds 512: lower rollout.max_new_tokens"):
-        generate(
-            policy,
-            PROMPTS,
-            group_size=2,
-            sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=510),
-            seed=1,
-        )
+        generate(policy, PROMPTS, group_size=2, sampling=replace(FREE, max_new_tokens=510), seed=1)
 
 
 def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
@@ -422,12 +297,3 @@ def test_demonstrations_end_with_the_end_of_sequence(checkpoints):
         assert policy.tokenizer.decode(completion[:-1]) == text
         prompt = rows.ids[row][rows.attention_mask[row]].tolist()[: -len(completion)]
         assert prompt == policy.tokenize(PROMPTS[:2])[row]
-
-
-def test_shipped_weights_are_found_inside_a_package():
-    assert resolve("pkg://grpo_lightning/policy").endswith("grpo_lightning/policy")
-    for name in ("antigravity", "nobody", "os.path", ""):
-        with pytest.raises(ValueError, match="allowed is pkg://PACKAGE/FOLDER with an installed package"):
-            resolve(f"pkg://{name}/x")
-    assert "antigravity" not in sys.modules
-    assert resolve("some/dir") == "some/dir"

@@ -35,7 +35,12 @@ class Policy(nn.Module, ABC):
         system_prompt: Put before every prompt that has no system message; None for none.
         plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
-        reply_role: Role of an environment's replies unless it names one itself: user or tool; None: user.
+        reply_role: Role of an environment's replies unless it names one itself, user or tool; None: user. Unless it is
+            None, the chat template must show such replies.
+
+    Raises:
+        ValueError: The model has no embedding for the padding or end token, or the chat template cannot show replies
+            of ``reply_role``.
     """
 
     idle_device: torch.device | None = None
@@ -71,6 +76,14 @@ class Policy(nn.Module, ABC):
             system_prompt=system_prompt,
             end_ids=self.end_ids,
         )
+        for token in (self.pad_id, tokenizer.eos_token_id or 0):
+            if num_embeddings is not None and token >= num_embeddings:
+                raise ValueError(
+                    f"the model has {num_embeddings} embeddings, the tokenizer pads or ends with the token {token}: it "
+                    "belongs to another model, or the model's embeddings must be resized first"
+                )
+        if reply_role is not None:
+            self.replies.check(reply_role)
 
     # Scoring
 

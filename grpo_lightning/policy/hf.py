@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.memory import COPIED, Shape
-from grpo_lightning.policy.adapters import base_of, is_adapted, named_weights, with_adapter, write_untied
+from grpo_lightning.policy.adapters import base_of, is_adapted, named_weights, with_adapter
 from grpo_lightning.policy.base import Policy
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
 from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows_within
@@ -42,11 +42,11 @@ class HFPolicy(Policy):
         template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
         share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
             not give the same results, as a trial at its first use shows, goes without.
-        activation_offload: Whether what a backward pass needs of its forward pass waits in the computer's memory.
-        reply_role: Who replies to the model where nothing else is said: user or tool; null: the user.
+        activation_offload: Whether what a backward pass needs of its forward pass waits in CPU RAM.
+        reply_role: Role of an environment's replies unless it names one itself, user or tool; null: user.
 
     Raises:
-        ValueError: The tokenizer has ids that the model has no embedding for, or names no end of sequence.
+        ValueError: The model has no embedding for the tokenizer's padding or end, or names no end of sequence.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class HFPolicy(Policy):
     ) -> None:
         super().__init__(
             tokenizer,
-            end_ids=end_ids(model, tokenizer),
-            num_embeddings=check_embeddings(model, tokenizer),
+            end_ids=_end_ids(model, tokenizer),
+            num_embeddings=len(model.get_input_embeddings().weight),
             context=getattr(model.config, "max_position_embeddings", None),
             system_prompt=system_prompt,
             plain_text=plain_text,
@@ -78,7 +78,7 @@ class HFPolicy(Policy):
         self._tried = self._use_flat_decoder = False
         use_grouped(model)
         model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
-        without_dropout(model)
+        _switch_off_dropout(model)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # In evaluation mode bitsandbytes would pack 4-bit weights for a product that passes no gradient on.
@@ -181,7 +181,10 @@ class HFPolicy(Policy):
         return named_weights(self.model)
 
     def write_config(self, directory: Path) -> torch.dtype:
-        write_untied(self._base, directory)
+        config = copy.deepcopy(self._base.config)
+        config.tie_word_embeddings = False  # vLLM on a CPU keeps a packed copy of a tied head, which stays as it is
+        config.architectures = [type(self._base).__name__]
+        config.save_pretrained(directory)
         return compute_dtype(self.model)
 
     def _shared_path(self, longest: int) -> SharedPath | None:
@@ -200,39 +203,7 @@ class HFPolicy(Policy):
         return longest <= (window(self.model) or longest)
 
 
-def check_embeddings(model: Any, tokenizer: Any) -> int:
-    """Check that the model can read the tokenizer's tokens.
-
-    It may have more embeddings than there are tokens, as where their number is rounded up.
-
-    Special tokens that neither the chat template nor the tokenizer itself puts into a text may lack one, such as the
-    placeholder of images in the tokenizer of Gemma 3's text models; `check_ids` looks for them.
-
-    Returns:
-        The number of embeddings.
-
-    Raises:
-        ValueError: The tokenizer has ids that the model has no embedding for.
-    """
-    count = len(model.get_input_embeddings().weight)
-    ids = tokenizer.get_vocab()
-    added = tokenizer.added_tokens_decoder
-    own = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-    template = str(tokenizer.chat_template or "")
-    without = {token: number for token, number in ids.items() if number >= count}
-    for token, number in without.items():
-        if number in added and added[number].special and number not in own and token not in template:
-            continue
-        raise ValueError(
-            f"the model has {count} embeddings, the tokenizer's largest id is {max(ids.values())}: the tokenizer "
-            "belongs to another model, or the model's embeddings must be resized first"
-        )
-    if without:
-        log.warning("the model has no embeddings for the special tokens %s: no text may hold them", sorted(without))
-    return count
-
-
-def without_dropout(model: Any) -> None:
+def _switch_off_dropout(model: Any) -> None:
     """Switch off all dropout of a transformers model: what is sampled without it has to be trained without it."""
     for part in (model.config, *model.modules()):
         for name, value in vars(part).items():
@@ -241,7 +212,7 @@ def without_dropout(model: Any) -> None:
                 setattr(part, name, 0.0)
 
 
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
 
     Raises:

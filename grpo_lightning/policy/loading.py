@@ -1,20 +1,17 @@
-"""Weights and tokenizer from the hub, a directory or a Python package; or a small model with random weights."""
+"""Policies from the hub, a directory or a Python package; or with random weights."""
 
 import os
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -27,17 +24,13 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
-from grpo_lightning.policy.adapters import with_adapter, without_adapters
-from grpo_lightning.policy.chat import ChatReplies, has_chat_template
+from grpo_lightning.policy.adapters import with_adapter
 from grpo_lightning.policy.hf import HFPolicy
 
-_SHIPPED = "pkg://"
-
-SPECIAL = ("<pad>", "<unk>", "<eos>")
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-CHARACTERS = "\n" + "".join(sorted(c for c in string.printable if c.isprintable()))
+_SPECIAL = ("<pad>", "<unk>", "<eos>")
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_CHARACTERS = "\n" + "".join(sorted(c for c in string.printable if c.isprintable()))
 """Newline and the 95 printable ASCII characters, in code-point order."""
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
 
 def load(
@@ -55,6 +48,7 @@ def load(
     gradient_checkpointing: bool = False,
     activation_offload: bool = False,
     reply_role: str | None = None,
+    key: str = "policy.path",
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -73,39 +67,38 @@ def load(
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
         activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
-        reply_role: As in ``HFPolicy``; unless it is null, the chat template must show such replies, which is looked at
-            before weights are read.
+        reply_role: As in ``HFPolicy``.
+        key: The setting that errors name.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, ``quantization`` is unknown, or the chat
-            template cannot show replies.
+        ValueError: There is no such model, it lacks weights or tokens, or the chat template cannot show replies.
     """
-
-    def check_replies(tokenizer: Any) -> None:
-        if reply_role is not None:
-            templated = has_chat_template(tokenizer, plain_text=plain_text)
-            ChatReplies(
-                tokenizer,
-                uses_chat_template=templated,
-                template_kwargs=template_kwargs,
-                system_prompt=system_prompt,
-                end_ids=(),  # not known without the model
-            ).check(reply_role)
-
     disable_progress_bar()
-    model, tokenizer = pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-        check_tokenizer=check_replies,
-    )
-    if adapter is not None:
-        model = with_adapter(model, adapter)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with named(path):
+    directory, options = resolve_path(path, key), dict[str, Any]()
+    if quantization:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=quantization == "8bit",
+            load_in_4bit=quantization == "4bit",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype),
+        )
+        local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+        options["device_map"] = {"": f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"}
+    with readable_errors(key, path):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        model = read_model(
+            AutoModelForCausalLM,
+            directory,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+        if adapter is not None:
+            model = with_adapter(model, adapter)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         return HFPolicy(
             model,
             tokenizer,
@@ -118,69 +111,41 @@ def load(
         )
 
 
-def pretrained(
-    path: str,
-    *,
-    dtype: str,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    quantization: str | None,
-    check_tokenizer: Callable[[Any], None],
-) -> tuple[Any, Any]:
-    """A causal language model without dropout, and its tokenizer; arguments as in ``hf.load``.
+def read_model(kind: Any, path: str, **options: Any) -> Any:
+    """A model of transformers with all its weights; an adapter that lies beside them is merged into them.
 
-    ``check_tokenizer`` is called before any weights are read.
+    Args:
+        kind: Such as ``AutoModelForCausalLM``.
+        path: Hub name or directory.
+        options: Those of ``from_pretrained``.
 
     Raises:
-        ValueError: There is no such model, its files lack weights or hold some of another shape, or ``quantization`` is
-            unknown.
+        ValueError: Some weights are not in the files, or of another shape there; they would be random.
     """
-    if quantization not in (None, "8bit", "4bit"):
-        raise ValueError(f"policy.quantization={quantization}: allowed: 8bit, 4bit or null")
-    quantized: dict[str, Any] = {}
-    if quantization:
-        settings = BitsAndBytesConfig(
-            load_in_8bit=quantization == "8bit",
-            load_in_4bit=quantization == "4bit",
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=getattr(torch, dtype),
+    # By itself transformers would load an adapter, train it alone, and report missing weights of the adapter only.
+    model, report = kind.from_pretrained(
+        path,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        adapter_kwargs={"subfolder": "no-adapter-here"},
+        **options,
+    )
+    if faults := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise ValueError(
+            f"{len(faults)} of the model's weights are missing there or have another shape, such as "
+            f"{', '.join(faults[:3])}: use files with all weights of the model that their config.json describes"
         )
-        quantized = {"quantization_config": settings, "device_map": {"": _own_device()}}
-    where = resolve(path)
-    with readable_errors("policy.path", path, "a model"):
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        for name, value in config.to_dict().items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-                setattr(config, name, 0.0)  # log-probabilities are then those with which tokens were sampled
-    with readable_errors("policy.path", path, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-    with named(path):
-        check_tokenizer(tokenizer)
-    with readable_errors("policy.path", path, "a model"):
-        model, report = with_weights(
-            AutoModelForCausalLM,
-            where,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            **quantized,
-        )
-    check_whole(model, report, f"policy.path={path!r}")
-    model = without_adapters(model)
-    _keep_packed(model)
-    return model, tokenizer
+    if find_adapter_config_file(path) is not None:
+        from peft import PeftModel
 
-
-def _keep_packed(model: Any) -> None:
-    """Let a model that is quantized in its files be saved with packed weights as it holds them.
-
-    transformers, which has converted them as it read them, knows no way back for some formats.
-    """
+        model = PeftModel.from_pretrained(model, path).merge_and_unload()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
     if getattr(model, "is_quantized", False):
-        made = getattr(model, "_weight_conversions", None) or ()
-        model._weight_conversions = [conversion for conversion in made if _is_reversible(conversion)]
+        # transformers has converted packed weights as it read them, and knows no way back for some formats.
+        conversions = getattr(model, "_weight_conversions", None) or ()
+        model._weight_conversions = [conversion for conversion in conversions if _is_reversible(conversion)]
+    return model
 
 
 def _is_reversible(conversion: Any) -> bool:
@@ -191,138 +156,46 @@ def _is_reversible(conversion: Any) -> bool:
     return True
 
 
-@contextmanager
-def named(path: str) -> Iterator[None]:
-    """Inside, the message of every ValueError is preceded by the model's ``policy.path``."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"policy.path={path!r}: {error}") from error
-
-
-def _own_device() -> str:
-    """The name of this process's GPU, or of the CPU where there is none."""
-    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return f"cuda:{number}" if torch.cuda.is_available() else "cpu"
-
-
-def resolve(path: str) -> str:
+def resolve_path(path: str, key: str = "policy.path") -> str:
     """``path``, with ``pkg://package/folder`` turned into the directory inside the installed package, unimported.
 
     Raises:
-        ValueError: As `local_or_hub`, or there is no such package.
+        ValueError: There is no such package, or what can only be a directory does not exist.
     """
-    if not path.startswith(_SHIPPED):
-        return local_or_hub(path, "policy.path")
-    package, _, folder = path.removeprefix(_SHIPPED).partition("/")
+    if not path.startswith("pkg://"):
+        return local_or_hub(path, key)
+    package, _, folder = path.removeprefix("pkg://").partition("/")
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"policy.path={path}: allowed is pkg://PACKAGE/FOLDER with an installed package")
+        raise ValueError(f"{key}={path}: needs pkg://PACKAGE/FOLDER with an installed package")
     return os.path.join(spec.submodule_search_locations[0], folder)
 
 
 @contextmanager
-def readable_errors(key: str, path: str, what: str) -> Iterator[None]:
-    """Inside, what transformers raises while it reads a model becomes a ``ValueError`` of one sentence.
+def readable_errors(key: str, path: str) -> Iterator[None]:
+    """Inside, errors of reading a model become a ``ValueError`` of one sentence that names the setting.
 
     Args:
-        key: Of the setting that names the model, such as ``policy.path``.
+        key: The setting that names the model, such as ``policy.path``.
         path: Its value.
-        what: The kind of model that has to be there, such as "a model".
-
-    Raises:
-        ValueError: There is no such model, a file is missing or damaged, it needs code of its own or a package that is
-            not installed, or the path is the directory of a run.
     """
     directory = Path(path).expanduser()
     if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
-        raise ValueError(
-            f"{key}={path!r} is the directory of a run; use its export: {key}={os.path.join(path, 'export')}"
-        )
+        raise ValueError(f"{key}={path!r} is the directory of a run; use its export: {key}={directory / 'export'}")
     try:
         yield
-    except RuntimeError:  # such as too little memory
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"{key}={path!r}: {_reason(error, key, what, is_local=directory.is_dir())}") from error
-
-
-def _reason(error: Exception, key: str, what: str, *, is_local: bool) -> str:
-    first, *_ = str(error).strip().splitlines() or [""]
-    told = single_line(first)
-    if isinstance(error, ImportError):
-        return f"a package is missing: {told}"
-    if isinstance(error, UnpicklingError):
-        return "its weights are a pickle that holds more than tensors, which could run code; use safetensors"
-    if isinstance(error, SafetensorError):
-        return f"a file of its weights is damaged or cut off ({told}); copy or download it again"
-    if "trust_remote_code" in str(error):
-        flag = f"{key.rpartition('.')[0]}.trust_remote_code=true"
-        return f"it comes with code of its own, which runs only with {flag}; read that code first"
-    if isinstance(error, OSError) and not is_local:
-        told = single_line(" ".join(str(error).split()))
-        return f"no directory with {what} in Hugging Face format, and the hub could not be asked for one: {told}"
-    name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    return f"transformers cannot read {what} there: {name}{told}"
-
-
-def with_weights(kind: Any, path: str, **options: Any) -> tuple[Any, dict[str, list[Any]]]:
-    """A model of transformers, with the adapter that lies beside its weights, and what was not read of either.
-
-    ``from_pretrained`` loads both, and then reports on the adapter alone: missing weights below it would be random.
-
-    Args:
-        kind: Such as ``AutoModelForCausalLM``.
-        path: Hub name or directory.
-        options: Those of ``from_pretrained``.
-
-    Returns:
-        The model, and names as transformers' loading report has them: ``missing_keys`` and ``mismatched_keys`` with the
-        shapes in the files and in the model.
-    """
-    model, report = kind.from_pretrained(
-        path,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        adapter_kwargs={"subfolder": "no-adapter-here"},
-        **options,
-    )
-    reports = [report]
-    if find_adapter_config_file(path) is not None:
-        adapter = model.load_adapter(path, dtype=options.get("dtype"), ignore_mismatched_sizes=True)
-        reports.append(adapter.to_dict())
-    return model, {name: [*chain(*(one[name] for one in reports))] for name in ("missing_keys", "mismatched_keys")}
-
-
-def check_whole(model: Any, report: Mapping[str, Any], where: str) -> None:
-    """Check that all weights were read.
-
-    Args:
-        model: The model that was loaded.
-        report: Of `with_weights`, in which tied weights and buffers that are not saved do not count as missing.
-        where: The setting that names it, for messages.
-
-    Raises:
-        ValueError: Some weights are not in the files, or of another shape there; they would be random.
-    """
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"{where}: {len(missing)} of the model's weights are missing there, such as {', '.join(missing[:3])}: "
-            "use files with all weights of the model that their config.json describes"
-        )
-    shapes = {name: (tuple(stored), tuple(own)) for name, stored, own in report["mismatched_keys"]}
-    for name, module in model.named_modules():  # transformers does not compare those that bitsandbytes quantizes
-        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
-            state = getattr(module.weight, "quant_state", None)  # two 4-bit numbers are packed into one
-            stored = tuple(module.weight.shape if state is None else state.shape)
-            if stored != (own := (module.out_features, module.in_features)):
-                shapes[f"{name}.weight"] = stored, own
-    if shapes:
-        listed = [f"{name} {stored} instead of {own}" for name, (stored, own) in sorted(shapes.items())]
-        raise ValueError(
-            f"{where}: {len(listed)} of the model's weights {'has' if len(listed) == 1 else 'have'} another shape "
-            f"there, such as {', '.join(listed[:3])}: use weights of the model that their config.json describes"
-        )
+        reason = single_line(" ".join(str(error).split()))
+        if isinstance(error, UnpicklingError):
+            reason = "its weights are a pickle that holds more than tensors, which could run code; use safetensors"
+        elif "trust_remote_code" in reason:
+            flag = f"{key.rpartition('.')[0]}.trust_remote_code=true"
+            reason = f"it comes with code of its own, which runs only with {flag}; read that code first"
+        elif not isinstance(error, ValueError):
+            reason = f"transformers cannot read it ({type(error).__name__}: {reason})"
+        raise ValueError(f"{key}={path!r}: {reason}") from error
 
 
 def character_llama(
@@ -367,12 +240,12 @@ def character_tokenizer(context: int) -> PreTrainedTokenizerFast:
     Returns:
         103 tokens: padding, unknown and end of sequence, newline and printable ASCII, then the four tags.
     """
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -381,6 +254,6 @@ def character_tokenizer(context: int) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
-        chat_template=CHAT_TEMPLATE,
+        chat_template="{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
         model_max_length=context,
     )

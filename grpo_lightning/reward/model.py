@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.config.rules import choice, integer, local_or_hub, problems
-from grpo_lightning.policy.loading import check_whole, readable_errors, with_weights
+from grpo_lightning.policy.loading import read_model, readable_errors
 from grpo_lightning.transformer.attention import use_grouped
 
 if TYPE_CHECKING:
@@ -231,23 +231,17 @@ class RewardModel:
             llm_int8_skip_modules=_HEADS,
         )
         disable_progress_bar()
-        key = "reward.model.function.path"
-        with readable_errors(key, self.path, "a sequence-classification model"):
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        with readable_errors(key, self.path, "a tokenizer"):
+        with readable_errors("reward.model.function.path", self.path):
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
             )
-        with readable_errors(key, self.path, "a sequence-classification model"):
-            network, report = with_weights(
+            network = read_model(
                 AutoModelForSequenceClassification,
                 self.path,
-                config=config,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
                 **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
             )
-        check_whole(network, report, f"{key}={self.path!r}")
         prepare(network, tokenizer)
         use_grouped(network)
         return (network if quantized else network.to(self.device)).eval(), tokenizer

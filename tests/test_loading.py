@@ -1,0 +1,344 @@
+"""Loading of policies: the shipped one, real architectures, and directories that are incomplete or bring code."""
+
+import json
+import os
+import pickle
+import shutil
+import string
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.loading import load, resolve_path
+from grpo_lightning.reward.model import RewardModel
+from grpo_lightning.rollout.scoring import StepContext
+from grpo_lightning.run import Run
+from grpo_lightning.types import Prompts
+from grpo_lightning.validation import Validation
+from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint, write_reward_model
+from tests.support.composed import build, composed
+
+TINY = "pkg://grpo_lightning/policy/tiny"
+PLAIN = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
+REWARD = {"dtype": "float32", "device": "cpu", "batch_tokens": 200, "max_length": 256, "quantization": None, "label": 0}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("whole") / "model", "llama", chat=True)
+
+
+@pytest.fixture
+def model(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def opened(path, **options):
+    return load(str(path), **PLAIN | options)
+
+
+def reward_model(path):
+    made = RewardModel(path=str(path), trust_remote_code=False, **REWARD)
+    made.reset()
+    return made.network
+
+
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_the_shipped_model_is_small_and_reads_all_of_printable_ascii():
+    directory = resolve_path(TINY)
+    assert sum(entry.stat().st_size for entry in os.scandir(directory)) < 5_000_000
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert 0.5e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
+    text = "\n" + "".join(c for c in string.printable if c.isprintable())
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(set(ids)) == 96
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    tagged = "<think>1 + 2</think><answer>3</answer>"
+    assert len(tokenizer(tagged)["input_ids"]) == 4 + len("1 + 2") + 1
+    assert tokenizer.decode(tokenizer(tagged)["input_ids"], skip_special_tokens=True) == tagged
+    assert tokenizer.eos_token_id not in tokenizer("an <eos> in a prompt ends nothing")["input_ids"]
+    assert tokenizer.decode(tokenizer("ümlaut")["input_ids"]) == "<unk>mlaut"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted(composed()["taught"]))
+def test_samples_of_the_shipped_model_are_often_wrong_while_its_likeliest_answer_mostly_is_right(task):
+    parts = build(f"data.task={task}", "data.validation_size=100")
+    data = parts("data")
+    data.load()
+    prompts = Prompts.collate([data.validation[i] for i in range(100)])
+    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 36, "stop": []}
+    found = {}
+    for temperature in (0.0, 1.0):
+        counts = {"every": 1, "samples_per_prompt": 2, "ks": [1]}
+        validation = Validation(parts("reward"), "accuracy", 1.0, temperature=temperature, **counts, **filters)
+        validation.step(opened(TINY), prompts, completed_steps=0, context=StepContext(seed=1))
+        found[temperature] = validation.compute()
+    assert found[0.0]["val/pass@1"] > 0.6
+    assert 0.1 < found[1.0]["val/pass@1"] < 0.85
+    assert found[0.0]["val/pass@1"] > found[1.0]["val/pass@1"] + 0.1
+    assert found[1.0]["val/reward/format"] > 0.95
+
+
+ROWS = [
+    {"prompt": "The best food in the world is", "answer": "pizza"},
+    {"prompt": "12 + 34 =", "answer": "46"},
+    {
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Corgis are"}],
+        "answer": "dogs",
+    },
+    {"prompt": "The meaning of life is", "answer": "42"},
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "chat"),
+    [
+        pytest.param(name, number % 2 == 0, marks=() if number < 2 else pytest.mark.slow)
+        for number, name in enumerate(sorted(ARCHITECTURES))
+    ],
+)
+def test_three_steps_of_every_architecture(architecture, chat, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS * 3))
+    overrides = [
+        *("policy=hf", f"policy.path={write_checkpoint(tmp_path / 'model', architecture, chat=chat)}"),
+        *("data=jsonl", f"data.path={file}", "data.prompts_per_step=2", "data.validation_size=2"),
+        *("reward=[exact,custom]", "reward.custom.function._target_=tests.support.rewards.vowels"),
+        *("rollout.group_size=3", "rollout.max_new_tokens=8", "validation.samples_per_prompt=2", "validation.ks=[1]"),
+        *("steps=3", "optimizer.lr=1e-3", "trainer=cpu", f"run_dir={tmp_path / 'run'}"),
+    ]
+    run = Run(composed(*overrides), build(*overrides), overrides=[], directory_given=True)
+    run.execute()
+    module = run.module
+    assert module.completed_steps == 3
+    assert module.policy.uses_chat_template == chat
+    assert module.metrics["policy/kl_divergence"] > 0
+    assert 0.99 < module.metrics["policy/ratio_mean"] < 1.01
+    start = dict(module.reference.named_parameters())
+    moved = [not torch.equal(p, start[name]) for name, p in module.policy.named_parameters()]
+    assert sum(moved) > 0.9 * len(moved)
+
+
+def cut(directory):
+    os.truncate(directory / "model.safetensors", 5000)
+
+
+def one_part_of_two(directory):
+    names = dict.fromkeys(load_file(directory / "model.safetensors"), "model-00001-of-00002.safetensors")
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    names["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def a_run(directory):
+    shutil.copytree(directory, directory / "export")
+    for file in directory.glob("*.*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (a_run, r" is the directory of a run; use its export: policy.path=\S+/export$"),
+        (shutil.rmtree, ": no such file or directory"),
+        (lambda path: (path / "config.json").unlink(), ": Unrecognized model"),
+        (lambda path: (path / "tokenizer.json").unlink(), r": .*tokenizer"),
+        (
+            lambda path: (path / "model.safetensors").unlink(),
+            r": transformers .*OSError: .*no file named model.safeten",
+        ),
+        (lambda path: edit(path / "config.json", model_type="brandnew"), ": .* model type `brandnew` but"),
+        (one_part_of_two, r": transformers cannot read it \(.*model-00002-of-00002.safetensors"),
+        (cut, r": transformers cannot read it \(SafetensorError: .*incomplete metadata"),
+    ],
+)
+def test_faults_of_a_directory_are_named_in_one_sentence(change, message, model):
+    change(model)
+    with pytest.raises(ValueError, match=rf"^policy.path='{model}'{message}") as error:
+        opened(model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^policy.path='no/such-model': .*OSError: .*cached files") as error:
+        opened("no/such-model")
+    assert "\n" not in str(error.value)
+    assert resolve_path("some/dir") == "some/dir"
+    for name in ("antigravity", "nobody", "os.path", ""):
+        with pytest.raises(ValueError, match="needs pkg://PACKAGE/FOLDER with an installed package"):
+            resolve_path(f"pkg://{name}/x")
+    assert "antigravity" not in sys.modules
+
+
+class Payload:
+    """What makes the file at its path when a pickle of it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """The file that a payload makes; the test fails where there is one at its end."""
+    yield tmp_path / "ran"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["pickle", "torch"])
+@pytest.mark.parametrize("load", [opened, reward_model])
+def test_pickles_of_weights_run_no_code(load, raw, model, tmp_path, ran):
+    directory = model if load is opened else write_reward_model(tmp_path / "reward", "llama", chat=True)
+    (directory / "model.safetensors").unlink()
+    content = {"model.embed_tokens.weight": Payload(ran)}
+    if raw:
+        (directory / "pytorch_model.bin").write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="its weights are a pickle that holds more than tensors, which could run code"):
+        load(directory)
+
+
+def test_a_pickle_of_an_adapter_runs_no_code(model, ran):
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**LORA)).save_pretrained(model)
+    (model / "adapter_model.safetensors").unlink()
+    torch.save({"a": Payload(ran)}, model / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"^policy.path='\S+': its weights are a pickle that holds more than tensors"):
+        opened(model)
+
+
+def test_pickles_of_tensors_are_read(model):
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.save(weights | {name: weights[name].T.contiguous().T}, model / "pytorch_model.bin")
+    policy = opened(model)
+    assert all(torch.equal(value, weights[name]) for name, value in policy.model.named_parameters())
+    policy.export(model / "export")
+    assert torch.equal(load_file(model / "export" / "model.safetensors")[name], weights[name])
+
+
+CODE = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"model_type": "theirs", "auto_map": CODE}),
+        ("tokenizer_config.json", {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "theirs.Words"]}}),
+    ],
+)
+def test_code_of_a_model_runs_only_with_trust_remote_code(file, values, model, ran):
+    (model / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nraise RuntimeError('it ran')\n")
+    edit(model / file, **values)
+    message = r"^policy.path='\S+': it comes with code of its own, which runs only with policy.trust_remote_code=true"
+    with pytest.raises(ValueError, match=message):
+        opened(model)
+    (model / "theirs.py").write_text("raise RuntimeError('it ran')\n")
+    with pytest.raises(ValueError, match="it ran"):
+        opened(model, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ lipsum.__globals__['os'].system('touch RAN') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"],
+)
+def test_chat_templates_run_in_a_sandbox(template, model, ran):
+    (model / "chat_template.jinja").write_text(template.replace("RAN", str(ran)))
+    with pytest.raises(Exception, match=r"unsafe|undefined"):
+        opened(model).render("hi")
+
+
+@pytest.mark.parametrize("is_adapted", [True, False], ids=["adapter", "none"])
+@pytest.mark.parametrize("load", [opened, reward_model])
+def test_missing_and_misshapen_weights_are_named(load, is_adapted, tmp_path):
+    """Also below an adapter, where transformers reports on the adapter alone; they would be random."""
+    write = write_checkpoint if load is opened else write_reward_model
+    directory = write(tmp_path / "model", "llama", chat=True)
+    if is_adapted:
+        kind = AutoModelForCausalLM if load is opened else AutoModelForSequenceClassification
+        get_peft_model(kind.from_pretrained(directory), LoraConfig(**LORA)).save_pretrained(directory)
+    name, weights = "model.layers.0.mlp.down_proj.weight", load_file(directory / "model.safetensors")
+    save_file(weights | {"unused.weight": torch.ones(1)}, directory / "model.safetensors", metadata={"format": "pt"})
+    load(directory)
+    for fault in ({}, {name: torch.zeros(3, 3)}):
+        others = {other: value for other, value in weights.items() if other != name}
+        save_file(others | fault, directory / "model.safetensors", metadata={"format": "pt"})
+        message = rf"path='{directory}': 1 of the model's weights are missing there or have .* shape, such as {name}"
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
+@pytest.mark.parametrize(("architecture", "quantization"), [("gpt2", None), ("qwen2", "8bit"), ("llama", "4bit")])
+def test_missing_weights_are_named_with_tied_and_quantized_ones(architecture, quantization, tmp_path):
+    path = write_checkpoint(tmp_path / "model", architecture, chat=False)
+    opened(path, quantization=quantization)  # tied weights and buffers are not missed
+    weights = {name: value for name, value in load_file(path / "model.safetensors").items() if ".1." not in name}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r": (9|12) of the model's weights are missing there .*, such as \S+\.1\."):
+        opened(path, quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LORA", {"target_modules": ["q_proj"]}),
+        ("LN_TUNING", {"target_modules": ["norm"]}),
+        ("TRAINABLE_TOKENS", {"target_modules": ["embed_tokens"], "token_indices": [3]}),
+    ],
+)
+def test_an_adapter_beside_the_weights_is_merged_trained_and_exported(kind, settings, model, tmp_path):
+    made = PEFT_TYPE_TO_CONFIG_MAPPING[kind](task_type="CAUSAL_LM", **settings)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), made)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path / "adapter")
+    shutil.copytree(tmp_path / "adapter", model, dirs_exist_ok=True)
+    ids = torch.tensor([[3, 5, 7, 3]])
+    with torch.no_grad():
+        expected = adapted.eval()(ids).logits
+        with adapted.disable_adapter():
+            assert (expected - adapted(ids).logits).abs().max() > 1e-3
+        policy = opened(model)
+        policy.export(tmp_path / "export")
+        for found in (policy, opened(tmp_path / "export")):
+            assert_close(found.model.eval()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not list((tmp_path / "export").glob("adapter*"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert dict(policy.model.named_parameters()).keys() == dict(exported.named_parameters()).keys()
+    assert all(parameter.requires_grad for parameter in policy.model.parameters())
+
+
+def test_a_model_without_an_embedding_for_padding_or_end_is_refused(model):
+    network, words = AutoModelForCausalLM.from_pretrained(model), tokenizer(chat=True)
+    count = len(network.get_input_embeddings().weight)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})  # as Gemma 3's text models
+    policy = HFPolicy(network, words)
+    for call in (
+        lambda: policy.tokenize(["an <image> here"]),
+        lambda: policy.tokenize_demonstrations(["a"], ["an <image> here"]),
+        lambda: policy.tokenize([[3, count]]),
+    ):
+        with pytest.raises(ValueError, match=f"has {count} embeddings, a text has the token {count}: "):
+            call()
+    words.pad_token = "<image>"  # added, as is usual, and the embeddings not resized
+    with pytest.raises(
+        ValueError, match=f"^the model has {count} embeddings, the tokenizer pads or ends with .* {count}"
+    ):
+        HFPolicy(network, words)
