@@ -193,3 +193,18 @@ def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
 def test_a_healthy_run_says_so(tmp_path):
     small_run(tmp_path, "steps=2", "validation.every=2")
     assert json.loads((tmp_path / "health.json").read_text()) == {"findings": []}
+
+
+def test_a_rollout_with_a_difference_starts_the_count_anew():
+    signal = {"advantage/std": 0.9, "advantage/mean": 0.0, "reward/total": 0.5, "optim/grad_norm": 0.1}
+    equal = signal | {"advantage/std": 0.0, "reward/std": 6e-8, "optim/grad_norm": 0.02}
+    flat = signal | {"optim/grad_norm": 0.0}
+    for rows, step in (
+        ([equal, equal, signal, equal, equal], None),
+        ([equal, equal, signal, equal, equal, equal, signal], 6),
+        ([flat, flat, signal, flat, flat], None),
+        ([flat] * 8, 3),
+        ([equal | {"advantage/mean": 0.1}] * 5, None),  # the same for all, and yet there is signal
+        ([equal | {"reward/std": 0.1}] * 5, None),  # the tokens with signal are masked
+    ):
+        assert [one["step"] for one in examined(rows, outcome=None, patience=3)] == ([step] if step else []), rows

@@ -1,29 +1,33 @@
-"""Which checkpoint a run starts from, what it returns to a sweep, and what it says of changed settings."""
+"""A run: which checkpoint it starts from, what it says and keeps, and that no file of the user's is lost."""
 
 import json
+import math
 import shutil
+import sys
 
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
+import grpo_lightning as grpo
+from grpo_lightning.callbacks.export import check_replaceable
+from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.resume import config_diff, find_checkpoint
+from grpo_lightning.config import ConfigError, check_config
+from grpo_lightning.config.consistency import OPTIONS
 from grpo_lightning.run import Run
-from tests.support.composed import build, composed
-from tests.support.running import SMALL, small_run
+from tests.support.composed import CONF, build, composed
+from tests.support.running import SMALL, contents, letters, small_module, small_run
+from tests.test_callbacks import scalars
 
 
-def config(**changed):
-    return {"checkpoint": None, "mode": "fit", "sweep_metric": "val/pass@1", "trainer": {}} | changed
+def find(directory, given=True, overrides=(), **changed):
+    config = {"checkpoint": None, "mode": "fit", "sweep_metric": "val/pass@1", "trainer": {}} | changed
+    return find_checkpoint(config, directory, directory_given=given, overrides=overrides)
 
 
-def test_no_checkpoint_starts_anew_but_not_over_an_old_run(tmp_path):
-    assert find_checkpoint(config(), tmp_path, directory_given=True) is None
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    last.parent.mkdir()
-    last.touch()
-    with pytest.raises(ValueError, match=r"already holds a run: checkpoint=last continues it"):
-        find_checkpoint(config(), tmp_path, directory_given=True)
-    assert find_checkpoint(config(mode="preflight"), tmp_path, directory_given=True) is None
+def summary(directory):
+    return json.loads((directory / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -34,100 +38,64 @@ def finished(tmp_path_factory):
     return place
 
 
-def contents(place):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in place.rglob("*") if path.is_file()}
+def test_which_checkpoint_a_run_starts_from(tmp_path, caplog):
+    assert find(tmp_path) is None
+    with pytest.raises(ValueError, match=r"name the run to continue with hydra.run.dir="):
+        find(tmp_path, given=False, checkpoint="last")
+    assert find(tmp_path, checkpoint="last") is None
+    assert "starting from the beginning" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoint=last: there is no .*last.ckpt"):
+        find(tmp_path, checkpoint="last", mode="export")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "best.ckpt").touch()
+    torch.save({"step": {"completed": 1}}, folder / "last.ckpt")
+    assert find(tmp_path, checkpoint="last") == folder / "last.ckpt"
+    with pytest.raises(ValueError, match=r"already holds a run: checkpoint=last continues it"):
+        find(tmp_path)
+    assert find(tmp_path, mode="preflight") is None
+    with pytest.raises(ValueError, match=f"^checkpoint={tmp_path} is a directory of checkpoints"):
+        find(tmp_path / "run", checkpoint=f"{tmp_path}")
+    assert find(tmp_path / "run", checkpoint=str(folder / "last.ckpt")) == folder / "last.ckpt"
+    for named, told in (("absent.ckpt", "no such file"), ("https://x/y.ckpt", "is not a local file")):
+        with pytest.raises(ValueError, match=f"checkpoint={named}.*{told}"):
+            find(tmp_path, checkpoint=named)
 
 
 def test_a_run_that_is_there_is_what_is_meant(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
-    told = r"holds a run: checkpoint=last takes its policy, and checkpoint=null the one that the settings name$"
+    before = contents(tmp_path / "export")
+    told = "holds a run: checkpoint=last takes its policy, and checkpoint=null the one that the settings name$"
     for mode in ("export", "validate"):
         with pytest.raises(ValueError, match=told):
             small_run(tmp_path, f"mode={mode}")
     with pytest.raises(ValueError, match=told):
-        find_checkpoint(
-            config(mode="export"), tmp_path, directory_given=True, overrides=["policy.path=mine", "checkpoints=1"]
-        )
-    assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
-    for mode, words in (
-        ("validate", ["policy.path=mine"]),
-        ("validate", ["policy=gpt2"]),
-        ("export", ["checkpoint=null"]),
+        find(tmp_path, mode="export", overrides=["policy.path=mine", "checkpoints=1"])
+    assert contents(tmp_path / "export") == before
+    for mode, word in (
+        ("validate", "policy.path=mine"),
+        ("validate", "policy=hf"),
+        ("export", "checkpoint=null"),
     ):
-        assert find_checkpoint(config(mode=mode), tmp_path, directory_given=True, overrides=words) is None
-    shutil.move(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "my own.ckpt")
-    (tmp_path / "checkpoints" / "best.ckpt").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="holds a run"):
-        find_checkpoint(config(mode="export"), tmp_path, directory_given=True)
+        assert find(tmp_path, mode=mode, overrides=[word]) is None
 
 
-def test_a_directory_of_checkpoints_is_none(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    for name in ("best.ckpt", "last.ckpt"):
-        (tmp_path / "checkpoints" / name).touch()
-        told = f"^checkpoint={tmp_path} is a directory of checkpoints: name one of them, checkpoint="
-        with pytest.raises(ValueError, match=f"{told}{tmp_path}/checkpoints/{name}$"):
-            find_checkpoint(config(checkpoint=f"{tmp_path}"), tmp_path / "run", directory_given=True)
-
-
-def test_last_is_the_run_directorys_own(tmp_path, caplog):
-    with pytest.raises(ValueError, match=r"name the run to continue with hydra.run.dir="):
-        find_checkpoint(config(checkpoint="last"), tmp_path, directory_given=False)
-    assert find_checkpoint(config(checkpoint="last"), tmp_path, directory_given=True) is None
-    assert "starting from the beginning" in caplog.text
-    with pytest.raises(ValueError, match=r"checkpoint=last: there is no .*last.ckpt"):
-        find_checkpoint(config(checkpoint="last", mode="export"), tmp_path, directory_given=True)
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    last.parent.mkdir()
-    torch.save({"step": {"completed": 1}}, last)
-    assert find_checkpoint(config(checkpoint="last"), tmp_path, directory_given=True) == last
-
-
-def test_a_refused_start_loses_nothing_of_the_run_that_is_there(finished, tmp_path):
+def test_a_refused_start_loses_nothing_and_loads_nothing(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, tmp_path / "other")
     before = contents(finished)
     for overrides in ((), (f"checkpoint={tmp_path}/other/checkpoints/best.ckpt",)):
         with pytest.raises(ValueError, match="already holds"):
             small_run(finished, *overrides)
     assert contents(finished) == before
-
-
-def test_a_named_checkpoint_is_a_local_file(tmp_path):
-    torch.save({"step": {"completed": 1}}, tmp_path / "some.ckpt")
-    assert (
-        find_checkpoint(config(checkpoint=str(tmp_path / "some.ckpt")), tmp_path, directory_given=True)
-        == tmp_path / "some.ckpt"
-    )
-    with pytest.raises(ValueError, match=r"checkpoint=absent.ckpt: no such file"):
-        find_checkpoint(config(checkpoint="absent.ckpt"), tmp_path, directory_given=True)
-    with pytest.raises(ValueError, match=r"checkpoint=https://x/y.ckpt is not a local file"):
-        find_checkpoint(config(checkpoint="https://x/y.ckpt"), tmp_path, directory_given=True)
-
-
-def test_changed_settings_are_named():
-    then, now = composed(), composed("optimizer.lr=0.5", "steps=7", "run_dir=/elsewhere", "+loss.extra=1")
-    changed = {key: (one, other) for key, one, other in config_diff(then, now)}
-    assert changed["optimizer.lr"] == (then["optimizer"]["lr"], 0.5)
-    assert changed["loss.extra"] == (None, 1)
-    assert not {key for key in changed if key.startswith(("steps", "run_dir", "callbacks"))}
-    assert config_diff(then, composed()) == []
-    assert config_diff(then, composed("trusted=[x]")) == []
-
-
-def test_a_broken_setting_stops_before_anything_is_loaded_or_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.policy.loading.LlamaForCausalLM", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr("tests.support.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
+    with pytest.raises(ValueError, match="colour"):  # the data has no such column
+        small_run(tmp_path / "column")
+    assert summary(tmp_path / "column")["status"] == "failed"
     monkeypatch.setattr("grpo_lightning.data.PromptData.load", lambda *_: pytest.fail("data was loaded"))
     with pytest.raises(ValueError, match="rollout.group_size=1"):
         small_run(tmp_path / "new", "rollout.group_size=1")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_reward_without_its_column_stops_before_weights_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.policy.loading.LlamaForCausalLM", lambda *_: pytest.fail("weights were made"))
-    monkeypatch.setattr("tests.support.rewards.vowels", lambda completions, colour: [0.0] * len(completions))
-    with pytest.raises(ValueError, match="colour"):
-        small_run(tmp_path)
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_a_finished_run_has_nothing_to_continue(finished, caplog, monkeypatch):
@@ -137,7 +105,7 @@ def test_a_finished_run_has_nothing_to_continue(finished, caplog, monkeypatch):
     for steps in ("steps=2", "steps=1"):
         arguments = [*SMALL, "validation.every=2", f"run_dir={finished}", "checkpoint=last", steps]
         again = Run(composed(*arguments), build(*arguments), overrides=[], directory_given=True)
-        assert again.execute() == json.loads((finished / "summary.json").read_text())["metrics"]["val/pass@1"]
+        assert again.execute() == summary(finished)["metrics"]["val/pass@1"]
         assert caplog.text.count(f"{finished} has made its 2 steps: steps=N continues it") == 1
         caplog.clear()
     assert contents(finished) == before
@@ -149,36 +117,33 @@ def test_a_run_that_was_killed_after_its_last_step_is_exported_later(finished, t
     (tmp_path / "summary.json").unlink()
     small_run(tmp_path, "steps=2", "validation.every=2", "checkpoint=last")
     assert (tmp_path / "export" / "config.json").exists()
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+    assert summary(tmp_path)["steps"] == 2
+
+
+def test_a_sweep_always_gets_a_finite_number(tmp_path, caplog):
+    arguments = [*SMALL, f"run_dir={tmp_path}", "sweep_metric=reward/format", "mode=validate"]
+    run = Run(composed(*arguments), build(*arguments), overrides=[], directory_given=True)
+    assert run.execute() == -sys.float_info.max  # a validation measures val/reward/format
+    assert "sweep_metric=reward/format was not measured" in caplog.text
 
 
 @pytest.mark.slow
 def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
-    def summary():
-        return json.loads((tmp_path / "summary.json").read_text())
-
     small_run(tmp_path, "steps=1")
     last = tmp_path / "checkpoints" / "last.ckpt"
     content = torch.load(last, weights_only=True)
-    assert 0 < content["run"]["seconds"] <= summary()["seconds"]
+    assert 0 < content["run"]["seconds"] <= summary(tmp_path)["seconds"]
     content["run"]["seconds"] = 500.0
     torch.save(content, last)
     small_run(tmp_path, "steps=2", "checkpoint=last")
-    assert 500 < summary()["seconds"] < 600
+    assert 500 < summary(tmp_path)["seconds"] < 600
     assert 500 < torch.load(last, weights_only=True)["run"]["seconds"] < 600
-    (tmp_path / "summary.json").write_text(json.dumps(summary() | {"seconds": 900.0}))
+    (tmp_path / "summary.json").write_text(json.dumps(summary(tmp_path) | {"seconds": 900.0}))
     monkeypatch.setattr("lightning.Trainer.fit", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         small_run(tmp_path, "steps=3", "checkpoint=last")
-    assert summary()["steps"] == 2
-    assert 900 < summary()["seconds"] < 1000
-    old = torch.load(last, weights_only=True)
-    del old["run"]["seconds"]  # as version 0.1 wrote it
-    torch.save(old, last)
-    (tmp_path / "summary.json").unlink()
-    monkeypatch.undo()
-    small_run(tmp_path, "steps=3", "checkpoint=last")
-    assert summary()["seconds"] < 100
+    assert summary(tmp_path)["steps"] == 2
+    assert 900 < summary(tmp_path)["seconds"] < 1000
 
 
 @pytest.mark.slow
@@ -193,13 +158,129 @@ def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):
     assert one.metrics["reward/total"] == same.metrics["reward/total"] != other.metrics["reward/total"]
 
 
-def test_between_versions_only_values_that_both_have_are_compared():
-    then = {"rollout": {"_target_": "old.collector", "group_size": 8, "gone": 1}, "seed": 0}
-    now = {"rollout": {"_target_": "new.Collector", "group_size": 4, "added": 2}, "seed": 0}
-    assert config_diff(then, now, same_version=False) == [("rollout.group_size", 8, 4)]
-    assert [key for key, _, _ in config_diff(then, now)] == [
-        "rollout._target_",
-        "rollout.added",
-        "rollout.gone",
-        "rollout.group_size",
+def test_changed_settings_are_named():
+    before = composed()
+    after = composed("optimizer.lr=0.5", "steps=7", "run_dir=/elsewhere", "callbacks.checkpoint.every=3", "logger=csv")
+    assert config_diff(before, after) == [("optimizer.lr", before["optimizer"]["lr"], 0.5)]
+    assert config_diff(before, composed("trusted=[x]")) == []
+    # between versions only values that both have are compared
+    old = {"rollout": {"_target_": "old.collector", "group_size": 8, "gone": 1}, "seed": 0}
+    new = {"rollout": {"_target_": "new.Collector", "group_size": 4, "added": 2}, "seed": 0}
+    assert config_diff(old, new, same_version=False) == [("rollout.group_size", 8, 4)]
+    assert len(config_diff(old, new)) == 4
+
+
+@pytest.mark.slow
+def test_changed_settings_and_data_are_listed_once_each(tmp_path, caplog):
+    def warnings():
+        return [record.getMessage() for record in caplog.records if record.name.endswith("resume")]
+
+    small_run(tmp_path / "run")
+    changed = ["trainer.precision=bf16-mixed", "reward.format.weight=0.3", "optimizer.lr=0.5", "steps=2"]
+    caplog.clear()
+    small_run(tmp_path / "run", *changed, "checkpoint=last")
+    (told,) = warnings()
+    assert told.splitlines() == [
+        "settings that have changed since the checkpoint was written:",
+        "  optimizer.lr was 0.001 and is 0.5 now, which is ignored: a continued run keeps its optimizer",
+        "  reward.format.weight was 0.1 and is 0.3 now",
+        "  trainer.precision was 32-true and is bf16-mixed now",
     ]
+    rows = [{"prompt": f"{number} a", "answer": str(number)} for number in range(60)]
+    words = [word for word in SMALL if not word.startswith(("reward", "data.t"))]
+    for name, now, count in (("same", rows, 0), ("fewer", rows[:40], 36), ("other", [*rows[1:], rows[0]], 56)):
+        grpo.compose(*words, run_dir=tmp_path / name, reward=letters, data=rows).fit()
+        caplog.clear()
+        again = ("steps=2", "checkpoint=last")
+        grpo.compose(*words, *again, run_dir=tmp_path / name, reward=letters, data=now).fit()
+        told = f"56 training and 4 held-out prompts then, {count} and 4 now, or other rows"
+        assert [told in one for one in warnings()] == [True] * (now is not rows)
+
+
+def test_damaged_weights_name_the_step_and_what_to_try(tmp_path):
+    with pytest.raises(FloatingPointError, match="logits are not finite") as error:
+        small_run(tmp_path, "optimizer.lr=1e38", "steps=9", "validation.every=9", "module.max_grad_norm=1.5")
+    for text in ("in the rollout after step ", "a lower optimizer.lr", "module.max_grad_norm below 1.5"):
+        assert text in str(error.value)
+    module = small_module()
+    with torch.no_grad():
+        next(module.policy.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"in the rollout before any step, .* not finite; .*policy.path"):
+        module.train_step(["a", "b"])
+
+
+def test_options_of_the_trainer_that_end_or_thin_a_run_are_refused():
+    config = composed()
+
+    def check(option, value):
+        check_config(config | {"trainer": config["trainer"] | {option: value}})
+
+    values = {"max_time": "00:04:00:00", "gradient_clip_algorithm": "value", "model_registry": "mine"}
+    for option, (allowed, instead) in OPTIONS.items():
+        for value in allowed:
+            check(option, value)
+        other = not allowed[0] if isinstance(allowed[0], bool) else 2
+        with pytest.raises(ConfigError) as error:
+            check(option, values.get(option, other))
+        (problem,) = error.value.problems
+        assert problem.startswith(f"trainer.{option}=")
+        assert problem.endswith(instead)
+    for option, value in {"detect_anomaly": True, "benchmark": True, "deterministic": "warn"}.items():
+        check(option, value)
+    for path in (CONF / "trainer").glob("*.yaml"):
+        check_config(composed(f"trainer={path.stem}"))
+
+
+def test_a_directory_with_more_than_an_export_is_not_replaced(tmp_path):
+    export = tmp_path / "export"
+    assert check_replaceable(export) == export
+    export.mkdir()
+    assert check_replaceable(export) == export
+    (export / "README.md").write_text("Post-trained with grpo-lightning 0.2.0")
+    (export / "model.safetensors").write_text("")
+    assert check_replaceable(export) == export
+    (tmp_path / "link").symlink_to(export)
+    assert check_replaceable(tmp_path / "link") == tmp_path / "link"
+    (export / ".git").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    for place in (export, tmp_path / "mine", tmp_path / "mine" / "thesis.tex"):
+        with pytest.raises(ValueError, match=f"callbacks.export.directory={place}"):
+            check_replaceable(place)
+
+
+@pytest.mark.slow
+def test_a_new_run_removes_no_foreign_logs(tmp_path):
+    def logged(directory, step, suffix=""):
+        before = set(directory.rglob("*"))
+        writer = SummaryWriter(str(directory), filename_suffix=suffix)
+        writer.add_scalar("x", 1.0, step)
+        writer.close()
+        return next(path for path in directory.rglob("events*") if path not in before)
+
+    logs = tmp_path / "tensorboard"
+    foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, rewind.EVENTS_SUFFIX)]
+    killed = logged(logs, 7, rewind.EVENTS_SUFFIX)  # of a run that was killed before its first checkpoint
+    before = {path: path.read_bytes() for path in foreign}
+    small_run(tmp_path, "steps=1")
+    assert not killed.exists()
+    small_run(tmp_path / "two", "steps=2", f"checkpoint={tmp_path}/checkpoints/last.ckpt")
+    small_run(tmp_path, "steps=2", "checkpoint=last")
+    assert {path: path.read_bytes() for path in before} == before
+    steps = [step for step, _ in scalars(logs)["reward/total"]]
+    assert sorted(steps) == [1, 2]  # files of the same second are read in any order
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_that_the_callbacks_keep(tmp_path):
+    keeper = f"+callbacks.a={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: {tmp_path}/2/a}}"
+    for number, (words, found) in enumerate(
+        (
+            ([], {"checkpoints/last.ckpt", "checkpoints/best.ckpt"}),
+            (["~callbacks.checkpoint"], set()),
+            (["~callbacks.checkpoint", keeper], {"a/epoch=0-step=1.ckpt"}),
+        )
+    ):
+        run = tmp_path / str(number)
+        grpo.compose(*SMALL, "steps=1", *words, run_dir=run).fit()
+        assert {str(path.relative_to(run)) for path in run.rglob("*.ckpt")} == found
