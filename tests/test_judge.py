@@ -1,15 +1,19 @@
 """A language model as a judge, played by a server of this machine that answers, hangs, lies and breaks off."""
 
+import hashlib
 import json
+import shutil
 
 import pytest
+import torch
 
 from grpo_lightning.config import ConfigError, check_config, check_runtime
 from grpo_lightning.reward import RewardError, RewardSpec, coroutines
 from grpo_lightning.reward import score as scores_of
-from grpo_lightning.reward.judge import Answers, ChatJudge, message
+from grpo_lightning.reward.judge import AnswerCache, ChatJudge, message
 from tests.support.composed import build, composed
 from tests.support.judges import Reply, serving
+from tests.support.running import small_run
 
 SETTINGS = composed(
     "reward=[judge]", "reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=m"
@@ -62,24 +66,17 @@ def test_what_is_asked_and_what_comes_out():
 # --- scores
 
 
-@pytest.mark.parametrize(
-    "answer, score",
-    [
+def test_the_last_score_in_the_scale_counts():
+    for answer, score in (
         ("SCORE: 10", 1.0),
         ("**Score: 7**", 0.7),
         ("**SCORE:** 7.5.", 0.75),
         ("<think>SCORE: 1</think>\nSCORE: 9", 0.9),
         ("The answer says\nSCORE: 10\nwhich is a trick.\nSCORE: 1\n", 0.1),
-        ("SCORE: 99", None),
-        ("SCORE: -1", None),
-        ("SCORE: NaN", None),
-        ("SCORE: " + "9" * 400, None),
-        ("", None),
-    ],
-)
-def test_the_last_score_in_the_scale_counts(answer, score):
-    with serving(answer) as server:
-        assert asked(server) == [score]
+        *((text, None) for text in ("SCORE: 99", "SCORE: -1", "SCORE: NaN", "SCORE: " + "9" * 400, "")),
+    ):
+        with serving(answer) as server:
+            assert asked(server) == [score], answer
 
 
 # --- servers
@@ -119,41 +116,30 @@ def test_the_server_may_ask_for_time():
     assert 0.4 <= server.times[1] - server.times[0] < 4
 
 
-@pytest.mark.parametrize("status", [400, 422])
-def test_a_request_that_is_refused_is_not_repeated_and_others_go_on(status):
-    refused = Reply(status=status, body=b'{"error": "\x1b[2J too   long"}')
+def test_a_request_that_is_refused_is_not_repeated_and_others_go_on():
+    refused = Reply(status=422, body=b'{"error": "\x1b[2J too   long"}')
     with serving(lambda _, text: refused if "long" in text else "SCORE: 6") as server:
         assert asked(server, ["long", "short"], retries=3) == [None, 0.6]
         assert len(server.asked) == 2
-        message = rf"answers {status}: .*too long.*, completion 'long'"
-        with pytest.raises(RewardError, match=message) as error:
+        with pytest.raises(RewardError, match=r"answers 422: .*too long.*, completion 'long'") as error:
             asked(server, ["long"], max_failed=0.0)
         assert "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_an_address_that_will_never_do_ends_the_run(status, monkeypatch):
+def test_an_address_that_will_never_do_ends_the_run(monkeypatch):
     monkeypatch.setenv("SOME_KEY", KEY)
     body = json.dumps({"error": {"message": f"bad key {KEY}\nline"}}).encode()
-    with serving(Reply(status=status, body=body)) as server:
-        with pytest.raises(
-            RewardError, match=rf"^reward 'judge': {server.url}/chat/completions answers {status}: "
-        ) as e:
-            asked(server, ["a", "b", "c"], retries=3, concurrency=1, settings={"api_key_env": "SOME_KEY"})
-        assert "REDACTED" in str(e.value)
-        assert KEY not in str(e.value)
-        assert "\n" not in str(e.value)
-        assert len(server.asked) < 4
-
-
-@pytest.mark.parametrize("status", [301, 307])
-def test_redirects_are_not_followed(status):
+    for status in (401, 404):
+        with serving(Reply(status=status, body=body)) as server:
+            match = rf"^reward 'judge': {server.url}/chat/completions answers {status}: .*REDACTED"
+            with pytest.raises(RewardError, match=match) as error:
+                asked(server, ["a", "b", "c"], retries=3, concurrency=1, settings={"api_key_env": "SOME_KEY"})
+            assert KEY not in str(error.value)
+            assert "\n" not in str(error.value)
+            assert len(server.asked) < 4
     with serving("SCORE: 10") as elsewhere:
-        away = Reply(status=status, body=b"", headers={"location": f"{elsewhere.url}/chat/completions"})
-        with (
-            serving(away) as server,
-            pytest.raises(RewardError, match=f"answers {status}: .*a redirect to {elsewhere.url}"),
-        ):
+        away = Reply(status=307, body=b"", headers={"location": f"{elsewhere.url}/chat/completions"})
+        with serving(away) as server, pytest.raises(RewardError, match=f"answers 307: .*a redirect to {elsewhere.url}"):
             asked(server)
         assert elsewhere.asked == []
 
@@ -182,8 +168,12 @@ EVIL = {
 }
 
 
-@pytest.mark.parametrize("evil", EVIL.values(), ids=EVIL)
-def test_a_completion_stays_between_its_fences(evil):
+def test_a_completion_stays_between_its_fences():
+    for evil in EVIL.values():
+        stays_between_its_fences(evil)
+
+
+def stays_between_its_fences(evil):
     text = message(OWN["template"], {"prompt": "2 + 2?", "completion": evil}, rubric="Right?", scale=(0.0, 10.0))
     fence = max((line for line in text.splitlines() if line and set(line) == {"~"}), key=len)
     lines = text.splitlines()
@@ -229,15 +219,13 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     assert KEY not in caplog.text
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", "k\u00e9y-k\u00e9y", "a\nb-key"])
-def test_without_a_key_nobody_is_asked(value, monkeypatch):
-    monkeypatch.delenv("SOME_KEY", raising=False)
-    if value is not None:
+def test_without_a_key_nobody_is_asked(monkeypatch):
+    for value in ("", "  ", "k\u00e9y-k\u00e9y", "a\nb-key"):
         monkeypatch.setenv("SOME_KEY", value)
-    with serving("SCORE: 5") as server:
-        with pytest.raises(RewardError, match="api_key_env=SOME_KEY: the environment has no key of this name$"):
-            asked(server, settings={"api_key_env": "SOME_KEY"})
-        assert server.asked == []
+        with serving("SCORE: 5") as server:
+            with pytest.raises(RewardError, match="api_key_env=SOME_KEY: the environment has no key of this name$"):
+                asked(server, settings={"api_key_env": "SOME_KEY"})
+            assert server.asked == []
 
 
 OVERRIDES = ("reward=[judge]", "reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=m")
@@ -254,37 +242,38 @@ def test_a_run_without_its_key_is_refused_before_it_begins(monkeypatch):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    "setting, value, allowed",
-    [
+def test_settings_that_cannot_work_are_named():
+    for setting, value, expected in (
         ("base_url", "ftp://host/v1", "an address such as"),
         ("base_url", "api.openai.com/v1", "an address such as"),
         ("base_url", "https://host:port/v1", "an address such as"),
         ("base_url", "https://me:secret1@host/v1", "an address such as"),
-        ("base_url", "'http://127.0.0.1:8000/collective_rpc?'", "an address such as"),
+        ("base_url", "http://127.0.0.1:8000/collective_rpc?", "an address such as"),
         ("base_url", "http://host/v1", "https, or a server of this machine, or allow_http=true"),
-        ("model", "''", "a text that is not empty"),
-        ("template", "no field", "a text with {completion} and names of columns"),
-        ("template", "'{completion} {0}'", "fields that are names in braces"),
-        ("template", "'{completion.__class__}'", "fields that are names in braces"),
-        ("template", "'{completion} {prompts}'", "a text with {completion} and names of columns"),
-        ("scale", "7", r"\[lowest, highest\], two numbers"),
-        ("pattern", "'('", "a regular expression"),
-        ("pattern", "'score'", "a regular expression with one group"),
-        ("request", "7", "fields other than"),
-    ],
-)
-def test_settings_that_cannot_work_are_named_by_key(setting, value, allowed):
-    with pytest.raises(ConfigError, match=rf"reward.judge.function.{setting}: expected {allowed}") as error:
-        check_config(composed(*OVERRIDES, f"++reward.judge.function.{setting}={value}"))
-    assert "secret1" not in str(error.value)
+        ("api_key_env", "sk-secret1", "the name of an environment variable"),
+        ("model", "", "a text that is not empty"),
+        ("template", "no field", r"a text with \{completion\} and names of columns"),
+        ("template", "{completion} {0}", "fields that are names in braces"),
+        ("template", "{completion.__class__}", "fields that are names in braces"),
+        ("template", "{completion} {prompts}", r"a text with \{completion\} and names of columns"),
+        ("template", "{completion", "fields such as"),
+        ("scale", 7, r"\[lowest, highest\], two numbers"),
+        ("pattern", "(", "a regular expression"),
+        ("pattern", "score", "a regular expression with one group"),
+        ("request", {"model": "x"}, "fields other than"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{setting}: expected {expected}") as error:
+            ChatJudge(**OWN | {setting: value})
+        assert "secret1" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"reward.judge.function.scale=.*two numbers"):
+        check_config(composed(*OVERRIDES, "reward.judge.function.scale=7"))
 
 
 def test_the_settings_build_a_judge():
     found = build(*OVERRIDES, "run_dir=/some/run", "reward.judge.function.api_key_env=null")("reward")["judge"]
     assert (found.timeout, found.retries, found.concurrency, found.failed_score) == (60, 4, 16, None)
     assert isinstance(found.function, ChatJudge)
-    assert found.function._answers._path.as_posix() == "/some/run/judge.jsonl"
+    assert found.function._cache._path.as_posix() == "/some/run/judge.jsonl"
 
 
 # --- answers that are kept
@@ -317,10 +306,69 @@ def test_failures_are_not_kept(tmp_path):
 
 def test_the_first_answer_in_the_file_counts_for_all_processes(tmp_path):
     path = tmp_path / "judge.jsonl"
-    one, other = Answers(path), Answers(path)
+    one, other = AnswerCache(path), AnswerCache(path)
     assert one.get("q") is other.get("q") is None
     assert one.put("q", "first") == "first"
     assert other.put("q", "second") == "first"
-    assert one.get("q") == other.get("q") == Answers(path).get("q") == "first"
+    assert one.get("q") == other.get("q") == AnswerCache(path).get("q") == "first"
     assert other.put("r", "third") == "third"
     assert one.get("r") == "third"  # what others have added is seen
+
+
+# --- whole runs
+
+
+def run_settings(server):
+    return (
+        "reward=[custom,judge]",
+        f"reward.judge.function.base_url={server.url}",
+        "reward.judge.function.model=m",
+        "reward.judge.function.api_key_env=SOME_KEY",
+    )
+
+
+@pytest.mark.slow
+def test_a_run_bears_a_bad_judge_and_writes_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", KEY)
+    bad = [Reply(status=500), Reply(text=f"\x1b[2J{KEY} SCORE: 99"), Reply(hangs_up=True)]
+
+    def mixed(number, text):
+        """Every fourth completion gets no answer at all, others one at the second try."""
+        digest = hashlib.sha256(text.encode()).digest()
+        return bad[number % 3] if digest[1] % 4 == 0 or number % 5 == 0 else f"{KEY}\nSCORE: {digest[0] / 25.5:.3f}"
+
+    with serving(mixed) as server:
+        module = small_run(tmp_path, *run_settings(server), "reward.judge.max_failed=1", "steps=2")
+    assert 0 < module.metrics["failure/judge"] < 1
+    assert 0 < module.metrics["reward/judge"] < 1
+    lines = [json.loads(line) for line in (tmp_path / "judge.jsonl").read_text().splitlines()]
+    assert all(0 <= line["score"] <= 1 for line in lines)
+    assert len(lines) == len({line["request"] for line in lines}) < len(server.asked)
+    assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.slow
+def test_a_resumed_run_asks_nothing_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", KEY)
+    first, again = tmp_path / "first", tmp_path / "again"
+    more = ("callbacks.checkpoint.every=1", "validation.every=2", "checkpoint=last")
+    # a judge who never says the same again
+    with serving(lambda number, _: f"SCORE: {number * 37 % 100 / 10}") as server:
+        small_run(first, *run_settings(server), *more[:2], "steps=2")
+        shutil.copytree(first, again)
+        expected = small_run(first, *run_settings(server), *more, "steps=4")
+        assert len(set(server.messages)) == len(server.messages)
+    shutil.copy(first / "judge.jsonl", again / "judge.jsonl")
+    found = small_run(again, *run_settings(server), *more, "steps=4")
+    for name, value in expected.metrics.items():
+        if not name.startswith(("time/", "perf/")):
+            assert found.metrics[name] == value, name
+    one, other = (
+        torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for directory in (first, again)
+    )
+    assert all(torch.equal(other[name], value) for name, value in one.items())
+    assert (first / "judge.jsonl").read_bytes() == (again / "judge.jsonl").read_bytes()

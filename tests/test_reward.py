@@ -1,18 +1,34 @@
+"""What reward functions are called with, what they may return, and the total."""
+
 import functools
 import math
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, check_columns, score, total
+from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns, score, total
 from grpo_lightning.reward.accuracy import exact
+from grpo_lightning.reward.spec import clip_scores
+from tests.support import rewards
+from tests.support.composed import ROOT, build
+from tests.support.workers import limited
 
 COLUMNS = {"answer": ["1", "2"], "level": [3, 4]}
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 
 
-def scored(function, completions=("a", "b"), columns=COLUMNS, name="mine"):
-    return score({name: RewardSpec(function, 1.0)}, ["p", "q"][: len(completions)], completions, columns)[name]
+@pytest.fixture(autouse=True, scope="module")
+def one_worker():
+    with limited(1):
+        yield
+
+
+def scored(function, completions=("a", "b"), columns=COLUMNS, **settings):
+    spec = RewardSpec(function, 1.0, **{"max_failed": 0.0, **settings})
+    return score({"mine": spec}, ["p", "q"][: len(completions)], completions, columns)["mine"]
 
 
 # --- what a function is called with
@@ -21,29 +37,15 @@ def scored(function, completions=("a", "b"), columns=COLUMNS, name="mine"):
 def test_a_function_receives_the_columns_that_it_names():
     calls = []
 
-    def by_name(completions, answer, other="default"):
-        calls.append((completions, answer, other))
+    def by_name(completions, answer, other="default", *, output="none"):
+        calls.append((completions, answer, other, output))
         return [0.5, None]
 
-    assert scored(by_name) == [0.5, None]
-    assert calls == [(["a", "b"], ["1", "2"], "default")]  # once, with all rows
-
-
-def test_a_function_with_kwargs_receives_everything():
+    assert scored(by_name, columns=COLUMNS | {"output": ["x", "y"]}) == [0.5, None]
+    assert calls == [(["a", "b"], ["1", "2"], "default", ["x", "y"])]  # once, with all rows
     seen = {}
     scored(lambda prompts, completions, **kwargs: seen.update(kwargs, prompts=prompts) or [0, 0])
     assert seen == {"prompts": ["p", "q"], "answer": ["1", "2"], "level": [3, 4]}
-
-
-def test_functions_written_for_trl_work_unchanged():
-    def reward_len(prompts, completions):  # as in TRL's documentation
-        return [-abs(2 - len(completion)) for completion in completions]
-
-    def positional(prompts, completions, /, **kwargs):
-        return [float(prompt == "q") + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-
-    assert scored(reward_len, ("abcd", "b")) == [-2.0, -1.0]
-    assert scored(positional, ("abcd", "b")) == [4.0, 2.0]
 
 
 def test_a_setting_is_not_replaced_by_a_column_of_its_name():
@@ -55,21 +57,26 @@ def test_a_setting_is_not_replaced_by_a_column_of_its_name():
     assert scored(PerCompletion(lambda text, level: level)) == [3.0, 4.0]
 
 
-def test_a_reward_cannot_reorder_what_the_next_one_sees():
+def test_a_reward_cannot_change_what_the_next_one_sees():
     def rude(completions, answer):
         completions.sort()
         answer.clear()
         return [0, 0]
 
-    rewards = {"rude": RewardSpec(rude, 1.0), "exact": RewardSpec(exact, 1.0)}
-    assert score(rewards, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
+    both = {"rude": RewardSpec(rude, 1.0), "exact": RewardSpec(exact, 1.0)}
+    assert score(both, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
 
+    def rude_to_messages(prompts, completions):
+        for prompt, completion in zip(prompts, completions):
+            prompt[0]["content"] = completion[0]["content"] = "gone"
+        return [0.0] * len(completions)
 
-def test_a_column_fills_an_optional_argument_of_its_name():
-    def function(completions, *, output="none", path=None):
-        return [float(text == right) for text, right in zip(completions, output)]
-
-    assert scored(function, columns={"output": ["a", "c"], "path": ["x", "y"]}) == [1.0, 0.0]
+    specs = {
+        name: RewardSpec(one, 1.0, messages=True) for name, one in (("a", rude_to_messages), ("b", rewards.of_messages))
+    }
+    chat = [dict(message) for message in CHAT]
+    assert score(specs, [chat, chat], ["a", "b"], {})["b"] == [3.0, 3.0]
+    assert chat == CHAT
 
 
 def test_per_completion_passes_one_row():
@@ -78,41 +85,62 @@ def test_per_completion_passes_one_row():
 
     assert scored(PerCompletion(one), ("abc", "b")) == [3 + 10 + 100 + 9, None]
     assert scored(PerCompletion(lambda text, **row: row == {"prompt": "p", "answer": "1", "level": 3})) == [1.0, 0.0]
-    assert scored(PerCompletion(len), ("abc", "b")) == [3.0, 1.0]
     assert PerCompletion(one)(prompts=["p"], completions=["ab"], answer=["1"], unknown=["x"]) == [2 + 10 + 100 + 9]
+    for function in (lambda *, completion: 0.0, lambda **row: 0.0):
+        with pytest.raises(ValueError, match="first argument"):
+            PerCompletion(function)
 
 
-@pytest.mark.parametrize("function", [lambda *, completion: 0.0, lambda **row: 0.0])
-def test_per_completion_needs_a_place_for_the_completion(function):
-    with pytest.raises(ValueError, match="first argument"):
-        PerCompletion(function)
+def test_texts_become_chat_messages_and_messages_stay():
+    seen = {}
+
+    def looks(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    spec = {"mine": RewardSpec(looks, 1.0, messages=True)}
+    score(spec, ["How many?", CHAT], ["two", ""], {"chat": [CHAT, "text"]}, [[1], [2]])
+    assert seen == {
+        "prompts": [[{"role": "user", "content": "How many?"}], CHAT],
+        "completions": [[{"role": "assistant", "content": "two"}], [{"role": "assistant", "content": ""}]],
+        "completion_ids": [[1], [2]],
+        "chat": [CHAT, "text"],  # a column stays whatever it is
+    }
+    words = "reward.custom.function.function._target_=tests.support.rewards.of_one_answer"
+    chosen = build("reward=custom_per_completion", words, "reward.custom.messages=true")("reward")
+    assert score(chosen, [CHAT], ["2"], {"answer": ["2"]}) == {"custom": [21.0]}
 
 
-@pytest.mark.parametrize(
-    "function", [lambda completions, solution: [0, 0], PerCompletion(lambda text, solution, **_: 0)]
-)
-def test_a_parameter_that_is_no_column_is_found_before_anything_runs(function):
-    message = r"reward 'mine': parameter 'solution' is no column of the data; there are \['answer', 'level'\]"
-    with pytest.raises(RewardError, match=message):
-        check_columns({"mine": RewardSpec(function, 1.0)}, ["level", "answer"])
-    with pytest.raises(RewardError, match=message):
-        scored(function)
-    check_columns({"mine": RewardSpec(function, 1.0)}, ["solution"])
+def test_trls_own_functions_score():
+    trl = pytest.importorskip("trl.rewards")
+    accuracy, overlong = trl.accuracy_reward, trl.get_soft_overlong_punishment(100, 20)
+    texts = [r"It is \boxed{\frac{1}{3}}", r"It is \boxed{\frac{1}{2}}", r"\boxed{1}"]
+    columns = {"solution": [r"\frac{1}{3}", r"\frac{1}{3}", ""]}
+    ids = [[1] * 80, [1] * 90, [1] * 101]
+    for timeout in (None, 60.0):
+        specs = {
+            "accuracy": RewardSpec(accuracy, 1.0, messages=True, timeout=timeout, max_failed=0.0),
+            "overlong": RewardSpec(overlong, 1.0, timeout=timeout, max_failed=0.0),
+        }
+        found = score(specs, [CHAT, "How many?", CHAT], texts, columns, ids)
+        assert found == {"accuracy": [1.0, 0.0, None], "overlong": [0.0, -0.5, -1.0]}
 
 
-def test_all_problems_are_named_at_once():
-    rewards = {
+def test_all_problems_are_named_before_anything_runs():
+    specs = {
         "one": RewardSpec(lambda completions, x: [], 1.0),
-        "two": RewardSpec(lambda y, z=1: [], 1.0),
+        "two": RewardSpec(PerCompletion(lambda text, y, z=1: 0), 1.0),
         "three": RewardSpec(lambda completions, answer, *, tolerance: [], 1.0),
         "four": RewardSpec(type, 1.0),
     }
     with pytest.raises(RewardError) as error:
-        check_columns(rewards, ["prompts"])
-    expected = ["column 'prompts'", "'one': parameter 'x'", "'two': parameter 'y'", "'three': parameter 'answer'"]
-    expected += ["'three': parameter 'tolerance'", "'four': its signature cannot be read"]
+        check_columns(specs, ["prompts"])
+    expected = ["column 'prompts'", "'one': parameter 'x' is no column of the data; there are ['prompts']"]
+    expected += ["'two': parameter 'y'", "'three': parameter 'answer'", "'three': parameter 'tolerance'"]
+    expected += ["'four': its signature cannot be read"]
     assert [part for part in expected if part not in str(error.value)] == []
-    assert str(error.value).count(";") == 5 + 4  # between six problems, and before "there are" in four of them
+    assert "'z'" not in str(error.value)
+    check_columns({"mine": RewardSpec(lambda completions, x: [], 1.0)}, ["x"])
 
 
 # --- what a function returns
@@ -125,20 +153,54 @@ def test_whatever_is_a_finite_number_becomes_a_float():
     assert {type(value) for value in result} == {float, type(None)}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", 1j, [1.0], np.zeros(2), 10**400, np.str_("1")])
-def test_anything_else_names_the_row_and_the_beginning_of_its_text(bad):
+def test_anything_else_names_the_row_and_the_beginning_of_its_text():
+    for bad in (
+        math.nan,
+        -math.inf,
+        "1.0",
+        1j,
+        [1.0],
+        np.zeros(2),
+        10**400,
+        [[501, 1.0]],
+        [[1, math.nan]],
+        [[1.5, 1.0]],
+    ):
+        with pytest.raises(RewardError) as error:
+            scored(lambda completions, bad=bad: [0.0, bad], ("fine", "\x1b[31m" + "x" * 495))
+        assert "reward 'mine': expected a finite number, (end, score) pairs with ends from 1 to 500" in str(error.value)
+        assert r"for row 1, completion '\x1b[31m" + "x" * 75 + "'…" in str(error.value)  # 80 characters
+    for result in ([], [1.0], [1.0, 1.0, 1.0]):
+        with pytest.raises(RewardError, match=f"reward 'mine': expected 2 scores, got {len(result)}"):
+            scored(lambda completions, result=result: result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
+def test_numbers_and_steps_are_taken_however_they_are_packed(timeout):
+    texts, settings = ("ab", "abcd"), {"timeout": timeout, "columns": {}}
+    for kind in (rewards.as_tensor, rewards.as_array, rewards.as_generator):
+        assert scored(kind, texts, **settings) == [0.5, 1.0]  # 2/4 and 4/4
+    steps = Scoring({"mine": RewardSpec(rewards.as_steps, 1.0, timeout=timeout)}, ["p", "p"], {}).finish(texts, None)
+    assert steps.values["mine"] == [((1, 0.25), (2, 0.5)), ((1, 0.25), (4, 0.5))]
+    assert scored(rewards.as_steps, texts, **settings) == [0.375, 0.375]
+    with pytest.raises(RewardError, match="reward 'mine'"):
+        scored(rewards.as_one_tensor, texts, **settings)
     with pytest.raises(RewardError) as error:
-        scored(lambda completions: [0.0, bad], ("fine", "\x1b[31m" + "x" * 500))
-    assert "reward 'mine'" in str(error.value)
-    assert "row 1" in str(error.value)
-    assert r"'\x1b[31m" + "x" * 75 + "'…" in str(error.value)  # 80 characters
-    assert "x" * 76 not in str(error.value)
+        scored(rewards.exits, texts, **settings)  # ends no program
+    assert r"SystemExit: \x1b[2Jno more rewards" in str(error.value)
 
 
-@pytest.mark.parametrize("result", [[], [1.0], [1.0, 1.0, 1.0]])
-def test_a_wrong_count_is_an_error(result):
-    with pytest.raises(RewardError, match=f"reward 'mine': expected 2 scores, got {len(result)}"):
-        scored(lambda completions: result)
+@pytest.mark.slow
+def test_the_trainer_needs_no_torch_to_read_scores():
+    code = """if __name__ == "__main__":
+        import sys
+        from grpo_lightning.reward import RewardSpec, score
+        from tests.support import rewards
+        spec = RewardSpec(rewards.as_tensor, 1.0, timeout=60.0, max_failed=0.0)
+        print(score({"mine": spec}, ["p"], ["abcd"], {}), "torch" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "{'mine': [1.0]} False\n", done.stderr
 
 
 def test_an_exception_names_the_first_row_that_raises():
@@ -148,13 +210,8 @@ def test_an_exception_names_the_first_row_that_raises():
     with pytest.raises(RewardError) as error:
         score({"picky": RewardSpec(picky, 1.0)}, list("pqr"), ["a", "bb", "cc"], {"answer": [4, 2, 2]})
     division = "ZeroDivisionError: division by zero"
-    assert str(error.value).startswith(
-        f"reward 'picky' raised {division}; row 1 raises {division}, completion 'bb'. (reward.picky.timeout=SECONDS "
-    )
+    assert str(error.value).startswith(f"reward 'picky' raised {division}; row 1 raises {division}, completion 'bb'. (")
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-
-
-def test_an_exception_that_no_row_causes_alone_says_so():
     with pytest.raises(RewardError, match="KeyError: 'whole'; no row raises when it is scored alone"):
         scored(lambda completions: {}["whole"] if len(completions) > 1 else [0.0])
 
@@ -162,13 +219,22 @@ def test_an_exception_that_no_row_causes_alone_says_so():
 # --- weights
 
 
-def test_total_adds_what_applies():
-    rewards = {"a": RewardSpec(len, 2.0), "b": RewardSpec(len, -0.5), "c": RewardSpec(len, 0.0)}
+def test_the_total_adds_what_applies():
+    specs = {"a": RewardSpec(len, 2.0, clip=[0, 1]), "b": RewardSpec(len, -0.5), "c": RewardSpec(len, 0.0)}
     scores = {"a": [1.0, None, None, 0.25, 0.0], "b": [3.0, 4.0] + [None] * 3, "c": [7.0, None, None, 1.0, None]}
-    assert total(rewards, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25, 0.0]
+    assert total(specs, scores) == [2 * 1 - 0.5 * 3, -0.5 * 4, None, 2 * 0.25, 0.0]
+    assert clip_scores(specs, {"a": [3.0, None, ((1, -1.0), (2, 0.5))], "b": [9.0]}) == {
+        "a": [1.0, None, ((1, 0.0), (2, 0.5))],
+        "b": [9.0],
+    }
+    with pytest.raises(RewardError, match="row 0: the weighted sum of .* is not finite"):
+        total({"a": RewardSpec(len, 1e308)}, {"a": [1e10]})
 
 
-@pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
-def test_a_weight_is_a_finite_number(weight):
-    with pytest.raises(ValueError, match="weight=.*: must be a finite number"):
-        RewardSpec(len, weight)
+def test_impossible_settings_are_refused():
+    for setting, value in (
+        *(("weight", value) for value in (math.nan, "1", None, True)),
+        *(("timeout", 0), ("timeout", -1.0), ("max_failed", 1.5), ("clip", [1, 0]), ("retries", 1)),
+    ):
+        with pytest.raises(ValueError, match=f"^{setting}="):
+            RewardSpec(len, **{"weight": 1.0, setting: value})

@@ -14,7 +14,7 @@ from tests.support.workers import limited
 NEEDS = [
     "reward.keyword.function.words=[because,therefore]",
     'reward.pattern.function.expression="^(a|aa)+$"',  # takes exponential time on "aaaa…!"
-    "reward.format.function.seconds=0.02",
+    "reward.pattern.function.seconds=0.02",
     "reward.json_schema.function.schema={type:object,required:[name],properties:{name:{type:string}}}",
 ]
 NAMES = sorted(

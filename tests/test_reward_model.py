@@ -1,17 +1,26 @@
-"""A reward model says what its own logits say, whatever it is batched with, and is loaded once."""
+"""A reward model says what its own logits say, whatever it is batched with; and learns from what rollouts gave."""
 
+import copy
 import gc
 import logging
+import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
+import grpo_lightning as grpo
+from grpo_lightning.callbacks.reward_model import RewardModelTraining, replayed
 from grpo_lightning.reward import RewardError, RewardSpec, score
-from grpo_lightning.reward.model import RewardModel, _holders
+from grpo_lightning.reward.model import RewardModel
 from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
+from tests.support.composed import ROOT
+from tests.support.running import small_module, small_run
+from tests.test_callbacks import scalars
 
 SETTINGS = {
     "dtype": "float32",
@@ -121,21 +130,17 @@ def test_what_is_cut_keeps_the_tokenizers_own_first_and_last_token(tmp_path):
 
 
 def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
-    first, second = reward_model(chat), reward_model(chat, label=1)
-    assert first.shares_weights(second)
+    first, second, other = reward_model(chat), reward_model(chat, label=1), reward_model(chat, dtype="bfloat16")
     network = first.network
     assert second.network is network
-    other = reward_model(chat, dtype="bfloat16")
-    assert not first.shares_weights(other)
     assert other.network is not network
-    gone, known = weakref.ref(network), len(_holders)
+    gone = weakref.ref(network)
     del network, first
     gc.collect()
     assert gone() is not None
     del second
     gc.collect()
     assert gone() is None
-    assert len(_holders) == known - 1
 
 
 def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(chat):
@@ -161,37 +166,353 @@ def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
     assert (found - exact).abs().mean() < 0.5 * exact.std()
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"label": 3}, "label=3: allowed is 0 to 2"),
-        ({"max_length": 513}, "max_length=513: allowed is at most 512, the context"),
-    ],
-)
-def test_settings_beyond_the_model_are_refused_at_the_first_call(settings, message, chat):
-    with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
-        reward_model(chat, **settings)(PROMPTS, COMPLETIONS)
-
-
-def test_a_wrong_path_is_named(tmp_path):
+def test_settings_and_files_that_cannot_work_are_named(chat, tmp_path):
+    for settings, message in (
+        ({"label": 3}, "label=3: expected 0 to 2"),
+        ({"max_length": 513}, "max_length=513: expected at most 512, the context"),
+    ):
+        with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
+            reward_model(chat, **settings)(PROMPTS, COMPLETIONS)
     with pytest.raises(ValueError, match=r"reward.model.function.path='.*nothing': no such file or directory"):
         reward_model(tmp_path / "nothing")
-    model = reward_model(tmp_path)
-    with pytest.raises(ValueError, match=rf"reward.model.function.path='{tmp_path}': transformers cannot read a seq"):
-        model(["a"], ["b"])
-    with pytest.raises(RewardError, match=r"reward 'model' raised ValueError: reward.model.function.path="):
-        score({"model": RewardSpec(model, 1.0)}, ["a"], ["b"], {})
-
-
-def test_a_language_model_is_no_reward_model(tmp_path):
-    path = write_checkpoint(tmp_path, "llama", chat=True)
+    with pytest.raises(
+        RewardError, match=rf"reward 'model' raised ValueError: reward.model.function.path='{tmp_path}'"
+    ):
+        score({"model": RewardSpec(reward_model(tmp_path), 1.0)}, ["a"], ["b"], {})
+    path = write_checkpoint(tmp_path, "llama", chat=True)  # a language model has no head
     with pytest.raises(ValueError, match="1 of the model's weights are missing there, such as score.weight"):
         reward_model(path)(["a"], ["b"])
-
-
-def test_a_logit_that_is_not_finite_is_an_error(chat):
     model = reward_model(chat, device="cpu:0")  # weights of its own
     with torch.no_grad():
         model.network.score.weight.fill_(torch.inf)
     with pytest.raises(ValueError, match=r"gave (nan|inf|-inf) for row \d"):
         model(PROMPTS, COMPLETIONS)
+
+
+# --- a network that a program has
+
+
+class Mean(nn.Module):
+    """Scores token ids by their mean, so that padding would show; remembers how it was called."""
+
+    def __init__(self, shape=lambda values: values, labels=1):
+        super().__init__()
+        self.shape = shape
+        self.scale = nn.Parameter(torch.arange(1.0, labels + 1))
+        self.dropout = nn.Dropout(0.5)
+        self.calls = []
+
+    def forward(self, ids):
+        self.calls.append((tuple(ids.shape), self.training, torch.is_grad_enabled()))
+        self.device = ids.device
+        return self.shape(self.dropout(ids.float()).mean(-1, keepdim=True) * self.scale)
+
+
+class Letters:
+    """A tokenizer of one's own: a letter is its number in the alphabet, and a space none."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
+
+    def decode(self, ids):
+        return "".join(chr(one + ord("a")) for one in ids)
+
+
+def test_a_live_network_scores_as_the_one_of_its_path(chat, plain, caplog):
+    for path, label in ((chat, 0), (chat, 2), (plain, 0)):
+        network, words = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        expected = reward_model(path, label=label)(PROMPTS, COMPLETIONS)
+        assert RewardModel.of(network, words, label=label)(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-6)
+        words.truncation_side = "right"
+        rows = RewardModel.of(network, words, max_length=8).encode(PROMPTS[:2], COMPLETIONS[:2])
+        assert words.truncation_side == "right"  # the program's tokenizer stays as it is
+        assert rows == reward_model(path, max_length=8).encode(PROMPTS[:2], COMPLETIONS[:2])
+
+
+def test_rows_of_ones_own_network_are_of_equal_length_and_keep_their_order():
+    network = Mean()
+    model = RewardModel.of(network, Letters(), batch_tokens=8)
+    # a=0 b=1 c=2 d=3: means of (a b d) 4/3, (c c) 2, (d) 3, (b d d d d) 13/5, (b b) 1, (c c a) 4/3, (d d d) 3
+    found = model(["ab", "c", "", "bd", "b", "c c", "dd"], ["d", "c", "d", "ddd", "b", "a", "d"])
+    assert found == pytest.approx([4 / 3, 2, 3, 13 / 5, 1, 4 / 3, 3])
+    # within 8 tokens, longest first: 1 x 5; 2 of the 3 x 3, then 1; 2 x 2; 1 x 1
+    assert [shape for shape, _, _ in network.calls] == [(1, 5), (2, 3), (1, 3), (2, 2), (1, 1)]
+
+
+def test_it_scores_in_evaluation_mode_and_without_a_gradient():
+    network = Mean().train()
+    model = RewardModel.of(network, Letters())
+    first = model(["ab"], ["cd"])
+    network.train()
+    assert model(["ab"], ["cd"]) == first == [1.5]  # (0 + 1 + 2 + 3) / 4, which dropout would change
+    assert [(training, grad) for _, training, grad in network.calls] == [(False, False)] * 2
+    assert network.scale.grad is None
+    model.logits([[1, 2]]).sum().backward()  # training it is possible all the same
+    assert float(network.scale.grad) == 1.5
+
+
+def test_other_shapes_are_an_error():
+    for shape, gave in (
+        (lambda values: values.mean(), r"\(\)"),
+        (lambda values: values.T, r"\(1, 2\)"),
+        (lambda values: values.unsqueeze(-1), r"\(2, 1, 1\)"),
+        (lambda values: values[:1], r"\(1, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"Mean gave {gave} for token ids \(2, 2\): expected \(2,\) or"):
+            RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"])
+
+
+class Scored(nn.Module):
+    """The guide's ``reward_model(input_ids)``: one value per row."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size, 1)
+
+    def forward(self, input_ids):
+        return self.embedding(input_ids).mean(1).squeeze(-1)
+
+
+@pytest.mark.slow
+def test_a_run_trains_by_a_live_network(tmp_path):
+    network = Scored(200)
+    words = AutoTokenizer.from_pretrained(ROOT / "grpo_lightning" / "policy" / "tiny")
+    before = copy.deepcopy(network)
+    small = ("trainer=cpu", "steps=1", "data.prompts_per_step=2", "data.validation_size=2", "rollout.group_size=4")
+    run = grpo.compose(
+        *small,
+        "rollout.max_new_tokens=6",
+        "callbacks={}",
+        "logger=none",
+        run_dir=tmp_path,
+        reward={"model": RewardModel.of(network, words)},
+        data=["Spell sun backward", "Spell moon backward"],
+    )
+    metrics = run.fit().metrics
+    assert metrics["reward/model"] == metrics["reward/total"] != 0
+    assert metrics["reward/std"] > 0
+    assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
+
+
+# --- training it
+
+TRAINING = {
+    "reward": "model",
+    "every": 1,
+    "epochs": 1,
+    "batch_size": 4,
+    "lr": 1e-3,
+    "replay": 0.1,
+    "buffer_size": 100,
+    "max_grad_norm": 1.0,
+    "seed": 0,
+}
+
+
+def callback(**settings) -> RewardModelTraining:
+    return RewardModelTraining(**{**TRAINING, **settings})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_reward_model(tmp_path_factory.mktemp("scorer"), "qwen3", chat=True)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_reward_model(tmp_path_factory.mktemp("llama"), "llama", chat=False)
+
+
+def test_the_replayed_share_is_exact():
+    for new, share, stored, expected in (
+        (36, 0.1, 100, 4),  # 4 / (36 + 4) = 0.1
+        (30, 0.25, 100, 10),  # 10 / 40
+        (8, 0.1, 100, 1),  # 8 * 0.1 / 0.9 = 0.89
+        (4, 0.1, 100, 0),  # 0.44
+        (36, 0.0, 100, 0),
+        (36, 0.1, 3, 3),  # no more than there are
+        (36, 0.1, 0, 0),
+    ):
+        buffer = [("p", str(number), True) for number in range(stored)]
+        found = replayed(buffer, new, share, random.Random(0))
+        assert len(found) == len(set(found)) == expected
+        assert set(found) <= set(buffer)
+
+
+def separable(count, seed=0) -> list:
+    """Right where the completion has a 4."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        right = chance.random() < 0.5
+        text = "".join(chance.choice("0123456789" if right else "012356789") for _ in range(5))
+        found.append(("n", text[:2] + "4" + text[3:] if right else text, right))
+    return found
+
+
+def test_accuracy_rises_on_text_that_can_be_told_apart(llama):
+    model, train = reward_model(llama), callback(lr=3e-3, batch_size=8, replay=0.2)
+    found = []
+    for step in range(12):
+        train.pending = separable(32, seed=step)  # always new ones: what is measured before the update is unseen
+        found.append(train.update(model, step))
+    accuracy = [metrics["reward_model/accuracy"] for metrics in found]
+    loss = [metrics["reward_model/loss"] for metrics in found]
+    assert sum(accuracy[:2]) / 2 < 0.75
+    assert sum(accuracy[-3:]) / 3 > 0.9
+    assert loss[-1] < 0.5 * loss[0]
+
+
+def trained(path, step=1, **settings) -> dict:
+    model = reward_model(path, batch_tokens=settings.pop("batch_tokens", 200))
+    model.reset()
+    train = callback(**settings)
+    train.pending = separable(8)
+    train.update(model, step)
+    return {name: weight.clone() for name, weight in model.network.state_dict().items()}
+
+
+def test_one_step_is_adamws(llama):
+    """The first step of Adam moves every weight by lr against the sign of its gradient, clipped or not."""
+    model = reward_model(llama)
+    model.reset()
+    before = model.network.score.weight.detach().clone()
+    data = separable(8)
+    labels = torch.tensor([float(label) for _, _, label in data])
+    logits = torch.cat([model.logits([row]) for row in model.encode([p for p, _, _ in data], [t for _, t, _ in data])])
+    torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
+    sign = model.network.score.weight.grad.sign()
+    after = trained(llama, batch_size=8, lr=1e-2)
+    assert torch.allclose(after["score.weight"], before - 1e-2 * sign, atol=1e-4)
+
+
+def test_the_forward_batches_do_not_change_the_update(llama):
+    # Clipped far below Adam's epsilon, where a step is proportional to the gradient.
+    settings = {"max_grad_norm": 1e-9, "batch_size": 8, "lr": 1.0}
+    one, other = trained(llama, batch_tokens=10_000, **settings), trained(llama, batch_tokens=1, **settings)
+    start = reward_model(llama)
+    start.reset()
+    moved = [one[name] - weight for name, weight in start.network.state_dict().items()]
+    assert max(float(difference.abs().max()) for difference in moved) > 1e-3
+    for name in one:
+        assert torch.allclose(one[name], other[name], atol=1e-5), name
+
+
+def test_the_seed_and_the_step_choose_the_order(llama):
+    settings = {"batch_size": 2}
+    one, same, other = (trained(llama, seed=seed, **settings)["score.weight"] for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, trained(llama, step=2, **settings)["score.weight"])
+
+
+def settings_of(path, **changed) -> list[str]:
+    return [
+        "reward=[custom,format,model]",
+        "callbacks=reward_model",
+        "rollout.outcome=custom",
+        "rollout.threshold=0.4",
+        f"reward.model.function.path={path}",
+        "reward.model.function.max_length=256",
+        "reward.model.function.device=cpu",
+        "reward.model.clip=[-1,1]",
+        "callbacks.reward_model.every=1",
+        "callbacks.reward_model.batch_size=3",
+        "callbacks.reward_model.lr=0.003",
+        "callbacks.reward_model.buffer_size=12",
+        "validation.every=2",
+        "callbacks.checkpoint.every=1",
+        *(f"{key.replace('__', '.')}={value}" for key, value in changed.items()),
+    ]
+
+
+def train_run(directory, *overrides) -> dict:
+    """The metrics it ends with; nothing of it stays in memory, as in a process of its own."""
+    metrics = dict(small_run(directory, *overrides).metrics)
+    gc.collect()
+    return metrics
+
+
+def last(directory) -> dict:
+    return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def state_of(content) -> dict:
+    (state,) = (value for key, value in content["callbacks"].items() if key.startswith("RewardModelTraining"))
+    return state
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
+    overrides = settings_of(checkpoint, callbacks__reward_model__every=every)
+    metrics = train_run(tmp_path / "unbroken", *overrides, "steps=4")
+    train_run(tmp_path / "broken", *overrides, "steps=2")
+    half = state_of(last(tmp_path / "broken"))
+    assert (half["trained"] is None) == (every == 3)
+    assert (len(half["pending"]), len(half["buffer"])) == ((0, 12) if every == 1 else (16, 0))  # 8 rows a step
+    resumed = train_run(tmp_path / "broken", *overrides, "steps=4", "checkpoint=last")
+    one, other = last(tmp_path / "unbroken"), last(tmp_path / "broken")
+    assert same(one["state_dict"], other["state_dict"])
+    assert same(state_of(one), state_of(other))
+    assert len(state_of(one)["buffer"]) == 12
+    measured = {name for name in metrics if not name.startswith(("time/", "perf/"))}
+    assert {name: resumed[name] for name in measured} == {name: metrics[name] for name in measured}
+    assert {"reward_model/loss", "reward_model/accuracy"} <= measured
+
+
+@pytest.mark.slow
+def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
+    """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
+    overrides = settings_of(
+        checkpoint, validation__every=3, validation__temperature=0, callbacks__reward_model__every=2
+    )
+    train_run(tmp_path, *overrides, "optimizer.lr=0", "steps=3")
+    found = scalars(tmp_path / "tensorboard")
+    assert [step for step, _ in found["reward_model/loss"]] == [2]
+    assert all(0 <= value <= 1 for _, value in found["reward_model/accuracy"])
+    (_, before), (_, after) = found["val/reward/model"]
+    (_, start), (_, end) = found["val/reward/custom"]
+    assert start == end
+    assert abs(after - before) > 1e-3
+    trained, fresh = state_of(last(tmp_path))["trained"]["weights"], reward_model(checkpoint).network.state_dict()
+    assert trained.keys() == fresh.keys()
+    assert not torch.equal(trained["score.weight"], fresh["score.weight"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_path):
+    overrides = settings_of(checkpoint, validation__temperature=0)
+    trained = train_run(tmp_path, *overrides, "steps=2")
+    again = train_run(tmp_path, *overrides, "mode=validate", "checkpoint=last")
+    assert again["val/reward/model"] == pytest.approx(trained["val/reward/model"], abs=1e-6)
+    fresh = train_run(tmp_path / "other", *overrides, "mode=validate")
+    assert abs(fresh["val/reward/model"] - again["val/reward/model"]) > 1e-3
+
+
+def test_a_run_that_cannot_train_it_does_not_start(checkpoint, tmp_path):
+    for changed, message in (
+        ({"callbacks__reward_model__reward": "other"}, "callbacks.reward_model.reward=other"),
+        ({"rollout__outcome": "model"}, "rollout.outcome=model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            small_run(tmp_path, *settings_of(checkpoint, **changed))
+    module = small_module(*settings_of(checkpoint))
+    model = module.rollout.reward["model"].function
+    with pytest.raises(ValueError, match="2 processes"):
+        callback().on_fit_start(SimpleNamespace(world_size=2), module)
+    model.quantization = "8bit"
+    with pytest.raises(ValueError, match="quantization=8bit"):
+        callback().on_fit_start(SimpleNamespace(world_size=1), module)
+    with pytest.raises(ValueError, match="callbacks.reward_model.reward=model"):
+        callback().on_fit_start(SimpleNamespace(world_size=1), small_module())

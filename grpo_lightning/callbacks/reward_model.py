@@ -167,7 +167,7 @@ class RewardModelTraining(Callback):
                 f"callbacks.reward_model.reward={self.reward}: allowed is a reward that is a reward model, of which "
                 f"there are {', '.join(models) or 'none: add one, reward=[accuracy,format,model]'}"
             )
-        if model.shares_weights(judge.rewards[judge.outcome_name].function):
+        if judge.rewards[judge.outcome_name].function is model:
             raise ValueError(
                 f"rollout.outcome={judge.outcome_name}: allowed is another reward than the model that is trained, "
                 f"callbacks.reward_model.reward={self.reward}, which would learn from its own judgement"

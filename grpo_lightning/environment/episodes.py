@@ -83,7 +83,7 @@ class Episodes:
         episode.is_open = True
         if self._environment.timeout is not None:
             # Its own pickles say what cannot be pickled: an error of the settings, not of the row.
-            episode.pending = workers.submit(self._call, [self._arguments(row)], seconds=self._environment.timeout)
+            episode.pending = workers.submit(self._call, self._arguments(row), seconds=self._environment.timeout)
 
     def reply(self, row: int) -> str | None:
         """Wait for the reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``.
@@ -172,7 +172,7 @@ class Episodes:
             return
         start = perf_counter()
         try:
-            result = self._call_here(row) if episode.pending is None else episode.pending.result(self._poll)[0]
+            result = self._call_here(row) if episode.pending is None else episode.pending.result(self._poll)
         finally:
             self.seconds += perf_counter() - start
         episode.is_open, episode.pending, episode.reply = False, None, None

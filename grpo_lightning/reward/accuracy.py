@@ -1,20 +1,17 @@
-"""Rewards for the right answer, or for what an environment says of it. Odd text scores 0; a broken answer raises."""
+"""Rewards for the right answer: [B] scores for [B] completions and columns.
 
-import logging
-import math
+Odd text of the model scores 0; a right answer that is empty or neither text nor a number raises a ValueError.
+"""
+
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.reward.text import answer_text
-from grpo_lightning.reward.verifier import GATES, Scorer, begin, check_row, make_scorer, may_be_verified
-
-_LOG = logging.getLogger(__name__)
 
 _WINDOW = 200  # characters before the last digit that can belong to its number
-_MOST_DIGITS = 50
+_MAX_DIGITS = 50
 _FRAC = re.compile(r"\\[dt]?frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
 _VALUE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+"
 _NUMBER = re.compile(
@@ -23,24 +20,9 @@ _NUMBER = re.compile(
     re.ASCII,
 )
 
-verifier_failures: Counter[str] = Counter()
-"""How often the verifier of each task raised on a model's text in this process."""
-_scorers: dict[str, Scorer] = {}
-
 
 def exact(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1.0 if the answer text is the right answer, surrounding whitespace aside, else 0.0.
-
-    Args:
-        completions: [B]
-        answer: [B] the right answers.
-
-    Returns:
-        [B] 0.0 or 1.0
-
-    Raises:
-        ValueError: A right answer is empty or neither text nor a number.
-    """
+    """1.0 if the answer text is the right answer, surrounding whitespace aside, else 0.0."""
     return [float(answer_text(text) == _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -52,13 +34,7 @@ def numeric(
     Numbers are 1,234.5 or -3 or 1e-3 or 3/4 or \frac{3}{4}; a percent or dollar sign is ignored, so 50% is 50.
     The tolerance is absolute, since a relative one lets large integers be off by one.
 
-    Args:
-        completions: [B]
-        answer: [B] the right answers; their last number counts, so that "… #### 72" is 72.
-        tolerance: The largest difference that is right, at least 0.
-
-    Returns:
-        [B] 0.0 or 1.0
+    Of right answers the last number counts, too, so that "… #### 72" is 72.
 
     Raises:
         ValueError: A right answer holds no number, or ``tolerance`` is negative or NaN.
@@ -89,20 +65,19 @@ def reasoning_gym(
         answer: [B] the right answers; None in the tasks where any solution counts.
         task: [B] reasoning_gym dataset names.
         metadata: [B] the entries' metadata, unchanged: verifiers read the puzzle from it.
-        task_config: [B] the arguments the data set was made with, where they are not its defaults: some verifiers
-            (arc_agi, decimal_arithmetic, puzzle24, …) read them.
-
-    Returns:
-        [B] in [0, 1]
+        task_config: [B] the data set's arguments where they are not its defaults: some verifiers (arc_agi, puzzle24, …)
+            read them.
 
     Raises:
         ValueError: An unknown task, metadata that are no mapping, a right answer that the verifier itself raises on, or
             a row of which its verifier would evaluate what could run code.
     """
+    from grpo_lightning.reward import verifier  # takes two seconds; not every run needs it
+
     configs = task_config or [None] * len(completions)
     rows = zip(completions, answer, task, metadata, configs, strict=True)
-    verified = [_verified(answer_text(text), right, name, about, of or {}) for text, right, name, about, of in rows]
-    return [score() for score in verified]
+    results = [verifier.begin(answer_text(text), right, name, data, of or {}) for text, right, name, data, of in rows]
+    return [result() for result in results]
 
 
 def demonstrated(
@@ -120,27 +95,18 @@ def demonstrated(
         answer: [B] the right answers, where the data have them; else the demonstrations' own answer texts are.
         task: [B] names of reasoning_gym's tasks, where the demonstrations are of these.
         metadata: [B] their entries' metadata.
-
-    Returns:
-        [B] in [0, 1]
     """
     if task is not None and metadata is not None:
         return reasoning_gym(completions, answer or [None] * len(completions), task, metadata)
-    lasts = [one if isinstance(one, str) else one[-1]["content"] for one in completion]
-    right = answer if answer is not None else [answer_text(text) for text in lasts]
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completion]
+    right = answer if answer is not None else [answer_text(text) for text in texts]
     return exact(completions, right)
 
 
 def of_environment(turn_scores: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
-    """The sum of an environment's own scores.
+    """The sum of an environment's own scores, given as (number of the turn from 0, score) pairs of each episode.
 
     With ``advantage=to_go`` each of them counts at the end of its turn.
-
-    Args:
-        turn_scores: [B] (number of the turn from 0, score) pairs of each episode.
-
-    Example:
-        ``of_environment([[(0, 0.1), (2, 1.0)], []])`` gives [1.1, 0.0].
     """
     return [float(sum(score for _, score in pairs)) for pairs in turn_scores]
 
@@ -155,7 +121,7 @@ def last_number(text: str) -> Fraction | None:
     last = matches[-1]
     number, divisor = (last[group] or "1" for group in ("number", "divisor"))
     exponent = last["exponent"] or "0"
-    if max(len(number), len(divisor), len(exponent)) > _MOST_DIGITS or abs(int(exponent)) > _MOST_DIGITS:
+    if max(len(number), len(divisor), len(exponent)) > _MAX_DIGITS or abs(int(exponent)) > _MAX_DIGITS:
         return None
     bottom = Fraction(divisor.replace(",", ""))
     if not bottom:
@@ -169,59 +135,3 @@ def _right_answer(answer: Any) -> str:
     if not text or isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"answer: expected text or a number, got {answer!r:.80}")
     return text
-
-
-def _verified(
-    text: str, right: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
-) -> Callable[[], float]:
-    """A function that returns the score; what takes long has begun in a worker process when this returns."""
-    if not isinstance(metadata, Mapping):
-        raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
-    source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
-    scorer = _scorer(source, config if source == task else {})
-    check_row(source, right, metadata)
-    if not may_be_verified(source, text, str(right or "")):
-        is_right = source in GATES and isinstance(right, str) and text == right.strip() != ""
-        return lambda: float(is_right)  # of what must not be evaluated, only the data's own text is right
-    entry = {"question": "", "answer": right, "metadata": metadata}
-    begun = begin(scorer, answer=text, entry=entry)
-
-    def score() -> float:
-        try:
-            value = float(begun())
-        except Exception as error:
-            _blame_the_text(scorer, entry, source, error)
-            return 0.0
-        return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
-
-    return score
-
-
-def _scorer(task: str, config: Mapping[str, Any]) -> Scorer:
-    """The verifier of a task, made once."""
-    key = f"{task} {dict(config)!r}"
-    if key not in _scorers:
-        _scorers[key] = make_scorer(task, config)
-    return _scorers[key]
-
-
-def _blame_the_text(scorer: Scorer, entry: Mapping[str, Any], task: str, error: Exception) -> None:
-    """Counts a verifier's exception, unless it raises on the right answer too."""
-    right = entry["answer"]
-    is_safe = task not in GATES or (isinstance(right, str) and may_be_verified(task, right, right))
-    if right and is_safe and not isinstance(error, TimeoutError):
-        try:
-            scorer(answer=right, entry=entry)
-        except Exception as broken:
-            raise ValueError(
-                f"task {task!r}: its verifier raised {type(broken).__name__}: {broken} on the data set's own answer "
-                f"{right!r:.80}; expected its unchanged `answer` and `metadata`"
-            ) from broken
-    if not verifier_failures[task]:
-        _LOG.warning(
-            "task %r: its verifier raised %s: %.200s on a completion, which scores 0; further ones are only counted",
-            task,
-            type(error).__name__,
-            error,
-        )
-    verifier_failures[task] += 1

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, asked over HTTP; no redirect is followed."""
+"""HTTP client of an OpenAI-compatible chat completions server; retries are those of the reward that calls it."""
 
 import asyncio
 import ipaddress
@@ -18,14 +18,13 @@ from grpo_lightning.reward.spec import RewardError
 if TYPE_CHECKING:
     import httpx2
 
-_MOST_SHOWN = 200  # characters of what a server says of an error
-_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
-_ABOUT_THE_REQUEST = (400, 413, 422)
+_SHOWN_CHARACTERS = 200  # of what a server says of an error
+_BAD_REQUEST = (400, 413, 422)
 _TEMPORARY = (408, 409, 425, 429)
 
 
-class Endpoint:
-    """The chat completions of a server.
+class ChatClient:
+    """Asks the chat completions of a server; no redirect is followed.
 
     Args:
         base_url: As OpenAI's client takes it, such as https://api.openai.com/v1; /chat/completions is appended.
@@ -37,15 +36,14 @@ class Endpoint:
     """
 
     def __init__(self, base_url: str, *, api_key_env: str | None, allow_http: bool) -> None:
-        _check_url(base_url, allow_http)
-        if api_key_env is not None and not (isinstance(api_key_env, str) and _VARIABLE.fullmatch(api_key_env)):
+        self._is_local = _check_url(base_url, allow_http)
+        if api_key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", str(api_key_env)):
             raise ValueError(
-                "api_key_env: allowed is the name of an environment variable, such as OPENAI_API_KEY, or null; the key "
+                "api_key_env: expected the name of an environment variable, such as OPENAI_API_KEY, or null; the key "
                 "itself belongs into the environment only"
             )
         self.url = f"{base_url.rstrip('/')}/chat/completions"
         self._api_key_env = api_key_env
-        self._is_local = _is_local(urlsplit(base_url).hostname or "")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx2.AsyncClient | None = None
 
@@ -61,24 +59,23 @@ class Endpoint:
             ValueError: What it answers is no chat completion.
             RewardError: It would not answer any request: redirects, a key that does not count, an address without it.
         """
-        key = self._key()
-        headers = {"content-type": "application/json"}
+        headers, key = {"content-type": "application/json"}, self._key()
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         if self._client is None or self._loop is not asyncio.get_running_loop():
-            self._loop, self._client = asyncio.get_running_loop(), _connected(self._is_local)
+            self._loop, self._client = asyncio.get_running_loop(), _connect(self._is_local)
         response = await self._client.post(self.url, content=body, headers=headers)
         status = response.status_code
         text = response.text.replace(key or REDACTED, REDACTED)  # a server may repeat it
         if 200 <= status < 300:
             return _content(text)
         if status in _TEMPORARY or status >= 500:
-            raise RetryableError(f"{self.url} answers {status}", after=_seconds(response.headers.get("retry-after")))
-        told = f"{self.url} answers {status}: {_shown(text)}"
+            raise RetryableError(f"{self.url} answers {status}", after=_retry_after(response.headers))
+        message = f"{self.url} answers {status}: {_beginning(text)}"
         if 300 <= status < 400:
-            place = _shown(response.headers.get("location", "").replace(key or REDACTED, REDACTED))
-            told += f" a redirect to {place}, which is not followed: base_url has to be where it leads"
-        raise (PermanentError if status in _ABOUT_THE_REQUEST else RewardError)(told)
+            target = _beginning(response.headers.get("location", "").replace(key or REDACTED, REDACTED))
+            message += f" a redirect to {target}, which is not followed: set base_url to where it leads"
+        raise (PermanentError if status in _BAD_REQUEST else RewardError)(message)
 
     async def aclose(self) -> None:
         """Close its connections, if they are of the loop that this runs on."""
@@ -95,37 +92,39 @@ class Endpoint:
         return key
 
 
-def _connected(is_local: bool) -> "httpx2.AsyncClient":
+def _connect(is_local: bool) -> "httpx2.AsyncClient":
     import httpx2
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
-    # No time limit of its own, which the reward has. A proxy that the environment names is none to this machine.
-    return httpx2.AsyncClient(
-        timeout=None,
-        follow_redirects=False,
-        trust_env=not is_local,
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-    )
+    # The reward has the time limit and the number of connections. The environment's proxy is none to this machine.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx2.AsyncClient(timeout=None, follow_redirects=False, trust_env=not is_local, limits=limits)
 
 
-def _check_url(url: Any, allow_http: bool) -> None:
-    allowed = "an address such as https://api.openai.com/v1, without user, query and fragment"
+def _check_url(url: Any, allow_http: bool) -> bool:
+    """Whether a base URL is of this machine.
+
+    Raises:
+        ValueError: It is no address, or one of another machine without encryption.
+    """
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except (ValueError, AttributeError, TypeError):
-        is_address = False
-    if not is_address or re.search(r"[\s?#@]", url):  # an empty query would cut off what is appended
-        raise ValueError(f"base_url: expected {allowed}, got {redact(repr(url)):.80}")
-    if parts.scheme == "http" and not allow_http and not _is_local(parts.hostname or ""):
-        raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
-
-
-def _is_local(host: str) -> bool:
+        is_url = False
+    if not is_url or re.search(r"[\s?#@]", url):  # an empty query would cut off what is appended
+        raise ValueError(
+            "base_url: expected an address such as https://api.openai.com/v1, without user, query and fragment, got "
+            f"{redact(repr(url)):.80}"
+        )
+    host = parts.hostname or ""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        is_local = False
+    if parts.scheme == "http" and not allow_http and not is_local:
+        raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
+    return is_local
 
 
 def _content(body: str) -> str:
@@ -135,15 +134,14 @@ def _content(body: str) -> str:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(f"its answer is no chat completion: {_shown(body[: 4 * _MOST_SHOWN])}")
+        raise ValueError(f"its answer is no chat completion: {_beginning(body)}")
     return content
 
 
-def _seconds(after: str | None) -> float:
-    """What a Retry-After header asks for: seconds, or a date; 0 for anything else."""
-    if after is None:
-        return 0.0
-    if re.fullmatch(r"\s*\d{1,6}(\.\d*)?\s*", after):
+def _retry_after(headers: Any) -> float:
+    """Seconds of a Retry-After header, a number or a date; 0 without one."""
+    after = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d{1,6}(\.\d*)?", after):
         return float(after)
     try:
         return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
@@ -151,6 +149,6 @@ def _seconds(after: str | None) -> float:
         return 0.0
 
 
-def _shown(text: str) -> str:
-    """The beginning of a server's words, without secrets and control characters."""
-    return single_line(redact(" ".join(text[: 4 * _MOST_SHOWN].split()))[:_MOST_SHOWN])
+def _beginning(text: str) -> str:
+    """The beginning of a server's text, without secrets and control characters."""
+    return single_line(redact(" ".join(text[: 4 * _SHOWN_CHARACTERS].split()))[:_SHOWN_CHARACTERS])

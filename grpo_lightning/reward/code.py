@@ -10,10 +10,10 @@ from typing import Any
 from grpo_lightning.reward.text import FENCE, answer_text, fenced_blocks, tag
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
-_LONGEST = 100_000  # characters of a program
+_MAX_CHARACTERS = 100_000  # characters of a program
 _LANGUAGES = ("", "py", "python", "python3")
 _TOLERANCE = 1e-9  # of numbers with a fraction, as they come from sums in another order
-_DEEPEST = 100  # lists and mappings in one another, of a result
+_MAX_DEPTH = 100  # lists and mappings in one another, of a result
 
 _CALL = """
 def __call(name, arguments):
@@ -29,14 +29,11 @@ method's class an object is made."""
 
 @dataclass(frozen=True)
 class Case:
-    """One test of a program, such as ``Case(stdin="7", expected="14", call="")``."""
+    """One test of a program: what it reads, what it has to print or return, and what is appended to call a function."""
 
     stdin: str
-    """What the program reads."""
-    expected: Any
-    """What it has to print, or what its function has to return: stays out of the sandbox."""
-    call: str
-    """What is appended to the program to call a function of it; nothing where it reads and prints."""
+    expected: Any  # stays out of the sandbox
+    call: str = ""
 
 
 def code(
@@ -68,9 +65,6 @@ def code(
         seconds_in_all: By the clock, for all tests of a completion; those that are not begun then count as failed.
         memory_mb: Of address space, in units of 2**20 bytes.
 
-    Returns:
-        [B] in [0, 1]
-
     Raises:
         ValueError: A setting is out of range, or tests are not as above.
         Unavailable: The machine has no sandbox.
@@ -89,17 +83,13 @@ def code(
 
 
 def program(completion: str) -> str | None:
-    """The program that a completion gives as its answer, or None.
-
-    Args:
-        completion: What the model wrote.
-    """
+    """The program that a completion gives as its answer, or None."""
     answer = answer_text(completion)
     blocks = fenced_blocks(answer, _LANGUAGES)
     found = blocks[-1] if blocks else None
     if found is None and FENCE not in answer and tag(completion, "answer"):
         found = answer
-    return found if found is not None and found.strip() and len(found) <= _LONGEST else None
+    return found if found is not None and found.strip() and len(found) <= _MAX_CHARACTERS else None
 
 
 def _cases(given: Any) -> list[Case]:
@@ -121,7 +111,7 @@ def _case(given: Any) -> Case:
     if known.keys() == {"input", "output"} and all(isinstance(value, str) for value in known.values()):
         if not known["output"].strip():
             raise ValueError(f"tests: expected an output that is not empty, got {given!r:.80}")
-        return Case(known["input"], known["output"], "")
+        return Case(known["input"], known["output"])
     name, arguments = known.get("function"), known.get("args")
     if known.keys() != {"function", "args", "output"} or not _is_name(name) or not isinstance(arguments, list):
         raise ValueError(
@@ -153,7 +143,7 @@ def _is_right(outcome: Outcome, case: Case) -> bool:
     if not case.call:
         return _lines(outcome.stdout) == _lines(case.expected)
     try:
-        return _are_equal(json.loads(outcome.stdout.rpartition("\n")[2]), case.expected, _DEEPEST)
+        return _are_equal(json.loads(outcome.stdout.rpartition("\n")[2]), case.expected, _MAX_DEPTH)
     except (ValueError, ArithmeticError, RecursionError):
         return False
 

@@ -1,17 +1,25 @@
 """A reward for the game of Countdown: reach the target with the numbers. Odd text of the model scores 0."""
 
 import ast
+import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.reward.text import answer_text
 
-_LONGEST = 500  # characters of an expression
+_MAX_CHARACTERS = 500  # characters of an expression
 _SIGNS = str.maketrans("\u00d7\u00b7\u00f7\u2212\u2013[]", "**/--()")  # times, dot, division, minus, dash
 _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("$", ""))
+_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_KINDS = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.UAdd, ast.USub, *_OPERATIONS)
 _EXPRESSION = re.compile(r"[-+*/() \t\n0-9]+")
 
 
@@ -29,11 +37,8 @@ def countdown(
         target: [B] the numbers to reach.
         use_all: Whether each number has to be used.
 
-    Returns:
-        [B] 0.0 or 1.0
-
     Raises:
-        ValueError: ``numbers`` is no list of integers of at least 0, or ``target`` no number, or ``use_all`` no bool.
+        ValueError: A column or setting is not as above.
     """
     if not isinstance(use_all, bool):
         raise ValueError(f"use_all: expected true or false, got {use_all!r:.80}")
@@ -59,7 +64,7 @@ def _target(goal: Any) -> Fraction:
 
 
 def _reaches(text: str, allowed: "Counter[int]", target: Fraction, *, use_all: bool) -> bool:
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_CHARACTERS:
         return False
     text = text.translate(_SIGNS)
     for command, sign in _LATEX:
@@ -85,8 +90,7 @@ def _tree(text: str) -> ast.expr | None:
         tree = ast.parse(" ".join(text.split()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    kinds = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub)
-    return tree if all(isinstance(node, kinds) for node in ast.walk(tree)) else None
+    return tree if all(isinstance(node, _KINDS) for node in ast.walk(tree)) else None
 
 
 def _value(node: ast.AST) -> Fraction:
@@ -98,8 +102,4 @@ def _value(node: ast.AST) -> Fraction:
     if not isinstance(node, ast.BinOp):
         raise TypeError(f"expected arithmetic, got {type(node).__name__}")
     left, right = _value(node.left), _value(node.right)
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    return left * right if isinstance(node.op, ast.Mult) else left / right
+    return _OPERATIONS[type(node.op)](left, right)

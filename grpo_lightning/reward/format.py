@@ -1,9 +1,11 @@
-"""Rewards for the shape of a completion: ``<think>…</think><answer>…</answer>``, and steps in it."""
+"""Rewards for the form of a completion: [B] scores in [0, 1] for [B] texts.
+
+Odd text of the model scores 0; a setting that is of no use raises a ValueError.
+"""
 
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,15 @@ import regex
 
 from grpo_lightning.reward.text import answer_text
 
+log = logging.getLogger(__name__)
+
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _STEP = re.compile(
     r"Step [0-9]{1,3}:|^[ \t]{0,8}(?:[0-9]{1,3}\.|[-*\u2022])(?=[ \t])|\b(?:First|Second|Next|Finally),", re.MULTILINE
 )
+_MAX_JSON = 20_000  # characters of an answer
+
+_warned: set[str] = set()
 
 
 def format(completions: Sequence[str], **_: Any) -> list[float | None]:
@@ -23,25 +30,19 @@ def format(completions: Sequence[str], **_: Any) -> list[float | None]:
 
     Whitespace may surround and separate the two parts; each of the four tags stands there exactly once.
     DeepSeek-R1, arXiv:2501.12948, section 2.2.2, made strict.
-
-    Args:
-        completions: [B]
-
-    Returns:
-        [B] 0.0 or 1.0
     """
     return [float(_is_formatted(completion.strip())) for completion in completions]
 
 
+def _is_formatted(text: str) -> bool:
+    if not (text.startswith("<think>") and text.endswith("</answer>")) or any(text.count(tag) != 1 for tag in _TAGS):
+        return False
+    end, start = text.find("</think>"), text.find("<answer>")
+    return end < start and not text[end + len("</think>") : start].strip()
+
+
 def tag_count(completions: Sequence[str], **_: Any) -> list[float | None]:
-    """A quarter for each of the four tags that stands in the completion exactly once.
-
-    Args:
-        completions: [B]
-
-    Returns:
-        [B] 0.0, 0.25, 0.5, 0.75 or 1.0
-    """
+    """A quarter for each of the four tags that stands in the completion exactly once."""
     return [sum(completion.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for completion in completions]
 
 
@@ -52,50 +53,14 @@ def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> lis
 
     Open R1's reward of that name, github.com/huggingface/open-r1, src/open_r1/rewards.py, whose target is 3. There
     "1." counts at the beginning of the text only, here on every line; "1." and bullets (- * •) need a space after them.
-
-    Args:
-        completions: [B]
-        target: How many markers are enough; at least 1.
-
-    Returns:
-        [B] in [0, 1]
-
-    Raises:
-        ValueError: ``target`` is less than 1.
     """
     if target < 1:
         raise ValueError(f"target: expected at least 1 marker, got {target}")
     return [min(1.0, sum(1 for _ in _STEP.finditer(completion)) / target) for completion in completions]
 
 
-def _is_formatted(text: str) -> bool:
-    if not (text.startswith("<think>") and text.endswith("</answer>")):
-        return False
-    if any(text.count(tag) != 1 for tag in _TAGS):
-        return False
-    between = text[text.find("</think>") + len("</think>") : text.find("<answer>")]
-    return text.find("</think>") < text.find("<answer>") and not between.strip()
-
-
-_LOG = logging.getLogger(__name__)
-
-timed_out: Counter[str] = Counter()
-"""How many searches for each expression were given up in this process."""
-
-
 def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
-    """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts.
-
-    Args:
-        completions: [B]
-        words: The words to look for; at least one.
-
-    Returns:
-        [B] in [0, 1]
-
-    Raises:
-        ValueError: ``words`` is no list of text, or empty, or one of them is.
-    """
+    """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts."""
     if isinstance(words, str) or not words or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"words: expected a list of at least one text, none of them empty, got {words!r:.80}")
     folded = [word.casefold() for word in words]
@@ -104,19 +69,10 @@ def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> li
 
 
 def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_: Any) -> list[float | None]:
-    """1.0 if the regular expression is found in the completion, else 0.0.
+    """1.0 if the regular expression is found in the completion within some seconds, else 0.0.
 
-    Args:
-        completions: [B]
-        expression: The regular expression, in the syntax of the package regex; (?i) at its beginning ignores case.
-        seconds: How long the search in one completion may take, more than 0. Then it scores 0.0, which is counted and,
-            the first time, logged.
-
-    Returns:
-        [B] 0.0 or 1.0
-
-    Raises:
-        ValueError: ``expression`` is no regular expression, or ``seconds`` is not more than 0.
+    It has the syntax of the package regex; (?i) at its beginning ignores case. A search that takes longer is logged
+    once.
     """
     if not (isinstance(seconds, int | float) and seconds > 0):
         raise ValueError(f"seconds: expected a number > 0, got {seconds!r:.80}")
@@ -131,17 +87,11 @@ def _is_found(compiled: "regex.Pattern[str]", text: str, seconds: float) -> bool
     try:
         return compiled.search(text, timeout=seconds) is not None
     except TimeoutError:
-        if not timed_out[compiled.pattern]:
-            _LOG.warning(
-                "pattern %.80r: a search took more than %s s, which scores 0; further ones are only counted",
-                compiled.pattern,
-                seconds,
-            )
-        timed_out[compiled.pattern] += 1
+        if compiled.pattern not in _warned:
+            _warned.add(compiled.pattern)
+            message = "pattern %.80r: a search took more than %s s, which scores 0 (logged once)"
+            log.warning(message, compiled.pattern, seconds)
         return False
-
-
-_LONGEST = 20_000  # characters of an answer
 
 
 def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, **_: Any) -> list[float | None]:
@@ -155,58 +105,44 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
         completions: [B]
         schema: The schema, or the path of a JSON file that holds it.
 
-    Returns:
-        [B] 0.0 or 1.0
-
     Raises:
         ValueError: ``schema`` is no schema, its file cannot be read, or a $ref or pattern in it is broken.
     """
-    validator = _validator(schema)
-    return [float(_is_valid(validator, answer_text(completion), schema)) for completion in completions]
-
-
-def _validator(schema: Mapping[str, Any] | str) -> Any:
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
     loaded: Any = schema
-    if isinstance(schema, str):
-        try:
-            loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"schema: expected a mapping or the path of a JSON file, got {schema!r}: {error}"
-            ) from error
-    if not isinstance(loaded, Mapping):
-        raise ValueError(f"schema: expected a mapping or the path of a JSON file that holds one, got {schema!r:.80}")
-    kind = validator_for(loaded, default=Draft202012Validator)
     try:
+        if isinstance(schema, str):
+            loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
+        if not isinstance(loaded, Mapping):
+            raise ValueError("no mapping")
+        kind = validator_for(loaded, default=Draft202012Validator)
         kind.check_schema(loaded)
-    except SchemaError as error:
-        raise ValueError(f"schema: expected a JSON schema, got {schema!r:.80}: {error.message:.200}") from error
-    return kind(loaded, registry=Registry())
+    except (OSError, ValueError, RecursionError, SchemaError) as error:
+        reason = error.message if isinstance(error, SchemaError) else error
+        raise ValueError(
+            f"schema: expected a JSON schema or the path of a file that holds one, got {schema!r:.80}: {reason!s:.200}"
+        ) from error
+    validator = kind(loaded, registry=Registry())
+    return [float(_is_valid(validator, answer_text(completion), schema)) for completion in completions]
 
 
 def _is_valid(validator: Any, text: str, schema: Any) -> bool:
     from referencing.exceptions import Unresolvable
 
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_JSON:
         return False
+    if text.startswith("```") and text.endswith("```"):
+        language, newline, rest = text[3:-3].partition("\n")
+        text = rest if newline and language.strip().lower() in ("json", "") else text[3:-3]
     try:
-        value = json.loads(_unfenced(text), parse_constant=_refuse)
-        return bool(validator.is_valid(value))
+        return bool(validator.is_valid(json.loads(text, parse_constant=_refuse)))
     except (Unresolvable, re.error) as error:
         raise ValueError(f"schema: a $ref or pattern in it is broken, got {schema!r:.80}: {error}") from error
     except (ValueError, ArithmeticError, RecursionError):
         return False
-
-
-def _unfenced(text: str) -> str:
-    if not (text.startswith("```") and text.endswith("```")):
-        return text
-    language, newline, rest = text[3:-3].partition("\n")
-    return rest if newline and language.strip().lower() in ("json", "") else text[3:-3]
 
 
 def _refuse(constant: str) -> None:

@@ -1,4 +1,7 @@
-"""Rewards of a completion's length and of its words, most of which need no right answer."""
+"""Rewards of a completion's length and of the variety of its words: [B] scores for [B] texts or token ids.
+
+A setting that is of no use raises a ValueError.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +14,6 @@ def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float |
     """A reward for being short: 1 up to ``target`` characters, falling to 0 at twice that.
 
     With n characters:  min(1, max(0, 2 − n / target)).
-
-    Args:
-        completions: [B]
-        target: The most characters that get the full reward; at least 1.
-
-    Returns:
-        [B] in [0, 1]
-
-    Raises:
-        ValueError: ``target`` is less than 1.
     """
     if target < 1:
         raise ValueError(f"target: expected at least 1 character, got {target}")
@@ -31,15 +24,9 @@ def word_variety(completions: Sequence[str], **_: Any) -> list[float | None]:
     """The fraction of the words that are distinct, which are separated by whitespace and whose case is ignored.
 
     It is 0 without words. A deterministic reward for open prompts, which have no right answer.
-
-    Args:
-        completions: [B]
-
-    Returns:
-        [B] in [0, 1]
     """
     words = [completion.lower().split() for completion in completions]
-    return [len(set(of_one)) / len(of_one) if of_one else 0.0 for of_one in words]
+    return [len(set(row)) / len(row) if row else 0.0 for row in words]
 
 
 def soft_overlong(
@@ -61,15 +48,9 @@ def soft_overlong(
         buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
         episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's,
             since the limit is one for all of them; None: completions of one turn.
-
-    Returns:
-        [B] in [-1, 0]
-
-    Raises:
-        ValueError: ``buffer`` is out of range or ``max_length`` less than 1.
     """
     if not 0 < buffer <= 1 or max_length < 1:
-        raise ValueError(f"max_length={max_length}, buffer={buffer}: allowed are max_length >= 1 and 0 < buffer <= 1")
+        raise ValueError(f"max_length={max_length}, buffer={buffer}: expected max_length >= 1 and 0 < buffer <= 1")
     tokens = buffer * max_length
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
     return [min(0.0, max(-1.0, (max_length - tokens - length) / tokens)) for length in lengths]
@@ -81,17 +62,6 @@ def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: A
     (1 − distinct n-grams / n-grams) · max_penalty, of words as in `word_variety`.
 
     Open R1's repetition penalty, github.com/huggingface/open-r1, src/open_r1/rewards.py; arXiv:2502.03373, appendix.
-
-    Args:
-        completions: [B]
-        n: How many words an n-gram has; at least 1.
-        max_penalty: The reward of endless repetition; at most 0.
-
-    Returns:
-        [B] in [max_penalty, 0]
-
-    Raises:
-        ValueError: ``n`` is less than 1 or ``max_penalty`` is more than 0 or no finite number.
     """
     if n < 1:
         raise ValueError(f"n: expected at least 1 word, got {n}")
@@ -132,8 +102,7 @@ def cosine_length(
         [B] between start and end; None where ``outcome`` is None.
 
     Raises:
-        ValueError: A setting is out of range, or ``outcome`` needs a column that there is not, or returns
-            another number of scores.
+        ValueError: A setting is out of range, or ``outcome`` needs a column that is missing.
     """
     if max_length < 1:
         raise ValueError(f"max_length: expected at least 1 token, got {max_length}")
@@ -144,17 +113,15 @@ def cosine_length(
     if missing:
         raise ValueError(f"outcome: it needs {', '.join(missing)}, which is no column; there are {sorted(columns)}")
     scores = [scalar(score) for score in outcome(**passed)]
-    if len(scores) != len(completions):
-        raise ValueError(f"outcome: expected {len(completions)} scores, got {len(scores)}")
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
+
+    def on_cosine(length: int, start: float, end: float) -> float:
+        return end + (start - end) * (1 + math.cos(math.pi * min(length / max_length, 1.0))) / 2
+
     return [
-        None if score is None else _on_cosine(length / max_length, *(right if score >= 1 else wrong))
+        None if score is None else on_cosine(length, *(right if score >= 1 else wrong))
         for score, length in zip(scores, lengths, strict=True)
     ]
-
-
-def _on_cosine(progress: float, start: float, end: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
 def _repeated(words: Sequence[str], n: int) -> float:

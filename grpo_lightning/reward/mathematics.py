@@ -1,30 +1,77 @@
 r"""A reward for answers that are equal as mathematics. Odd text of the model scores 0; a broken right answer raises.
 
 The package math-verify reads LaTeX without `eval`, but to learn the value of a sum sympy writes Python with the names
-that stand in it, and runs that: so formulas with a sum, or with a name that is a call, are never compared. What could
-take long is not handed over; what still does has to run in a worker process (``timeout`` of the reward), which is why
-math-verify's own alarms, which are the main thread's, are off.
+that stand in it, and runs that: so formulas with a sum, or with a name that is a call, are never compared. The work of
+parser and sympy grows with the numbers in a formula and with how it is nested, far faster than with its length: what
+exceeds some bounds, above what answers of mathematical data sets need, is not read. What still takes long has to run in
+a worker process (``timeout`` of the reward): math-verify's own alarms are the main thread's, and are off.
 """
 
 import logging
-from collections import Counter
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Limit, MatrixBase, preorder_traversal
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from grpo_lightning.reward.formula import plain, read_formula
+from grpo_lightning.reward.accuracy import last_number
 from grpo_lightning.reward.text import answer_text
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the alarms are off
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-unreadable: Counter[str] = Counter()
-"""How many completions each right answer that cannot be parsed has left without a score in this process."""
+_NORMALIZATION = LatexExtractionConfig().normalization_config
+"""What math-verify changes in a formula before it reads it."""
+_MAX_CHARACTERS = 300  # of a formula
+_MAX_DIGITS = 50  # of one number
+_MAX_POWER = 1_000  # also of a product of nested powers
+_MAX_FACTORIAL = 200  # and number of a binomial
+_MAX_DEPTH = 8  # brackets within brackets; at 20 the parser takes seconds
+_MAX_FORMULAS = 6  # $…$ in one answer, joined by "and"
+_MAX_COUNTS = (  # of what sympy needs exponentially long for
+    (re.compile(r"[(\[]"), 30),
+    (re.compile(r"\||\\[lr]?[vV]ert|\\mid"), 8),
+    (re.compile(r"/|:|\\div"), 10),
+    (re.compile(r"_"), 8),
+    (re.compile(r"!"), 20),
+    (re.compile(r"\\(?:(?:ar|arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|[lr]?(?:floor|ceil))"), 6),
+    (re.compile(r"\\[A-Za-z]{20}"), 0),  # no command, so a product of letters
+    (re.compile(r"\\(?:i*int|oint|sum|prod|lim)"), 0),  # sympy would carry them out; it reads them from \intx, too
+)
+_BOXED = "\\boxed{"
+_BETWEEN = re.compile(r"\$|\\[()\[\]]")
+"""What begins and ends the formulas of a text."""
+_PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_LATEX: dict[str, str | int | None] = {
+    "\u00b0": "^{\\circ}",
+    "\u00b1": "\\pm ",
+    "\u00b2": "^{2}",
+    "\u00b3": "^{3}",
+    "\u00d7": "\\times ",
+    "\u00f7": "\\div ",
+    "\u03c0": "\\pi ",
+    "\u2212": "-",
+    "\u221a": "\\sqrt ",
+    "\u221e": "\\infty ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+}
+_OTHER = re.compile(rf"[^ -~\n\t{''.join(_LATEX)}]")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|inf)(?![A-Za-z]))[A-Za-z]{3,}")
+_GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|mathbb|mbox)\s?\{([^{}]*)\}")
+_DIGITS = re.compile(r"[0-9]+")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
+_POWER_SIGN = re.compile(r"\*\*|\^")
+_POWER_OF_NUMBER = re.compile(r"[0-9)}\]]\s*(?:\^|\*\*)")
+_ROUND_EXPONENT = re.compile(r"\^\s?(?:\(([^()]*)\)|(-?[0-9]+))")
+_NAMES = re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
+
+_is_warned = False
 
 
 def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -34,21 +81,43 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
     whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
     Wrong unless it is the right answer to the letter, which needs no parsing: formulas of more than 300 characters,
     numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers,
-    brackets deeper than 8, functions deeper than 4, chains of divisions, and sums, integrals and limits that were
-    left to be worked out.
+    brackets deeper than 8, more than 6 functions, chains of divisions, and sums, integrals and limits.
 
-    Args:
-        completions: [B]
-        answer: [B] the right answers; of "… #### 72" what follows the last ####.
-
-    Returns:
-        [B] 0.0 or 1.0; None, for every completion, where the right answer cannot be parsed: the first is logged, all
-        are counted.
-
-    Raises:
-        ValueError: A right answer is empty or neither text nor a number.
+    Of the right answer "… #### 72" what follows the last #### counts. Where a right answer cannot be parsed, the score
+    is None: the first one is logged.
     """
-    return [_scored(answer_text(text), _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
+    return [_score(answer_text(text), _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def read_formula(text: str) -> str | None:
+    r"""The formula in ``text`` as LaTeX in dollars, "" if there is none; None if it could take long to be parsed.
+
+    It is what stands in the last \boxed{…}, else in $…$ (several of them as they are), else the whole; of a sentence
+    without a formula the last number, in any language. A percent sign at the end is left out.
+    """
+    inner = _without_marks(text)
+    if len(inner) > _MAX_CHARACTERS:
+        return None
+    other = _OTHER.findall(inner)
+    if any(character.isalpha() for character in other):
+        inner = _OTHER.sub(" word ", inner)
+    elif other:
+        return ""
+    if inner.count("$") == 1:  # of money
+        inner = inner.replace("\\$", "").replace("$", "")
+    inner = inner.rstrip(" .").removesuffix("%").removesuffix("\\").rstrip()
+    if any(mark in inner for mark in ("$", "\\(", "\\[", _BOXED)):  # several formulas, or one in a sentence
+        is_simple = inner.count("$") + 2 * (inner.count("\\[") + inner.count("\\(")) <= 2 * _MAX_FORMULAS
+        formula = inner if is_simple and _BOXED not in inner else ""
+    elif _WORD.search(_GROUPED.sub("", inner)):
+        number = last_number(inner)
+        formula = "" if number is None else f"${number}$"
+    else:
+        formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
+    formula = formula.translate(str.maketrans(_LATEX))
+    # As math-verify reads each of them: without quotes and the like, which could part a command.
+    as_read = [normalize_latex(part, _NORMALIZATION) for part in _BETWEEN.split(formula)]
+    return formula if all(map(_is_bounded, (formula, *as_read))) else None
 
 
 def _right_answer(answer: Any) -> str:
@@ -58,18 +127,15 @@ def _right_answer(answer: Any) -> str:
     return text
 
 
-def _scored(given: str, right: str) -> float | None:
+def _score(given: str, right: str) -> float | None:
+    global _is_warned
     expected = read_formula(right)
     if expected is not None and not _parsed(expected):
-        if not unreadable:
-            _LOG.warning(
-                "math: the right answer %.80r cannot be parsed, so the reward does not apply to it; further ones are "
-                "only counted",
-                right,
-            )
-        unreadable[right] += 1
+        if not _is_warned:
+            _is_warned = True
+            log.warning("math: the right answer %.80r cannot be parsed and gets no score (logged once)", right)
         return None
-    if plain(given) == plain(right):
+    if _plain(given) == _plain(right):
         return 1.0
     formula = read_formula(given)
     if formula is None or expected is None or not _is_worked_out(expected):  # compared as text only
@@ -107,3 +173,85 @@ def _parts(whole: Any) -> Iterator[Any]:
 def _is_value(part: Any) -> bool:
     is_call = "(" in str(getattr(part, "name", ""))  # of a symbol; sympy writes it into Python code as it is
     return isinstance(part, str | Basic | MatrixBase) and not (is_call or isinstance(part, ExprWithLimits | Limit))
+
+
+def _plain(text: str) -> str:
+    r"""``text`` without its box, its dollars and a \text{…} around all of it."""
+    inner = _without_marks(text)
+    grouped = _GROUPED.fullmatch(inner)
+    return grouped[1].strip() if grouped else inner
+
+
+def _without_marks(text: str) -> str:
+    """What is in the last box if that is closed, else ``text`` without the dollars around all of it."""
+    begin = text.rfind(_BOXED) + len(_BOXED)
+    if begin >= len(_BOXED) and (end := _closing(text, begin - 1, "{", "}")) is not None:
+        return text[begin:end].strip()
+    for opening, closing in _PAIRS:
+        inner = text[len(opening) : -len(closing)]
+        if text == f"{opening}{inner}{closing}" and not any(mark in inner for mark in (opening, closing)):
+            return inner.strip()
+    return text
+
+
+def _closing(text: str, start: int, opening: str, closing: str) -> int | None:
+    """Where the bracket at ``start`` is closed, by any of ``closing``; None if it is not."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in opening) - (text[position] in closing)
+        if not depth:
+            return position
+    return None
+
+
+def _latex(text: str) -> str:
+    """Plain notation as LaTeX: 2**10, 2^(1/3), 1e5, 2pi, sqrt(2)."""
+    text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text.replace("**", "^").replace("\u221a", "sqrt"))
+    text = _ROUND_EXPONENT.sub(lambda exponent: f"^{{{exponent[1] or exponent[2]}}}", text)
+    return _NAMES.sub(r"\\\1 ", text).replace("\\sqrt (", "sqrt(")
+
+
+def _is_bounded(formula: str) -> bool:
+    if any(len(digits) > _MAX_DIGITS for digits in _DIGITS.findall(formula)):
+        return False
+    if any(len(sign.findall(formula)) > most for sign, most in _MAX_COUNTS):
+        return False
+    depth = 0
+    for character in formula:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > _MAX_DEPTH:
+            return False
+    factorials = re.findall(r"([0-9]+)\s*!", formula)
+    if "\\binom" in formula or "\\choose" in formula:
+        factorials += _DIGITS.findall(formula)
+    if re.search(r"[!)}\]]\s*!", formula) or any(int(number) > _MAX_FACTORIAL for number in factorials):
+        return False
+    return _nested_power(formula) <= _MAX_POWER
+
+
+def _nested_power(formula: str) -> int:
+    """A bound of the powers: the largest exponent times those of brackets; for towers more than what is allowed."""
+    largest = nested = 1
+    for sign in _POWER_SIGN.finditer(formula):
+        exponent, after = _exponent(formula, sign.end())
+        size = 1
+        for digits in _DIGITS.findall(exponent):
+            size *= max(int(digits), 1)
+        is_tower = _POWER_OF_NUMBER.search(exponent) or _POWER_SIGN.match(formula[after:].lstrip())
+        if is_tower or "!" in exponent:
+            return _MAX_POWER + 1
+        if formula[: sign.start()].rstrip().endswith((")", "}", "]", "!")):
+            nested *= size
+        else:
+            largest = max(largest, size)
+    return largest * nested
+
+
+def _exponent(formula: str, start: int) -> tuple[str, int]:
+    """The exponent that begins at ``start``, a group or digits or one character, and where it ends."""
+    while start < len(formula) and formula[start] in " \n\t+-":
+        start += 1
+    if formula[start : start + 1] in ("{", "(") and (end := _closing(formula, start, "{(", "})")) is not None:
+        return formula[start + 1 : end], end + 1
+    exponent = re.compile(r"[0-9]+|[^0-9]?").match(formula, start)
+    return (exponent[0], exponent.end()) if exponent else ("", start)

@@ -1,4 +1,4 @@
-"""A Hugging Face sequence-classification model, or a module of one's own, as a reward: its logit is the score."""
+"""Reward model: a sequence-classification model, or a module of one's own, whose logit is the score."""
 
 import copy
 import logging
@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.config.rules import choice, integer, local_or_hub, problems
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_KEY = "reward.model.function"
 _RULES = {
     **dict.fromkeys(("batch_tokens", "max_length"), integer(1)),
     "label": integer(0),
@@ -38,10 +38,10 @@ _HEADS = ["score", "classifier", "classification_head"]
 class RewardModel:
     """Scores a completion by one logit of a sequence-classification model, as reward models are published.
 
-    What the model reads is its own chat template of the messages and the completion as the assistant's; without a
-    template, the prompt's text and the completion, one after the other. Weights are loaded at the first call. Objects
-    with the same settings of the weights (path, dtype, device, quantization, trust_remote_code) have one copy of them,
-    trained or not, which goes with the last of these objects. `of` makes one of weights that a program has.
+    The model reads its own chat template of the messages and the completion as the assistant's; without a template, the
+    prompt's text and the completion, one after the other. Weights are loaded at the first call; objects with the same
+    settings of the weights, such as those of rollouts and of validation, have one copy of them, trained or not. `of`
+    makes one of a network that a program has.
 
     Args:
         path: Hub name or directory.
@@ -49,14 +49,13 @@ class RewardModel:
         device: Where they lie, such as cuda:1; null: this rank's GPU, the CPU where there is none.
         batch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
         max_length: Tokens that the model reads; of a longer text the last ones.
-        quantization: 8bit or 4bit (bitsandbytes) to load the weights so; null: as they are.
+        quantization: 8bit or 4bit to load the weights so, by bitsandbytes and accelerate; null: as they are.
         label: Index of the logit.
         trust_remote_code: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: On construction, if a setting is out of range or quantization lacks the package accelerate; at the
-            first call, if there is no such model, it has no head for classification, or its head or context is smaller
-            than ``label`` or ``max_length``.
+        ValueError: On construction, if a setting is out of range; at the first call, if there is no such model, it has
+            no head for classification, or its head or context is smaller than ``label`` or ``max_length``.
     """
 
     def __init__(
@@ -72,33 +71,22 @@ class RewardModel:
         trust_remote_code: bool,
     ) -> None:
         _check(dtype=dtype, quantization=quantization)
-        if quantization and not is_accelerate_available():
-            raise unsound("quantization", quantization, "null without the package accelerate")
-        self._limit(batch_tokens, max_length, label)
-        self._is_padded = True
-        self.path = local_or_hub(path, "reward.model.function.path")
-        self.dtype = dtype
-        self._device = torch.device(device or _own_device())
-        self.quantization = quantization
-        self.trust_remote_code = trust_remote_code
+        self._set_limits(batch_tokens, max_length, label)
+        self.path = local_or_hub(path, f"{_KEY}.path")
+        self.dtype, self.quantization, self.trust_remote_code = dtype, quantization, trust_remote_code
+        rank_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device or rank_device)
         key = (path, dtype, str(self._device), quantization, trust_remote_code)
-        self._holder = _holders.setdefault(key, _Holder())
+        self._weights = _shared.setdefault(key, _Weights())
 
-    def _limit(self, batch_tokens: int, max_length: int, label: int) -> None:
+    def _set_limits(self, batch_tokens: int, max_length: int, label: int) -> None:
         _check(batch_tokens=batch_tokens, max_length=max_length, label=label)
-        self.batch_tokens = batch_tokens
-        self.max_length = max_length
-        self.label = label
-        self._warned = False
+        self.batch_tokens, self.max_length, self.label = batch_tokens, max_length, label
+        self._takes_padding, self._is_warned = True, False
 
     @staticmethod
     def of(
-        network: nn.Module,
-        tokenizer: Any,
-        *,
-        batch_tokens: int = 16384,
-        max_length: int | None = None,
-        label: int = 0,
+        network: nn.Module, tokenizer: Any, *, batch_tokens: int = 16384, max_length: int | None = None, label: int = 0
     ) -> "RewardModel":
         """A reward model of what a program has: ``compose(reward={"model": RewardModel.of(network, tokenizer)})``.
 
@@ -113,22 +101,20 @@ class RewardModel:
             max_length: As in the class; None: the context that the network's configuration names, without one all.
             label: As in the class.
         """
-        return _Given(network, tokenizer, batch_tokens=batch_tokens, max_length=max_length, label=label)
+        return _LiveRewardModel(network, tokenizer, batch_tokens=batch_tokens, max_length=max_length, label=label)
 
     @property
     def device(self) -> torch.device:
         """Where the weights lie, or will once they are loaded."""
         return self._device
 
+    @property
+    def network(self) -> Any:
+        """The model, in evaluation mode: loaded now if it was not."""
+        return self._load()[0]
+
     def __call__(self, prompts: "Sequence[Prompt]", completions: Sequence[str], **_: Any) -> list[float]:
-        """The logit of every completion.
-
-        Args:
-            prompts: [B] texts or chat messages.
-            completions: [B]
-
-        Returns:
-            [B] any finite numbers.
+        """[B] the logit of every completion, any finite number, for [B] texts or chat messages as prompts.
 
         Raises:
             ValueError: A logit is not finite, or a text has no tokens; besides, see the class.
@@ -143,31 +129,24 @@ class RewardModel:
                     scores[row] = value
         return scores
 
-    @property
-    def network(self) -> Any:
-        """The model, in evaluation mode: loaded now if it was not."""
-        return self._loaded[0]
-
     def encode(self, prompts: "Sequence[Prompt]", completions: Sequence[str]) -> list[list[int]]:
         """Token ids of every text that the model reads, cut to their last ``max_length``.
 
         Raises:
             ValueError: A text has no tokens.
         """
-        tokenizer, most = self._loaded[1], self.max_length
+        tokenizer, limit = self._load()[1], self.max_length
         texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
         rows = _encoded(tokenizer, texts) if texts else []
-        if long := sum(len(row) > most for row in rows):
-            whole = callable(tokenizer)  # then the special tokens at its ends stay
-            cut = {"truncation": True, "max_length": most}
-            rows = _encoded(tokenizer, texts, **cut) if whole else [row[-most:] for row in rows]
-        if long and not self._warned:
-            log.warning(
-                "%d of %d texts are longer than reward.model.function.max_length=%d tokens: the reward model reads "
-                "their end; further ones are not reported",
-                *(long, len(rows), most),
-            )
-            self._warned = True
+        if num_long := sum(len(row) > limit for row in rows):
+            if callable(tokenizer):  # then the special tokens at its ends stay
+                rows = _encoded(tokenizer, texts, truncation=True, max_length=limit)
+            else:
+                rows = [row[-limit:] for row in rows]
+            if not self._is_warned:
+                message = "%d of %d texts are longer than %s.max_length=%d tokens: their end is read (logged once)"
+                log.warning(message, num_long, len(rows), _KEY, limit)
+            self._is_warned = True
         if not all(rows):
             raise ValueError(f"a prompt and its completion have no tokens: {texts[rows.index([])]!r}")
         return rows
@@ -177,34 +156,30 @@ class RewardModel:
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         while order:
             longest = len(rows[order[0]])
-            chosen = order[: max(1, self.batch_tokens // longest)]
-            if not self._is_padded:
-                chosen = [row for row in chosen if len(rows[row]) == longest]
-            yield chosen
-            order = order[len(chosen) :]
+            batch = order[: max(1, self.batch_tokens // longest)]
+            if not self._takes_padding:
+                batch = [row for row in batch if len(rows[row]) == longest]
+            yield batch
+            order = order[len(batch) :]
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B] in float32, with a gradient where one is recorded, from the token ids of some texts."""
         network = self.network
         width, pad = max(map(len, rows)), network.config.get_text_config().pad_token_id
         # On the right, where neither absolute positions nor causal attention notice it.
-        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
+        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)  # [B, N]
         mask = torch.tensor([[t < len(row) for t in range(width)] for row in rows], device=self.device)
         return self._labelled(network(input_ids=ids, attention_mask=mask.long()).logits)
 
     def _labelled(self, logits: Tensor) -> Tensor:
         """[B, L] values of several labels -> [B] float32 of this object's."""
         if not self.label < logits.shape[-1]:
-            raise unsound("label", self.label, f"0 to {logits.shape[-1] - 1}, the logits of {self.path!r}")
+            raise _invalid("label", self.label, f"0 to {logits.shape[-1] - 1}, the logits of {self.path!r}")
         return logits[:, self.label].float()
 
     def reset(self) -> None:
         """Forget the weights, so that the next call loads those of ``path``."""
-        self._holder.loaded = None
-
-    def shares_weights(self, other: object) -> bool:
-        """Whether training this one changes what ``other`` says."""
-        return isinstance(other, RewardModel) and other._holder is self._holder
+        self._weights.loaded = None
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -212,113 +187,106 @@ class RewardModel:
         with torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
             yield
 
-    @property
-    def _loaded(self) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
-        if self._holder.loaded is None:
-            with self.isolated():
-                self._holder.loaded = self._load()
-        context = context_of(self._holder.loaded[0])
-        if context is not None and context < self.max_length:  # each object has a length of its own
-            raise unsound("max_length", self.max_length, f"at most {context}, the context of {self.path!r}")
-        return self._holder.loaded
-
     def _load(self) -> tuple[Any, Any]:
-        quantized = self.quantization and BitsAndBytesConfig(
-            load_in_8bit=self.quantization == "8bit",
-            load_in_4bit=self.quantization == "4bit",
-            bnb_4bit_compute_dtype=getattr(torch, self.dtype),
-            llm_int8_skip_modules=_HEADS,
-        )
+        """The model and its tokenizer."""
+        if self._weights.loaded is None:
+            with self.isolated():
+                self._weights.loaded = self._read()
+        context = _context(self._weights.loaded[0])
+        if self.max_length > context:  # each object has a length of its own
+            raise _invalid("max_length", self.max_length, f"at most {context}, the context of {self.path!r}")
+        return self._weights.loaded
+
+    def _read(self) -> tuple[Any, Any]:
         disable_progress_bar()
-        with readable_errors("reward.model.function.path", self.path):
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path, truncation_side="left", trust_remote_code=self.trust_remote_code
+        dtype, trusted = getattr(torch, self.dtype), {"trust_remote_code": self.trust_remote_code}
+        options: dict[str, Any] = {}
+        if self.quantization:
+            options["quantization_config"] = BitsAndBytesConfig(
+                load_in_8bit=self.quantization == "8bit",
+                load_in_4bit=self.quantization == "4bit",
+                bnb_4bit_compute_dtype=dtype,
+                llm_int8_skip_modules=_HEADS,
             )
-            network = read_model(
-                AutoModelForSequenceClassification,
-                self.path,
-                dtype=getattr(torch, self.dtype),
-                trust_remote_code=self.trust_remote_code,
-                **({"quantization_config": quantized, "device_map": {"": self.device}} if quantized else {}),
-            )
-        prepare(network, tokenizer)
+            options["device_map"] = {"": self.device}
+        with readable_errors(f"{_KEY}.path", self.path):
+            tokenizer = AutoTokenizer.from_pretrained(self.path, truncation_side="left", **trusted)
+            network = read_model(AutoModelForSequenceClassification, self.path, dtype=dtype, **trusted, **options)
+        _prepare(network, tokenizer)
         use_grouped(network)
-        return (network if quantized else network.to(self.device)).eval(), tokenizer
+        return (network if self.quantization else network.to(self.device)).eval(), tokenizer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a reward model scores in the trainer's process: set reward.model.timeout=null")
 
 
-class _Given(RewardModel):
+class _Weights:
+    """A model and its tokenizer, once they are loaded."""
+
+    loaded: tuple[Any, Any] | None = None
+
+
+_shared: WeakValueDictionary[tuple[Any, ...], _Weights] = WeakValueDictionary()
+
+
+class _LiveRewardModel(RewardModel):
     """A reward model around a network that a program has, see `RewardModel.of`."""
 
     def __init__(
         self, network: nn.Module, tokenizer: Any, *, batch_tokens: int, max_length: int | None, label: int
     ) -> None:
-        self._is_padded = hasattr(getattr(network, "config", None), "get_text_config")  # transformers' own mask padding
-        context = (context_of(network) if self._is_padded else None) or sys.maxsize
+        is_transformers = hasattr(getattr(network, "config", None), "get_text_config")
+        context = _context(network) if is_transformers else sys.maxsize
         if max_length is not None and max_length > context:
-            raise unsound("max_length", max_length, f"at most {context}, the context of {type(network).__name__}")
-        self._limit(batch_tokens, context if max_length is None else max_length, label)
-        if self._is_padded:
-            prepare(network, tokenizer)
-        self._network, self._tokenizer = network, cutting_left(tokenizer)
-        self.path = type(network).__name__
+            raise _invalid("max_length", max_length, f"at most {context}, the context of {type(network).__name__}")
+        self._set_limits(batch_tokens, context if max_length is None else max_length, label)
+        self._takes_padding = is_transformers  # their own mask it
+        if is_transformers:
+            _prepare(network, tokenizer)
+        if hasattr(tokenizer, "truncation_side"):
+            tokenizer = copy.deepcopy(tokenizer)  # whoever has the other may cut as before
+            tokenizer.truncation_side = "left"
+        self._network, self._tokenizer = network, tokenizer
+        self.path, self.quantization = type(network).__name__, None
         others = {weights.dtype for weights in network.parameters()} - {torch.float32}
         self.dtype = str(min(others, key=str, default=torch.float32)).removeprefix("torch.")
-        self.quantization = None
-        self._holder = _Holder()
 
     @property
     def device(self) -> torch.device:
         weights = next(self._network.parameters(), None)
         return torch.device("cpu") if weights is None else weights.device
 
-    @property
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         return self._network.eval(), self._tokenizer
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        if self._is_padded:
+        if self._takes_padding:
             return super().logits(rows)
         output = self.network(torch.tensor(rows, device=self.device))
         values: Tensor = getattr(output, "logits", output)
         if values.dim() > 2 or values.numel() % len(rows) or (values.dim() and len(values) != len(rows)):
             raise ValueError(
-                f"{self.path} gave {tuple(values.shape)} for token ids {(len(rows), len(rows[0]))}: allowed are "
-                f"({len(rows)},) and ({len(rows)}, labels)"
+                f"{self.path} gave {tuple(values.shape)} for token ids {(len(rows), len(rows[0]))}: expected "
+                f"({len(rows)},) or ({len(rows)}, labels)"
             )
         return self._labelled(values.reshape(len(rows), -1))
 
     def reset(self) -> None:
         """Nothing: the program's network stays as it is."""
 
-    def shares_weights(self, other: object) -> bool:
-        return isinstance(other, _Given) and other._network is self._network
-
-
-class _Holder:
-    """The one copy of the weights that objects of equal settings use."""
-
-    loaded: tuple[Any, Any] | None = None
-
-
-_holders: WeakValueDictionary[tuple[Any, ...], _Holder] = WeakValueDictionary()
-
 
 def _check(**settings: Any) -> None:
-    if wrong := problems(_RULES, settings, prefix="reward.model.function."):
+    if wrong := problems(_RULES, settings, prefix=f"{_KEY}."):
         raise ValueError("; ".join(wrong))
 
 
-def _own_device() -> str:
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+def _invalid(setting: str, value: Any, valid: str) -> ValueError:
+    return ValueError(f"{_KEY}.{setting}={value}: expected {valid}")
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **cut: Any) -> list[list[int]]:
     if not callable(tokenizer):
-        return [[int(one) for one in tokenizer.encode(text)] for text in texts]
+        return [[int(token) for token in tokenizer.encode(text)] for text in texts]
     templated = bool(getattr(tokenizer, "chat_template", None))  # a template brings its own special tokens
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=not templated, verbose=False, **cut)["input_ids"]
     return ids
@@ -330,35 +298,21 @@ def _text(tokenizer: Any, prompt: "Prompt", completion: str) -> str:
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(message["content"] for message in messages) + completion
-    said = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change them
-    text: str = tokenizer.apply_chat_template(said, tokenize=False)
+    conversation = [*copy.deepcopy(messages), {"role": "assistant", "content": completion}]  # a template may change it
+    text: str = tokenizer.apply_chat_template(conversation, tokenize=False)
     return text
 
 
-def prepare(network: Any, tokenizer: Any) -> None:
+def _prepare(network: Any, tokenizer: Any) -> None:
     """Name a padding token where a model of transformers needs one, and keep no cache."""
     config = network.config.get_text_config()
-    # Models that judge by the last token find it by this id, so the model's own word goes first. A text can end with
+    # Models that judge by the last token find it by this id, so the model's own comes first. A text can end with
     # its end-of-sequence token, and is taken to end before it where that is the only one left to pad with.
     ids = (config.pad_token_id, *(getattr(tokenizer, f"{n}_token_id", None) for n in ("pad", "unk", "bos", "eos")))
     network.config.pad_token_id = config.pad_token_id = next((i for i in ids if i is not None and i >= 0), 0)
     network.config.use_cache = config.use_cache = False
 
 
-def cutting_left(tokenizer: Any) -> Any:
-    """A tokenizer that keeps the end of long texts: a copy, as whoever has the other may cut as before."""
-    if not hasattr(tokenizer, "truncation_side"):
-        return tokenizer
-    copied = copy.deepcopy(tokenizer)
-    copied.truncation_side = "left"
-    return copied
-
-
-def context_of(network: Any) -> int | None:
+def _context(network: Any) -> int:
     """Most tokens that a model of transformers reads, if it says."""
-    return getattr(network.config.get_text_config(), "max_position_embeddings", None)
-
-
-def unsound(setting: str, value: Any, allowed: str) -> ValueError:
-    """The error of a setting in conf/reward/model.yaml."""
-    return ValueError(f"reward.model.function.{setting}={value}: allowed is {allowed}")
+    return getattr(network.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -1,4 +1,4 @@
-"""A reward function with its settings."""
+"""A reward function with its settings: what it is called with, what it returns, and its part in the total."""
 
 import inspect
 import math
@@ -15,16 +15,18 @@ Score = float | tuple[tuple[int, float], ...] | None
 """What a completion gets: a number, (end, score) pairs of its steps, or None where the reward does not apply."""
 Reward = Callable[..., Sequence[Score]]
 """``reward(prompts, completions, **columns)``, the signature of TRL, which returns a score per completion."""
-
-
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What every reward may name beside the columns of the data."""
+
+_MAX_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
+_SHOWN_CHARACTERS = 300
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be called, raises, or returns something else than scores.
+    """A reward function cannot be called, raises, or returns something else than scores.
 
     Args:
-        message: What happened; control characters, which a function's own texts may hold, become escapes.
+        message: What happened; control characters in it are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -41,12 +43,12 @@ class RewardSpec:
 
     function: Reward
     weight: float | Schedule
-    """Factor of the score in the total; negative for a penalty, 0 to watch a reward without training on it."""
+    """Factor of the score in the total; negative for a penalty, 0 to log a reward without training on it."""
     clip: Sequence[float] | None = None
-    """The [lowest, highest] score that enters the total; others are cut to these."""
+    """The [lowest, highest] score that enters the total; others are clipped to these."""
     timeout: float | None = None
     """Seconds that a worker process has for one completion; None: all are scored together, in this process. A coroutine
-    function has them for one try, and runs in this process in any case."""
+    function has them for one try, and always runs in this process."""
     max_failed: float = 0.5
     """The largest fraction of the completions that may time out, raise or break their worker."""
     failed_score: float | None = 0.0
@@ -56,14 +58,14 @@ class RewardSpec:
     concurrency: int = 16
     """The most calls of a coroutine function at a time, in each process."""
     messages: bool = False
-    """Whether prompts and completions are handed over as lists of chat messages, as TRL does for chat prompts."""
+    """Whether prompts and completions are passed as lists of chat messages, as TRL does for chat prompts."""
 
     @property
     def factor(self) -> float:
         """The weight as a number.
 
         Raises:
-            TypeError: The weight varies; `grpo_lightning.schedule.resolve_schedules` gives its value in a step.
+            TypeError: The weight is scheduled; `grpo_lightning.schedule.resolve_schedules` gives its value in a step.
         """
         if isinstance(self.weight, Schedule):
             raise TypeError(f"weight: {self.weight} varies; take its value of a step first")
@@ -77,8 +79,7 @@ class RewardSpec:
             raise ValueError("; ".join(wrong))
         if self.retries and not is_coroutine_function(self.function):
             raise ValueError(
-                f"retries={self.retries}: allowed is 0 for {self.function!r:.80}, which is no coroutine function "
-                "(async def)"
+                f"retries={self.retries} needs a coroutine function (async def), got {self.function!r:.80}"
             )
 
 
@@ -87,8 +88,7 @@ class PerCompletion:
 
     ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
     name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``. Where the reward has
-    ``messages``, the completion and the ``prompt`` are lists of chat messages. A coroutine function (``async def``) is
-    called likewise, and awaited by who scores.
+    ``messages``, the completion and the ``prompt`` are lists of chat messages. It may be a coroutine function.
 
     Raises:
         ValueError: On construction, if ``function`` does not take the completion as its first argument.
@@ -118,14 +118,15 @@ class PerCompletion:
 
 
 def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """What a call of ``function`` lacks and what it takes, by its signature.
+    """Match known arguments with a function's signature.
 
     Args:
         function: A reward function.
         known: The arguments that there are, by name.
 
     Returns:
-        The required parameters that are not known, and the known arguments that it takes.
+        The required parameters that are not known, and the known arguments that it takes: all if it has ``**kwargs``,
+        and never one that a partial has bound.
     """
     parameters = inspect.signature(function).parameters.values()
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -165,16 +166,16 @@ def scalar(value: Score) -> float | None:
 
 
 def clip_scores(rewards: Mapping[str, RewardSpec], values: Mapping[str, Sequence[Score]]) -> dict[str, list[Score]]:
-    """The scores as they enter the total: cut to ``clip``.
+    """Clip each score, or that of each step, to its reward's ``clip``: [B] scores by name, as they enter the total."""
 
-    Args:
-        rewards: Name -> function and weight.
-        values: Name -> [B] what the functions returned.
+    def clip(value: Score, limits: Sequence[float] | None) -> Score:
+        if limits is None or value is None:
+            return value
+        if isinstance(value, tuple):
+            return tuple((end, min(max(step, limits[0]), limits[1])) for end, step in value)
+        return min(max(value, limits[0]), limits[1])
 
-    Returns:
-        Name -> [B] scores.
-    """
-    return {name: [_cut(value, rewards[name].clip) for value in scores] for name, scores in values.items()}
+    return {name: [clip(value, rewards[name].clip) for value in scores] for name, scores in values.items()}
 
 
 def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score]]) -> list[float | None]:
@@ -202,37 +203,24 @@ def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score
     return totals
 
 
-def _cut(value: Score, clip: Sequence[float] | None) -> Score:
-    """``value``, or each step's score, within ``clip``."""
-    if clip is None or value is None:
-        return value
-    if isinstance(value, tuple):
-        return tuple((end, min(max(step, clip[0]), clip[1])) for end, step in value)
-    return min(max(value, clip[0]), clip[1])
-
-
-_MOST_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
-_SHOWN_CHARACTERS = 300
-
-
-def to_plain(value: Any, nested: int = _MOST_NESTED) -> Any:
-    """What a function returned, as it can be pickled, and read without torch.
+def to_plain(value: Any, nested: int = _MAX_NESTED) -> Any:
+    """What a reward function returned, as lists and numbers, which need no torch to be pickled or read.
 
     Tensors, arrays, generators and other iterables become lists; inside, a tensor of one number becomes that number.
     """
     if hasattr(value, "tolist"):  # of torch, numpy and others, of which none is imported here
         listed = value.tolist()
-        while nested < _MOST_NESTED and isinstance(listed, list) and len(listed) == 1:
+        while nested < _MAX_NESTED and isinstance(listed, list) and len(listed) == 1:
             listed = listed[0]
         # Row by row, since a row of one number counts as that number.
-        value = value if nested == _MOST_NESTED and isinstance(listed, list) else listed
+        value = value if nested == _MAX_NESTED and isinstance(listed, list) else listed
     if nested == 0 or not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         return value
-    return [to_plain(one, nested - 1) for one in value]
+    return [to_plain(item, nested - 1) for item in value]
 
 
 def describe_error(error: BaseException) -> str:
-    """The beginning of what an exception of foreign code says, with its type, in one line and without secrets."""
+    """An exception's type and the beginning of its text, on one line and without secrets."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -51,16 +51,16 @@ def fenced_blocks(text: str, languages: Collection[str]) -> list[str]:
         text: What the model wrote.
         languages: Words behind the opening fence, in lower case; the empty one is that of a fence without.
     """
-    found: list[str] = []
+    blocks: list[str] = []
     lines: list[str] | None = None
-    is_one = False
+    is_wanted = False
     for line in text.split("\n"):
         mark = line.strip()
         if lines is None and mark.startswith(FENCE):
-            lines, is_one = [], mark[len(FENCE) :].strip().lower() in languages
+            lines, is_wanted = [], mark[len(FENCE) :].strip().lower() in languages
         elif lines is not None and mark == FENCE:
-            found += ["\n".join(lines) + "\n"] if is_one else []
+            blocks += ["\n".join(lines) + "\n"] if is_wanted else []
             lines = None
         elif lines is not None:
             lines.append(line)
-    return found
+    return blocks

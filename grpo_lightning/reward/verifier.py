@@ -1,77 +1,94 @@
 """reasoning_gym's verifiers, and what may be given to them.
 
 Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. These
-run in worker processes that are ended after a time, and text that could run code does not reach them: it is a wrong
-answer.
+run in worker processes that are ended after a time, and text that could run code does not reach them: it is wrong.
 """
 
 import ast
+import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from reasoning_gym.factory import create_dataset, get_score_answer_fn
+
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.reward import workers
+from grpo_lightning.reward.spec import describe_error
 
-Scorer = Callable[..., float]
+log = logging.getLogger(__name__)
 
-_MOST_SECONDS = 5.0  # a right answer takes less than half a second
-_LONGEST = 10_000  # characters of an answer; right ones of the default configurations have up to about 5,000
+MAX_SECONDS = 5.0  # a right answer takes less than half a second
+_MAX_CHARACTERS = 10_000  # of an answer; right ones of the default configurations have up to about 5,000
 _FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop, ast.Name, ast.Load)
 _FUNCTIONS = frozenset(("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt"))
 _LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Load, ast.UnaryOp, ast.unaryop)
 
+_verifiers: dict[str, "Verifier"] = {}
+_warned: set[str] = set()
 
-def make_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
-    """The verifier of a task: ``scorer(answer=…, entry=…) -> float``.
+
+def begin(
+    text: str, answer: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
+) -> Callable[[], float]:
+    """Start to score an answer: a function that returns the score, in [0, 1].
+
+    What takes long has begun in a worker process when this returns. Text that a verifier cannot be given, or raises on,
+    scores 0; the first of a task that it raises on is logged.
 
     Args:
+        text: What the model answers.
+        answer: The right answer; None where any solution counts.
         task: A reasoning_gym dataset name.
+        metadata: The entry's.
         config: Arguments of the data set where they are not its defaults; some verifiers read them.
 
     Raises:
-        ValueError: There is no such task.
+        ValueError: There is no such task, metadata are no mapping, or the verifier would evaluate a row that could run
+            code. The function raises it if the verifier raises on the right answer, too.
     """
-    if task in GATES:
-        return _Timed(_Verifier(task, dict(config)))
-    return _own_scorer(task, config)
+    if not isinstance(metadata, Mapping):
+        raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
+    source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
+    verifier = _verifier(source, config if source == task else {})
+    _check_row(source, answer, metadata)
+    right = answer.strip() if isinstance(answer, str) else ""
+    if not may_be_verified(source, text, right):
+        is_right = source in GATES and text == right != ""
+        return lambda: float(is_right)  # of what must not be evaluated, only the data's own text is right
+    entry = {"question": "", "answer": answer, "metadata": metadata}
+    result = _start(verifier, source, text, entry)
+
+    def score() -> float:
+        value = result()
+        if not isinstance(value, workers.Failure):
+            return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+        if right and value.kind != "timeout" and may_be_verified(source, right, right):
+            broken = _start(verifier, source, answer or "", entry)()
+            if isinstance(broken, workers.Failure):
+                raise ValueError(
+                    f"task {source!r}: its verifier raised {broken.message} on the data set's own answer "
+                    f"{answer!r:.80}; expected its unchanged `answer` and `metadata`"
+                )
+        if source not in _warned:
+            _warned.add(source)
+            message = "task %r: its verifier failed on a completion, which scores 0 (logged once): %.200s"
+            log.warning(message, source, value.message)
+        return 0.0
+
+    return score
 
 
-def may_be_verified(task: str, answer: str, expected: str) -> bool:
-    """Whether the verifier of ``task`` can be trusted with ``answer``.
-
-    Args:
-        task: A reasoning_gym dataset name.
-        answer: What the model answers.
-        expected: The right answer, which is always allowed where the verifier does not evaluate it.
-    """
-    if answer == expected.strip() and task not in GATES:
+def may_be_verified(task: str, text: str, answer: str) -> bool:
+    """Whether the verifier of a task can be given what the model answers; ``answer`` is the right one."""
+    if task not in GATES and text == answer:
         return True
-    return len(answer) <= max(_LONGEST, 4 * len(expected)) and GATES.get(task, _anything)(answer)
-
-
-def check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
-    """Check what the verifier of ``task`` evaluates of a row of data, which may have been downloaded.
-
-    Args:
-        task: A reasoning_gym dataset name.
-        answer: The right answer.
-        metadata: The entry's.
-
-    Raises:
-        ValueError: It could run code.
-    """
-    name, is_allowed = _EVALUATED.get(task, ("", _anything))
-    text = answer if name == "answer" else metadata.get(name)
-    if text is not None and not (isinstance(text, str) and is_allowed(text)):
-        raise ValueError(
-            f"task {task!r}, {name}={single_line(repr(text)[:80])}: the task's verifier would evaluate it; allowed are "
-            "numbers, names, lists and elementary functions"
-        )
+    return len(text) <= max(_MAX_CHARACTERS, 4 * len(answer)) and GATES.get(task, _anything)(text)
 
 
 def is_harmless(text: str) -> bool:
-    """Whether `eval` of ``text``, or sympy's parser, calls nothing but elementary functions."""
+    """Whether `eval` of a text, or sympy's parser, calls nothing but elementary functions."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -85,18 +102,17 @@ def is_harmless(text: str) -> bool:
 
 
 def is_literal(text: str) -> bool:
-    """Whether `eval` of ``text`` builds nothing but lists, or fails at once because it is no expression."""
-    return all(_is_literal(form) for form in {text.lstrip(" \t"), text.strip()})  # as `eval`, and as some verifiers do
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError):
-        return True
-    except (RecursionError, MemoryError):
-        return False
-    return all(isinstance(node, _LITERAL) for node in ast.walk(tree))
+    """Whether `eval` of a text builds nothing but lists, or fails at once because it is no expression."""
+    for form in (text.lstrip(" \t"), text.strip()):  # as `eval` reads it, and as some verifiers do
+        try:
+            tree = ast.parse(form, mode="eval")
+        except (SyntaxError, ValueError):
+            continue
+        except (RecursionError, MemoryError):
+            return False
+        if not all(isinstance(node, _LITERAL) for node in ast.walk(tree)):
+            return False
+    return True
 
 
 def _anything(_: str) -> bool:
@@ -104,23 +120,13 @@ def _anything(_: str) -> bool:
 
 
 GATES: Mapping[str, Callable[[str], bool]] = {
-    "binary_matrix": is_literal,
-    "n_queens": is_literal,
-    "spiral_matrix": is_literal,
-    "string_insertion": is_literal,
-    "countdown": is_harmless,
-    "puzzle24": is_harmless,
-    "intermediate_integration": is_harmless,
-    "polynomial_multiplication": is_harmless,
-    "simple_integration": is_harmless,
-    "propositional_logic": _anything,
-    "coin_flip": _anything,
-    "rubiks_cube": _anything,
-    "rush_hour": _anything,
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_literal),
+    **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), is_harmless),
+    **dict.fromkeys(("intermediate_integration", "simple_integration"), is_harmless),
+    **dict.fromkeys(("propositional_logic", "coin_flip", "rubiks_cube", "rush_hour"), _anything),
 }
-"""Tasks whose verifiers run in a worker: they evaluate text, simplify formulas, try all truth values or carry out moves
-one by one. To each, the texts that it can be trusted with; names are no literals: where a verifier evaluates its text,
-`oracle_answer` is the right answer."""
+"""Task whose verifier runs in a worker -> the texts that it can be given. Such verifiers evaluate text, simplify
+formulas, try all truth values or carry out moves one by one."""
 
 _EVALUATED: Mapping[str, tuple[str, Callable[[str], bool]]] = {
     "bitwise_arithmetic": ("problem", is_harmless),
@@ -129,57 +135,51 @@ _EVALUATED: Mapping[str, tuple[str, Callable[[str], bool]]] = {
     "polynomial_multiplication": ("answer", is_harmless),
     "simple_integration": ("integrand", is_harmless),
 }
-"""Task -> what its verifier evaluates of a row (the answer, or a key of the metadata), and the texts that it may be."""
+"""Task -> what its verifier evaluates of a row, the answer or a key of the metadata, and the texts that it may be."""
 
 
-def begin(scorer: Scorer, **arguments: Any) -> Callable[[], float]:
-    """A function that returns ``scorer(**arguments)``, on which a worker process works until it is called."""
-    return scorer.begin(**arguments) if isinstance(scorer, _Timed) else partial(scorer, **arguments)
-
-
-class _Verifier:
-    """A task's verifier that can be pickled: a worker makes its own when it receives it, before the time is counted."""
-
-    preload = ("reasoning_gym.factory",)
+class Verifier:
+    """A task's verifier; a worker makes its own when it unpickles it, before the time is counted."""
 
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
-        self._task, self._config = task, config
+        self._arguments = (task, dict(config))
+        self._score = create_dataset(task, **config).score_answer if config else get_score_answer_fn(task)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._scorer = _own_scorer(self._task, self._config)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Verifier, self._arguments
 
-    def __call__(self, **arguments: Any) -> float:
-        return float(self._scorer(**arguments))
-
-
-class _Timed:
-    """A verifier in a worker process.
-
-    Raises:
-        TimeoutError: A call took too long.
-        RuntimeError: The verifier raised in a call, or its worker died.
-    """
-
-    def __init__(self, verifier: Callable[..., float]) -> None:
-        self._verifier = verifier
-
-    def __call__(self, **arguments: Any) -> float:
-        return self.begin(**arguments)()
-
-    def begin(self, **arguments: Any) -> Callable[[], float]:
-        return partial(_finished, workers.submit(self._verifier, [arguments], seconds=_MOST_SECONDS))
+    def __call__(self, answer: str, entry: Mapping[str, Any]) -> float:
+        return float(self._score(answer=answer, entry=entry))
 
 
-def _finished(pending: workers.Pending) -> float:
-    (outcome,) = pending.result()
-    if isinstance(outcome, workers.Failure):
-        raise (TimeoutError if outcome.kind == "timeout" else RuntimeError)(outcome.message)
-    return float(outcome)
+def _verifier(task: str, config: Mapping[str, Any]) -> Verifier:
+    """The verifier of a task, made once."""
+    key = f"{task} {dict(config)!r}"
+    if key not in _verifiers:
+        _verifiers[key] = Verifier(task, config)
+    return _verifiers[key]
 
 
-def _own_scorer(task: str, config: Mapping[str, Any]) -> Scorer:
-    from reasoning_gym.factory import create_dataset, get_score_answer_fn  # takes two seconds; not every run needs it
+def _start(verifier: Verifier, task: str, text: str, entry: Mapping[str, Any]) -> Callable[[], Any]:
+    """A function that returns the score or a `workers.Failure`."""
+    if task in GATES:
+        return workers.submit(verifier, {"answer": text, "entry": entry}, seconds=MAX_SECONDS).result
+    return partial(_call, verifier, text, entry)
 
-    scorer: Scorer = create_dataset(task, **config).score_answer if config else get_score_answer_fn(task)
-    return scorer
+
+def _call(verifier: Verifier, text: str, entry: Mapping[str, Any]) -> float | workers.Failure:
+    try:
+        return verifier(text, entry)
+    except Exception as error:
+        return workers.Failure("exception", describe_error(error))
+
+
+def _check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
+    """Check what a verifier evaluates of a row of data, which may have been downloaded."""
+    name, is_allowed = _EVALUATED.get(task, ("", _anything))
+    text = answer if name == "answer" else metadata.get(name)
+    if text is not None and not (isinstance(text, str) and is_allowed(text)):
+        raise ValueError(
+            f"task {task!r}, {name}={single_line(repr(text)[:80])}: the task's verifier would evaluate it; expected "
+            "numbers, names, lists and elementary functions"
+        )

@@ -12,14 +12,19 @@ def double(value):
     return 2 * value
 
 
-def naps(seconds):
-    time.sleep(seconds)
-    return seconds
+def naps(value):
+    time.sleep(value)
+    return value
 
 
 def hangs_in_c(value):
     """A catastrophic regular expression, which never gives the interpreter back."""
     return bool(re.match(r"(a+)+$", "a" * 40 + "b"))
+
+
+def never_lets_python_run(value):
+    """A loop in C without a look at signals, so that only the kernel ends it."""
+    return max(range(10**13))
 
 
 def misbehaves(how):

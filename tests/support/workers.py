@@ -10,7 +10,7 @@ from grpo_lightning.reward import workers
 def limited(number: int) -> Iterator[None]:
     """Inside, rewards have at most so many workers, started anew."""
     workers.close()
-    before, workers.MOST_WORKERS = workers.MOST_WORKERS, number
+    before, workers.MAX_WORKERS = workers.MAX_WORKERS, number
     yield
     workers.close()
-    workers.MOST_WORKERS = before
+    workers.MAX_WORKERS = before

@@ -1,0 +1,398 @@
+"""Every reward function by hand: what scores, what does not, and what raises."""
+
+import functools
+import inspect
+import json
+import logging
+import os
+import re
+import time
+from fractions import Fraction
+
+import pytest
+
+from grpo_lightning.reward import verifier, workers
+from grpo_lightning.reward.accuracy import demonstrated, exact, last_number, numeric, of_environment, reasoning_gym
+from grpo_lightning.reward.countdown import countdown
+from grpo_lightning.reward.format import format as format_reward
+from grpo_lightning.reward.format import json_schema, keyword, pattern, reasoning_steps, tag_count
+from grpo_lightning.reward.length import cosine_length, length, repetition, soft_overlong, word_variety
+from grpo_lightning.reward.text import answer_text, tag
+from grpo_lightning.reward.verifier import GATES, is_harmless, is_literal, may_be_verified
+
+
+def test_the_last_complete_tag_counts():
+    for text, content in (
+        ("<a>1</a>", "1"),
+        ("<a> 1 </a> and <a>\n2\t</a>", "2"),
+        ("<a>1</a> <a>2", "1"),
+        ("<a>1<a>2</a>", "2"),
+        ("<a><a>1</a>2</a>", "1"),
+        ("</a>1<a>", None),
+        ("1</a>", None),
+    ):
+        assert tag(text, "a") == content, text
+
+
+def test_the_answer_is_what_stands_outside_of_thoughts():
+    for completion, answer in (
+        ("<think>3</think><answer> 4 </answer>", "4"),
+        ("<think>3</think> 4 ", "4"),
+        ("1<think>2</think>3<think>4</think>5", "135"),
+        ("1 <think> 2, or", "1"),  # cut off while thinking
+        ("<think>1<think>2</think>3</think>4", "4"),
+        ("<answer>4", "<answer>4"),
+        ("", ""),
+    ):
+        assert answer_text(completion) == answer, completion
+
+
+# --- the right answer
+
+
+def test_exact_compares_stripped_text():
+    completions = ["<answer> cat </answer>", "cat", "<answer>Cat</answer>", "<answer>cat.</answer>"]
+    assert exact(completions, [" cat\n"] * 4, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert exact(["7", "7.5"], [7, 7.5]) == [1.0, 1.0]
+    for answer in ("", "  ", None, True, ["1"]):
+        for reward in (exact, functools.partial(numeric, tolerance=0.1)):
+            with pytest.raises(ValueError, match="answer: expected text or a number, got"):
+                reward(["1"], [answer])
+
+
+def test_the_last_number_of_a_text():
+    for text, value in (
+        ("so it is 1,234.", 1234),
+        ("3, 4, 5", 5),
+        ("1,2345", 2345),
+        ("\u22123", -3),
+        ("-$1,000", -1000),
+        (".5", Fraction(1, 2)),
+        ("-3/4", Fraction(-3, 4)),
+        ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("50%", 50),
+        ("1.5e3", 1500),
+        ("1e50", 10**50),
+        *((text, None) for text in ("1/0", "1e51", "1e999999999", "9" * 51, "1/" + "9" * 51, "none")),
+    ):
+        assert last_number(text) == value, text
+
+
+def test_the_tolerance_of_numbers_is_absolute():
+    completions = ["1000001", "about 1000000.5", "999999.5", "999999", "no"]
+    assert numeric(completions, ["1,000,000"] * 5, tolerance=0.5) == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert numeric(["1/3", "0.333333"], ["0.3333333", "1/3"], tolerance=1e-6) == [1.0, 1.0]
+    assert numeric(["9007199254740993"], ["9007199254740992"], tolerance=1e-6) == [0.0]  # equal as floats
+    for answer in ("seven", "1/0", "1e99"):
+        with pytest.raises(ValueError, match=f"answer: expected a number, got '{answer}'"):
+            numeric(["7"], [answer], tolerance=0.0)
+
+
+def test_the_answer_of_a_demonstration_and_the_scores_of_an_environment():
+    shown = [
+        "<think>1</think><answer>7</answer>",
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}],
+    ]
+    assert demonstrated(["<answer>7</answer>", "7"], shown) == [1.0, 0.0]
+    assert demonstrated(["<answer>7</answer>", "7"], shown, ["9", "7"]) == [0.0, 1.0]
+    assert of_environment([[(0, 0.25), (2, 1.0)], []]) == [1.25, 0.0]
+
+
+def reached(text, numbers=(2, 3, 4), target=24, use_all=True):
+    return countdown([f"<answer>{text}</answer>"], [list(numbers)], [target], use_all=use_all)[0]
+
+
+def test_countdown():
+    right = ["2*3*4", " ( 4 * 3 ) * 2 ", "2 \u00d7 3 \u00d7 4", "2 \\times 3 \\cdot 4", "$\\left(2*3\\right)*4$"]
+    right += ["[2*3]*4", "2*3*4 = 24", "2*3*4 = 48/2"]
+    wrong = ["2*3*5", "2*12", "2*3*4*1", "2*3*4 = 25", "2*3*4 = 24 = 24", "24", "2*3**4", "2*3*4.0", "0x2*3*4"]
+    assert {text for text in right + wrong if reached(text)} == set(right)
+    for text, numbers, target, score, at_most_once in (
+        ("4*(3+3)", (3, 3, 4), 24, 1.0, 1.0),  # 4 * 6
+        ("4*(3+3)", (3, 4), 24, 0.0, 0.0),
+        ("4*(3+3)", (3, 3, 3, 4), 24, 0.0, 1.0),
+        ("8/(3-8/3)", (3, 3, 8, 8), 24, 1.0, 1.0),  # 8 / (1/3)
+        ("1/3+1/3+1/3", (1, 1, 1, 3, 3, 3), 1, 1.0, 1.0),
+        ("99999999999/99999999998", (99999999999, 99999999998), 1, 0.0, 0.0),
+        ("1/2", (1, 2), 0.5, 1.0, 1.0),
+        ("1/2", (1, 2), "1/2", 1.0, 1.0),
+        ("-(5-3)", (3, 5), -2, 1.0, 1.0),
+        ("6\u00f73", (6, 3), 2, 1.0, 1.0),
+        ("3/6", (6, 3), 2, 0.0, 0.0),
+        ("6/0", (6, 0), 2, 0.0, 0.0),
+    ):
+        assert (reached(text, numbers, target), reached(text, numbers, target, use_all=False)) == (score, at_most_once)
+    for numbers, target in (([], 1), ([-1], 1), (["1"], 1), ([1], "x")):
+        with pytest.raises(ValueError, match="numbers|target"):
+            reached("1", numbers, target)
+
+
+# --- form
+
+
+def test_format_and_tag_count():
+    for completion, formatted, tags in (
+        ("<think>a</think><answer>b</answer>", 1.0, 1.0),
+        (" \n<think>\na</think>\n\t<answer>b\n</answer>\n", 1.0, 1.0),
+        ("<think></think><answer></answer>", 1.0, 1.0),
+        ("Hm <think>a</think><answer>b</answer>", 0.0, 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0, 1.0),
+        ("<think><answer></think></answer>", 0.0, 1.0),
+        ("<think><think>a</think><answer>b</answer>", 0.0, 0.75),
+        ("<answer>b</answer>", 0.0, 0.5),
+    ):
+        assert format_reward([completion, "x"], answer=["7", "7"]) == [formatted, 0.0]
+        assert tag_count([completion], answer=["7"]) == [tags]
+
+
+def test_reasoning_steps():
+    for text, markers in (
+        ("", 0),
+        ("Step 1: a Step 22: b", 2),
+        ("Step: a, Step one: b, Step 1 c, step 1: d", 0),
+        ("1. a\n2. b\n  10. c\n1.5 d", 3),
+        ("- a\n* b\n• c\n-d\n--", 3),
+        ("First, a. Second, b. Next, c. Finally, d.", 4),
+        ("first, a. Second b. Nextly, c. AFirst, d", 0),
+        ("1. First, a", 2),  # Open R1 counts both too
+    ):
+        assert reasoning_steps([text], target=8) == [markers / 8], text
+    assert reasoning_steps(["First, ", "First, Next, Second, "], target=2) == [0.5, 1.0]
+
+
+def test_keyword_and_pattern(caplog):
+    texts = ["Because it is, THEREFORE", "because", "thereforebecause", "the re", ""]
+    assert keyword(texts, words=["because", "Therefore", "so it is", "it is"]) == [0.75, 0.25, 0.5, 0.0, 0.0]
+    assert keyword(["STRASSE"], words=["straße"]) == [1.0]
+    assert pattern(["a1", "1b", "b22", ""], expression=r"[ab]\d+$", seconds=1.0) == [1.0, 0.0, 1.0, 0.0]
+    assert pattern(["x\nABC"], expression=r"(?im)^abc", seconds=1.0) == [1.0]
+    began = time.perf_counter()
+    with caplog.at_level(logging.WARNING):
+        texts = ["a" * 100 + "b", "a" * 100 + "b", "aa"]
+        assert pattern(texts, expression=r"^(a|aa|aaa)+$", seconds=0.05) == [0.0, 0.0, 1.0]
+    assert time.perf_counter() - began < 2
+    assert len(caplog.records) == 1
+    for call in (
+        lambda: reasoning_steps(["a"], target=0),
+        lambda: keyword(["a"], words="a"),
+        lambda: keyword(["a"], words=[""]),
+        lambda: pattern(["a"], expression="(", seconds=1.0),
+        lambda: pattern(["a"], expression="a", seconds=0),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            call()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+}
+
+
+def test_json_schema(tmp_path):
+    for text, expected in (
+        ('{"name": "a", "age": 3}', 1.0),
+        ('<think>{}</think><answer>{"name": "a"}</answer>', 1.0),
+        ('```json\n{"name": "a"}\n```', 1.0),
+        ('{"name": "a", "age": -1}', 0.0),
+        ('{"age": 3}', 0.0),
+        ('{"name": "a"} and', 0.0),
+        ("{'name': 'a'}", 0.0),
+        ('{"name": "a", "x": NaN}', 0.0),
+        ('{"name": "a", "age": 1e999}', 0.0),
+        ('{"name": "a", "age": 1' + "0" * 5_000 + "}", 0.0),
+        ('{"name": "' + "a" * 20_000 + '"}', 0.0),
+        ("", 0.0),
+        ("[]", 0.0),
+    ):
+        assert json_schema([text], schema=SCHEMA) == [expected], text[:50]
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    assert json_schema(['{"name": "a"}', "{}"], schema=str(path)) == [1.0, 0.0]
+    recursive = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema(["[[[]]]", "[[1]]", "[" * 900 + "]" * 900], schema=recursive) == [1.0, 0.0, 0.0]
+    # How deep Python reads JSON depends on its version; what it does not read is not valid.
+    assert json_schema(['{"name": "a", "x": ' + "[" * 5_000 + "]" * 5_000 + "}"], schema=SCHEMA) in ([0.0], [1.0])
+    assert json_schema(["1e308", "1e999", "-1e400"], schema={"multipleOf": 0.1})[1:] == [0.0, 0.0]
+
+
+def test_a_broken_schema_is_named_and_nothing_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("a request"))
+    path = tmp_path / "schema.json"
+    path.write_text("{")
+    away = {"$ref": "http://example.invalid/schema.json"}
+    for schema in ({"type": "text"}, {"required": 3}, {"pattern": "("}, None, [1], str(path), "none.json", away):
+        with pytest.raises(ValueError, match="schema: .* got " + re.escape(repr(schema))):
+            json_schema(['"a"'], schema=schema)
+
+
+# --- length and words
+
+
+def test_length_falls_from_the_target_to_twice_it():
+    completions = ["", "a" * 3, "a" * 4, "a" * 5, "a" * 7, "a" * 8, "a" * 9, "  é\n"]
+    assert length(completions, target=4, answer=[]) == [1.0, 1.0, 1.0, 0.75, 0.25, 0.0, 0.0, 1.0]
+    assert word_variety(["a b A", "", "a b c d"]) == [2 / 3, 0.0, 1.0]
+
+
+def by_cosine(tokens, right=(1.0, 0.5), wrong=(-1.0, -0.5), answers=("1", "2")):
+    settings = {"outcome": exact, "max_length": 12, "right": right, "wrong": wrong}
+    ids = [[7] * n for n in tokens]
+    return cosine_length(["1"] * len(answers), ids, **settings, prompts=["p"] * len(answers), answer=list(answers))
+
+
+def test_cosine_length_rewards_short_right_and_long_wrong_completions():
+    assert by_cosine([0, 0]) == pytest.approx([1.0, -1.0])
+    assert by_cosine([12, 12]) == by_cosine([13, 24]) == pytest.approx([0.5, -0.5])
+    assert by_cosine([6, 6]) == pytest.approx([0.75, -0.75])  # halfway: cos(pi / 2) = 0
+    # cos(pi / 3) = 0.5, (1 + 0.5) / 2 = 0.75:  0.5 + 0.5 * 0.75 and -0.5 - 0.5 * 0.75
+    assert by_cosine([4, 4]) == pytest.approx([0.875, -0.875])
+    # cos(2 pi / 3) = -0.5, (1 - 0.5) / 2 = 0.25:  3 + (2 - 3) * 0.25 and 7 + (-1 - 7) * 0.25
+    assert by_cosine([8, 8], right=[2, 3], wrong=[-1, 7]) == pytest.approx([2.75, 5.0])
+    scores = [1.0, 0.99, 2.0, None, ((1, 1.0), (2, 0.0)), ()]
+    settings = {"max_length": 4, "right": [1.0, 0.5], "wrong": [-1.0, -0.5]}
+    found = cosine_length(["ab"] * 6, [[]] * 6, outcome=lambda completions: scores, **settings)
+    assert found == [1.0, -1.0, 1.0, None, -1.0, None]  # of steps the mean, 0.5
+    with pytest.raises(ValueError, match="outcome: it needs answer"):
+        cosine_length(["ab"], [[]], outcome=exact, **settings)
+
+
+def test_soft_overlong_falls_over_the_buffer():
+    ids = [[1] * n for n in (0, 80, 85, 90, 100, 120)]  # 100 - 20 = 80;  (80 - 85) / 20 = -0.25
+    assert soft_overlong(ids, max_length=100, buffer=0.2) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert soft_overlong([[1] * 25], max_length=100, buffer=1.0) == [-0.25]
+    assert soft_overlong([[1]], [90], max_length=100, buffer=0.2) == [-0.5]  # tokens of the episode
+    for settings in ({"max_length": 0, "buffer": 0.2}, {"max_length": 9, "buffer": 0.0}):
+        with pytest.raises(ValueError, match="max_length"):
+            soft_overlong(ids, **settings)
+
+
+def test_repetition():
+    for text, n, penalty in (
+        ("a b c", 3, 0.0),
+        ("a b", 3, 0.0),
+        ("", 1, 0.0),
+        ("a a A a", 1, -1.5),  # 1 of 4 is distinct: (1 - 1/4) * -2
+        ("a b a b a", 2, -1.0),  # ab ba ab ba: (1 - 2/4) * -2
+        ("a b a b a", 3, -2 / 3),  # aba bab aba: (1 - 2/3) * -2
+        ("a\tb \n a  b", 2, -2 / 3),  # ab ba ab
+    ):
+        assert repetition([text], n=n, max_penalty=-2.0) == pytest.approx([penalty])
+
+
+# --- reasoning_gym's verifiers
+
+
+def verified(task, text, answer, metadata=None, **columns):
+    columns = {name: [value] for name, value in columns.items()}
+    return reasoning_gym([f"<answer>{text}</answer>"], [answer], [task], [metadata or {}], **columns)[0]
+
+
+def test_the_tasks_own_verifier_scores_the_answer():
+    rows = [("<think>5</think><answer>-7</answer>", "-7", "chain_sum", {}), ("-7", "12", "chain_sum", {})]
+    rows += [("<answer>2 * 3 + 4</answer>", "4 + 2*3", "countdown", {"numbers": [2, 3, 4], "target": 10})]
+    rows += [("<answer>2 * 3 - 4</answer>", "4 + 2*3", "countdown", {"numbers": [2, 3, 4], "target": 10})]
+    assert reasoning_gym(*zip(*rows, strict=True), prompts=[]) == [1.0, 0.0, 1.0, 0.05]
+    solution, metadata = "(8 - 2) * (2 + 2)", {"numbers": [8, 2, 2, 2]}  # 24, of numbers from 1 to 10
+    assert verified("puzzle24", solution, None, metadata, task_config=None) == 1.0
+    assert verified("puzzle24", solution, None, metadata, task_config={"min_value": 3}) == 0.01
+    metadata = {"variable": "x", "integrand": "2*x"}
+    assert verified("simple_integration", "x**2 + 5", "x**2 + C", metadata) == 1.0
+    assert verified("simple_integration", "x**3", "x**2 + C", metadata) == 0.0
+
+
+def test_a_verifier_that_raises_blames_the_text_or_the_data(caplog):
+    verifier._warned.clear()
+    metadata = {"factors": [2, 3]}
+    assert verified("prime_factorization", "2 \u00d7 3", "2 \u00d7 3", metadata) == 1.0
+    assert verified("prime_factorization", "two", "2 \u00d7 3", metadata) == 0.0
+    assert verified("prime_factorization", "three", "2 \u00d7 3", metadata) == 0.0
+    assert len(caplog.records) == 1
+    assert "'prime_factorization': its verifier failed" in caplog.text
+    with pytest.raises(ValueError, match=r"'prime_factorization'.*on the data set's own answer 'six'"):
+        verified("prime_factorization", "two", "six")
+    with pytest.raises(ValueError, match="'no_such_task' not registered"):
+        verified("no_such_task", "5", "5")
+    with pytest.raises(ValueError, match=r"metadata: expected a mapping for the task 'chain_sum', got '\{\}'"):
+        verified("chain_sum", "5", "5", "{}")
+
+
+def test_every_verifier_that_evaluates_text_has_a_gate_and_is_given_no_code(monkeypatch):
+    factory = pytest.importorskip("reasoning_gym.factory")
+    sources = {name: inspect.getsource(made.score_answer) for name, (made, _) in factory.DATASETS.items()}
+    tasks = {name for name, text in sources.items() if re.search(r"\b(eval|exec|parse_expr|sympify|Fraction)\(", text)}
+    tasks -= {"number_sorting", "propositional_logic"}  # evaluates the data's answer; parse_expr is its own parser
+    assert len(tasks) == 10
+    assert tasks <= set(GATES) <= set(factory.DATASETS)
+    reached = []
+    monkeypatch.setattr(os, "system", lambda command: reached.append(command) or 0)
+    monkeypatch.setattr(verifier, "_start", lambda scorer, task, text, entry: lambda: reached.append(text) or 1.0)
+    code = ["9" * 10_001, "__import__('os').system('true')", "().__class__.__base__", "[x for x in (1,)]"]
+    code += ["'a' * 10**10", "[1] * 10**10", "(lambda: 1)()", "f'{1}'", "exit()"]
+    for task in tasks - {"coin_flip"}:
+        assert [verified(task, text, "1") for text in code] == [0.0] * len(code)
+        assert verified(task, "1", "1") == 1.0
+    assert set(reached) == {"1"}
+
+
+def test_gates():
+    for check, text, allowed in (
+        (is_literal, "[[1, -2], ('a', 'b')]", True),
+        (is_literal, "[[1, -2], ('a', b)]", False),
+        (is_literal, "_ Q", True),
+        (is_literal, " \ta.b", False),  # eval ignores the space before it
+        (is_literal, "-" * 9_000 + "1", False),
+        (is_harmless, "2*(2 - 8*x)**(3/2)/3 + C", True),
+        (is_harmless, "log(cos(x)) / sqrt(x)", True),
+        (is_harmless, "exec(x)", False),
+        (is_harmless, "exp(x, evaluate=1)", False),
+        (is_harmless, "log(*x)", False),
+        (is_harmless, "'exec(x)'", False),  # sympy evaluates a text once more
+        (is_harmless, "x.y", False),
+        (is_harmless, "(" * 9_000 + "1", False),
+        (GATES["coin_flip"], "3/1024", True),
+    ):
+        assert check(text) is allowed, text[:50]
+    integral = "Integral(x, x) + C"
+    assert not may_be_verified("intermediate_integration", integral, integral)
+    assert verified("intermediate_integration", integral, f" {integral}\n") == 1.0  # right, though no verifier gets it
+    for text, answer, allowed in (
+        ("a" * 10_000, "a", True),
+        ("a" * 10_001, "a", False),
+        ("b" * 12_000, "a" * 3_000, True),
+    ):
+        assert may_be_verified("tower_of_hanoi", text, answer) is allowed
+
+
+def test_rows_that_a_verifier_would_evaluate_run_no_code(tmp_path):
+    mark = tmp_path / "ran"
+    evil, x = f"__import__('os').system('touch {mark}')", {"variable": "x"}
+    for task, answer, metadata, text in (
+        ("bitwise_arithmetic", "0x1", {"problem": evil}, "0x1"),
+        ("simple_integration", "x + C", x | {"integrand": evil}, "x**2"),
+        ("polynomial_multiplication", evil, {}, "x"),
+        ("number_sorting", evil, {"direction": "ascending"}, "[1]"),
+        ("composite", "1", {"source_dataset": "bitwise_arithmetic", "problem": evil}, "0x1"),
+    ):
+        with pytest.raises(ValueError, match="the task's verifier would evaluate it; expected"):
+            verified(task, text, answer, metadata)
+        assert not mark.exists()
+    verifier.Verifier("number_sorting", {})(answer="[1]", entry={"answer": evil, "metadata": {}})
+    assert mark.exists()  # the verifier does evaluate it, so that the test above proves something
+
+
+@pytest.mark.slow
+def test_verifiers_score_what_reasoning_gym_makes_and_end_on_huge_numbers(monkeypatch, caplog):
+    for task in ("bitwise_arithmetic", "number_sorting", "polynomial_multiplication", "simple_integration"):
+        for entry in pytest.importorskip("reasoning_gym").create_dataset(task, size=10, seed=3):
+            assert reasoning_gym([entry["answer"]], [entry["answer"]], [task], [entry["metadata"]]) == [1.0]
+    monkeypatch.setattr(verifier, "MAX_SECONDS", 0.5)
+    for task, text, metadata in (
+        ("countdown", "9**9**9**9", {"numbers": [9, 9, 9, 9], "target": 9}),
+        ("coin_flip", "1e99999999", {}),
+        ("rubiks_cube", "F " + "F999999999", {"cube_size": 3, "scramble_moves": "F"}),
+    ):
+        assert verified(task, text, "1/2", metadata) <= 0.05
+    monkeypatch.setattr(verifier, "_start", lambda *_: lambda: workers.Failure("timeout", "took longer than 5 s"))
+    assert verified("simple_integration", "x", "x**2 + C", {"integrand": "2*x"}) == 0.0
