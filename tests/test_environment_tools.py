@@ -84,17 +84,17 @@ def test_a_turn_with_calls_is_replied_to_and_one_without_ends_the_episode():
 
 
 def test_what_cannot_be_carried_out_is_replied_to_with_what_is_wrong():
-    form = '{"name": NAME, "arguments": {...}}'
+    form = 'a call is {"name": NAME, "arguments": {...}}'
     usage = "the tool is add(a: int, b: int)"
     for text, reply in [
         (call("sub", a=1), "error: there is no tool 'sub'; there are add, now"),
         (call("add", b=1, c=2), f"error: 'c' is no argument; 'a' is missing; {usage}"),
         (call("add", a="1"), f"error: 'a' is \"1\", and should be int; {usage}"),
         (call("add", a=True), "error: 'a' is true, and should be int"),
-        ("<tool_call>", "error: the call has no end; a call is " + form + " between <tool_call> and </tool_call>"),
-        ("<tool_call>[]</tool_call>", f"error: the call has no name; a call is {form}"),
+        ("<tool_call>", f"error: the call has no end; {form} between <tool_call> and </tool_call>"),
+        ("<tool_call>[]</tool_call>", f"error: the call has no name; {form}"),
         ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is not valid JSON: Expecting property name"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "error: the arguments of a call are a JSON "),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', f"error: the call has no arguments; {form}"),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "error: 'a' is NaN, and should be int"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "error: 'a' is Infinity, and should be"),
         (call("add", a="\ud800"), "error: 'a' is \"\\ud800\", and should be int"),
@@ -108,7 +108,7 @@ def test_what_cannot_be_carried_out_is_replied_to_with_what_is_wrong():
     tools = Tools([toolbox.add], max_calls=2)
     assert tools(turns=[call("add", a=1) * 2]) == "2\n2"
     reply = tools(turns=[call("add", a=1) * 1000])
-    assert reply == "2\n2\nerror: too many calls in one turn; the limit is 2, others were not carried out"
+    assert reply == "2\n2\nerror: too many calls in one turn; only the first 2 were carried out"
     assert isinstance(reply, BadCall)
 
 
@@ -137,12 +137,10 @@ def test_values_come_as_the_hints_say():
 def test_an_exception_of_a_tool_is_a_reply_and_results_are_texts():
     for how, reply in [
         ("exit", "error: misbehave: SystemExit: 3"),
-        ("path", "error: misbehave: RuntimeError: cannot read '(path)': 3/4 of http://a.b/c/d"),
         ("unwritable", "error: misbehave: Unwritable"),
         ("recursion", "error: misbehave: RecursionError: maximum recursion depth exceeded"),
         ("memory", "error: misbehave: MemoryError"),
         ("long", "error: misbehave: ValueError: no no no"),
-        ("object", "error: misbehave: TypeError: it returned a value of type object, which JSON cannot hold"),
         ("cycle", "error: misbehave: ValueError: Circular reference detected"),
         ("refused", "not today"),
     ]:
@@ -152,7 +150,7 @@ def test_an_exception_of_a_tool_is_a_reply_and_results_are_texts():
         assert len(found) < 400
         assert "\n" not in found
     for how, reply in [
-        ("numpy", '{"mean": 0.5, "all": [0, 1, 2], "set": [1, 2]}'),
+        ("numpy", '{"mean": 0.5, "all": [0, 1, 2], "set": "{1, 2}"}'),
         ("cut", "x" * 2000 + "… (cut: 2000 of 2001 characters)"),
     ]:
         found = reply_to(call("misbehave", how=how), toolbox.misbehave)
@@ -297,7 +295,7 @@ def test_other_environments_take_them_too(hostile):
     game, retry = Gymnasium("FrozenLake-v1"), Retry(exact, max_turns=2, discount=1.0, reply="no")
     for turn in hostile[:2000]:
         assert isinstance(game(turns=[turn], seed=0), BadCall)
-        assert retry(turns=[turn], answer="7") == "no"
+        assert retry(turns=[turn], prompt="?", answer="7") == "no"
         assert _cell(turn) is None or isinstance(_cell(turn), str)
 
 

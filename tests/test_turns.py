@@ -88,7 +88,7 @@ def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
     file.write_text(
         json.dumps({"prompt": "p", "completion": "c"}) + "\n" + json.dumps({"prompt": "p", "completion": talk})
     )
-    with pytest.raises(ValueError, match=f"row 2, column 'completion'(: {message}|, message 3: )"):
+    with pytest.raises(ValueError, match=f"line 2, column 'completion'(: {message}|, message 3: )"):
         FileDemonstrations(str(file), "prompt", "completion")
 
 

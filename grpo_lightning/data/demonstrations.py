@@ -19,7 +19,7 @@ from grpo_lightning.data.sources import GeneratedRows, Row, Source
 from grpo_lightning.types import Message
 
 
-class FileDemonstrations:
+class FileDemonstrations(JsonLines):
     """Prompts with the completions to imitate, of JSON lines or parquet files.
 
     A row has a prompt and a completion, each as text or chat messages, and any further columns. Of several turns the
@@ -32,39 +32,31 @@ class FileDemonstrations:
         completion_column: Name of the column with the completion.
 
     Raises:
-        ValueError: A row is malformed; names its number and column.
+        ValueError: A row is malformed; names its place and column.
     """
 
     def __init__(self, path: str | Sequence[str], prompt_column: str, completion_column: str) -> None:
-        rows = JsonLines(path, prompt_column)
-        self.place = rows.place
+        super().__init__(path, prompt_column)
         self._rows = [
-            _demonstration(rows[i], f"data.path={path}, row {i + 1}", completion_column) for i in range(len(rows))
+            _demonstration(*row, completion_column, f"{self.place(i)}, column {completion_column!r}")
+            for i, row in enumerate(self._rows)
         ]
 
-    def __len__(self) -> int:
-        return len(self._rows)
 
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
-
-
-def _demonstration(row: Row, where: str, column: str) -> Row:
-    prompt, columns = row
+def _demonstration(prompt: Any, columns: dict[str, Any], column: str, place: str) -> Row:
     others = {name: value for name, value in columns.items() if name != column}
     completion = columns.get(column)
     if completion is None and isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[-1], dict):
         first = next((n for n, message in enumerate(prompt) if n and message["role"] == "assistant"), len(prompt) - 1)
         prompt, completion = prompt[:first], prompt[first:]
-    place = f"{where}, column {column!r}"
     expected = (
         "expected text, one message of the assistant, or several in turn with replies; or a conversation in the "
         "prompt's column that the assistant ends"
     )
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
         messages: Any = check_prompt(completion, place)
-        if fault := messages_problem(messages):
-            raise ValueError(f"{place}: {fault}; {expected}")
+        if problem := messages_problem(messages):
+            raise ValueError(f"{place}: {problem}; {expected}")
         completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:
         raise ValueError(f"{place}: {expected}, got {completion!r:.80}")
@@ -81,16 +73,9 @@ def prompts(
     validation: Callable[[], Source],
     **settings: Any,
 ) -> PromptData:
-    """Data module of demonstrations.
+    """Data module of `FileDemonstrations`, or without a ``path`` of the sources ``train`` and ``validation``.
 
-    Args:
-        path: Training file or files; None takes ``train`` and ``validation``.
-        validation_path: File or files with held-out demonstrations; None holds out rows of the training files.
-        prompt_column: As in `FileDemonstrations`.
-        completion_column: As in `FileDemonstrations`.
-        train: Opens the demonstrations that taught the shipped policy.
-        validation: Opens those that measured it.
-        settings: Everything else that ``PromptData`` needs.
+    Without a ``validation_path`` rows of the training files are held out.
     """
     if path is None:
         return PromptData(train=train, validation=validation, **settings)

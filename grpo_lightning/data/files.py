@@ -62,37 +62,32 @@ class Rows:
     Args:
         rows: One mapping per row, all with the same keys.
         prompt_column: The key of the prompt; the other keys are the columns rewards see.
-        where: Number of a row -> where the row comes from, for messages.
+        place: Number of a row -> where the row comes from, for messages.
 
     Raises:
         ValueError: There is no row, or one lacks a column that others have, or its prompt is malformed.
     """
 
-    place: Callable[[int], str]
-    """Number of a row -> where it comes from, for messages."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], prompt_column: str, where: Callable[[int], str]) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, Any]], prompt_column: str, place: Callable[[int], str]) -> None:
         if not rows:
-            raise ValueError(f"{where(0)}: there is no row")
-        first_with: dict[str, int] = {}
-        for i, row in enumerate(rows):
-            for name in row:
-                first_with.setdefault(name, i)
-        if reserved := [name for name in first_with if name in _RESERVED and name != prompt_column]:
+            raise ValueError(f"{place(0)}: there is no row")
+        first_with = {name: i for i, row in reversed(list(enumerate(rows))) for name in row}
+        names = [*rows[0], *(name for name in first_with if name not in rows[0])]
+        if reserved := [name for name in names if name in _RESERVED and name != prompt_column]:
             raise ValueError(
-                f"{where(first_with[reserved[0]])}, column {reserved[0]!r}: {', '.join(_RESERVED)} are arguments of "
+                f"{place(first_with[reserved[0]])}, column {reserved[0]!r}: {', '.join(_RESERVED)} are arguments of "
                 "reward functions; rename the column"
             )
-        if prompt_column not in first_with:
-            raise ValueError(f"{where(0)}, column {prompt_column!r}: missing; the columns are {sorted(first_with)}")
-        self.place = where
+        if prompt_column not in names:
+            raise ValueError(f"{place(0)}, column {prompt_column!r}: missing; the columns are {sorted(names)}")
+        self.place = place
         self._rows: list[Row] = []
         for i, row in enumerate(rows):
-            for name, first in first_with.items():
-                if name not in row:
-                    raise ValueError(f"{where(i)}, column {name!r}: missing, while {where(first)} has it")
-            prompt = check_prompt(row[prompt_column], f"{where(i)}, column {prompt_column!r}")
-            self._rows.append((prompt, {name: row[name] for name in first_with if name != prompt_column}))
+            if absent := [name for name in names if name not in row]:
+                other = place(first_with[absent[0]])
+                raise ValueError(f"{place(i)}, column {absent[0]!r}: missing, while {other} has it")
+            prompt = check_prompt(row[prompt_column], f"{place(i)}, column {prompt_column!r}")
+            self._rows.append((prompt, {name: row[name] for name in names if name != prompt_column}))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -174,14 +169,7 @@ class Inline(Rows):
 def prompts(
     *, path: str | Sequence[str], validation_path: str | Sequence[str] | None, prompt_column: str, **settings: Any
 ) -> PromptData:
-    """Data module of JSON lines or parquet files.
-
-    Args:
-        path: Training file or files.
-        validation_path: File or files with held-out prompts; None holds out rows of the training files.
-        prompt_column: Name of the column with the prompt.
-        settings: Everything else that ``PromptData`` needs.
-    """
+    """Data module of `JsonLines`; without a ``validation_path`` rows of the training files are held out."""
     return PromptData(
         train=partial(JsonLines, path, prompt_column),
         validation=partial(JsonLines, validation_path, prompt_column) if validation_path else None,
@@ -190,16 +178,12 @@ def prompts(
 
 
 def memory_prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
-    """Data module of rows in memory.
+    """Data module of rows in memory, as `Inline` takes them.
 
     Args:
-        train: Texts, chat messages, token ids, or mappings with the key "prompt" and any columns: a list of them, or a
-            data set of the datasets library.
+        train: Training rows.
         validation: Held-out rows; None holds out some of ``train``, or takes all of them where they are few.
         settings: Everything else that ``PromptData`` needs.
-
-    Raises:
-        ValueError: A row is malformed; names its number and column.
     """
     rows = Inline(train, "data")
     if validation is not None:

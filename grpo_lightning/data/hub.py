@@ -62,33 +62,23 @@ class Hub(Rows):
         filter: RowFilter | None = None,
         map_row: RowMap | None = None,
     ) -> None:
-        table = _load(path, split, name, revision)
-        if columns and not (filter or map_row):
-            _check_columns(columns, table.column_names, path)
-            table = table.select_columns(sorted(set(columns.values())))
-        rows: list[Mapping[str, Any]] = []
-        numbers: list[int] = []
-        source = f"{path} ({split})"
+        table, source = _load(path, split, name, revision), f"{path} ({split})"
+        if columns and not map_row:
+            if absent := set(columns.values()) - set(table.column_names):
+                raise ValueError(f"data.columns: {', '.join(absent)} not in {source}, which has {table.column_names}")
+            if not filter:
+                table = table.select_columns(sorted(set(columns.values())))
+        rows: dict[int, Mapping[str, Any]] = {}
         for number, row in enumerate(table, 1):
             try:
                 if filter and not filter(row):
                     continue
                 mapped = dict(map_row(row)) if map_row else row
+                rows[number] = {new: mapped[old] for new, old in columns.items()} if columns else mapped
             except Exception as error:
                 raise ValueError(f"{source}, row {number}: data.filter or data.map_row: {error!r}") from error
-            if columns:
-                _check_columns(columns, list(mapped), path)
-                mapped = {new: mapped[old] for new, old in columns.items()}
-            rows.append(mapped)
-            numbers.append(number)
-        super().__init__(rows, "prompt", lambda i: f"{source}, row {numbers[i]}" if numbers else source)
-
-
-def _check_columns(columns: Mapping[str, str], names: list[str], path: str) -> None:
-    absent = sorted(set(columns.values()) - set(names))
-    if absent or "prompt" not in columns:
-        what = f"{', '.join(absent)} not in {path}" if absent else "nothing is mapped to prompt"
-        raise ValueError(f"data.columns={dict(columns)}: {what}; expected new name -> one of {sorted(names)}")
+        numbers = list(rows)
+        super().__init__(list(rows.values()), "prompt", lambda i: f"{source}, row {numbers[i]}" if numbers else source)
 
 
 def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
@@ -130,11 +120,7 @@ def prompts(
     map_row: RowMap | None,
     **settings: Any,
 ) -> PromptData:
-    """Data module of a data set of the hub or a local copy.
-
-    Without a ``validation_split`` rows of the training split are held out. What `Hub` does not take is for
-    ``PromptData``.
-    """
+    """Data module of a `Hub` data set; without a ``validation_split`` rows of the training split are held out."""
     source = partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
     return PromptData(
         train=partial(source, split=split),

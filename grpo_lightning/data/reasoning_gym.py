@@ -108,14 +108,7 @@ class ReasoningGym(GeneratedRows):
         )
 
     def keep(self, fits: Fits) -> "tuple[ReasoningGym, int]":
-        """A source of the same entries, with others in place of those that do not fit; none is lost.
-
-        Args:
-            fits: Says which of a list of prompts fit.
-
-        Returns:
-            The new source, and 0.
-        """
+        """The same entries, with others in place of those that do not fit; 0 are lost."""
         kept = copy.copy(self)
         kept._fits = (*self._fits, fits)
         kept._held_out = self._held_out and self._held_out.keep(fits)[0]
@@ -159,7 +152,7 @@ def prompts(
 
     Args:
         task: Name of a reasoning_gym data set.
-        task_config: Settings that go before those of the level.
+        task_config: Its settings, which go before those of the level.
         levels: Task -> settings that this project uses instead of reasoning_gym's defaults.
         train_size: How many training entries there are.
         validation_size: How many held-out entries there are.

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
@@ -148,21 +149,19 @@ class GeneratorEnvironment:
         try:
             if next(episode, "a return") is not None:
                 raise ValueError("the first `yield` must have no value, as in `said = yield`")
-            for number, turn in enumerate(turns):
+            for turn, before in zip_longest(turns, replies):
                 try:
                     value, is_over = episode.send(turn), False
                 except StopIteration as end:
                     value, is_over = end.value, True
-                reply = None if is_over else StepResult.of(value).reply
-                if number < len(replies) and (reply is None or replies[number] not in _cuts(reply, replies[number])):
+                reply = None if is_over else StepResult.of(value, None if before is None else len(before)).reply
+                if before not in (None, reply):  # the last turn has no reply before
                     raise ValueError(
-                        f"not a function of its turns: {value!r:.80} after turn {number + 1}, and before it was "
-                        f"{replies[number]!r:.80} (randomness comes from `rng`, and nothing may be kept between calls)"
+                        f"not a function of its turns: {value!r:.80} after {turn!r:.80}, and before it was "
+                        f"{before!r:.80} (randomness comes from `rng`, and nothing may be kept between calls)"
                     )
                 if is_over == isinstance(value, str | tuple):
                     raise ValueError(f"expected a reply by `yield` and the end by `return`, got {value!r:.80}")
-                if is_over:
-                    break
             return value
         finally:
             episode.close()
@@ -190,7 +189,9 @@ class StepResult:
         reply, score = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if isinstance(reply, str) and (reply is returned or (score := _number(score)) is not None):
             text = reply.encode(errors="replace").decode()
-            shown = text if max_reply is None else shortened(text, max_reply)
+            note = f"… ({len(text)} characters in all)"
+            limit = len(text) if max_reply is None else max_reply
+            shown = text if len(text) <= limit else text[: max(limit - len(note), 0)] + note[-limit:]
             return cls(shown, score, is_bad_call=isinstance(reply, BadCall), is_cut=shown is not text)
         if returned is None or (score := _number(returned)) is not None:
             return cls(None, score)
@@ -240,19 +241,6 @@ def check_columns(environment: Environment, column_names: Collection[str]) -> li
     if wrong:
         raise EpisodeError(f"environment {environment.name}: {'; '.join(wrong)}")
     return list(taken)
-
-
-def shortened(text: str, limit: int) -> str:
-    """The beginning of a text of more than ``limit`` characters and how many it has, ``limit`` characters in all."""
-    if len(text) <= limit:
-        return text
-    note = f"… ({len(text)} characters in all)"
-    return text[: max(limit - len(note), 0)] + note[-limit:]
-
-
-def _cuts(reply: str, before: str) -> tuple[str, str]:
-    """A reply, and as it is where it was cut to the length of one before."""
-    return reply, shortened(reply, len(before))
 
 
 def _number(value: Any) -> float | None:

@@ -1,7 +1,6 @@
 """Built-in environments: a calculator, a guessing game, and a verifier that lets the model try again."""
 
 import ast
-import inspect
 import math
 import operator
 import random
@@ -11,7 +10,7 @@ from typing import Any
 
 from grpo_lightning.config.rules import integer, number, problems
 from grpo_lightning.environment.base import BadCall
-from grpo_lightning.reward.spec import bound_arguments
+from grpo_lightning.reward.spec import arguments
 from grpo_lightning.reward.text import tag
 
 _OPENING, _CLOSING = "calc(", ")="
@@ -152,27 +151,23 @@ class Retry:
         if wrong := problems(RULES, {"max_turns": max_turns, "discount": discount}):
             raise ValueError("; ".join(wrong))
         self._verifier, self._max_turns, self._discount, self._reply = verifier, max_turns, discount, reply
-        bound, kind = bound_arguments(verifier), inspect.Parameter.KEYWORD_ONLY
-        self._columns = [
-            one.replace(name="prompt" if one.name == "prompts" else one.name, kind=kind, annotation=one.empty)
-            for one in inspect.signature(verifier).parameters.values()
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            and one.name not in (*bound, "completions", "completion_ids")
-        ]
-        self.__signature__ = inspect.Signature([inspect.Parameter("turns", kind), *self._columns])
 
-    def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | None:
+    def __call__(self, *, turns: Sequence[str], prompt: Any, **columns: Any) -> str | float | None:
         """Score or reply to the last turn.
 
         Args:
             turns: The model's turns so far; the last is new.
-            **row: The columns that the verifier names, and ``prompt`` if it names ``prompts``.
+            prompt: Of the row, for a verifier that names ``prompts``.
+            **columns: Of the row, for a verifier that names them.
 
         Raises:
-            ValueError: The verifier returns something else than a number or None.
+            ValueError: A column is missing, or the verifier returns something else than a number or None.
         """
-        columns = {"prompts" if name == "prompt" else name: [value] for name, value in row.items()}
-        score = self._verifier(completions=[turns[-1]], **columns)[0]
+        row = {"prompts": prompt, "completions": turns[-1], **columns}
+        missing, named = arguments(self._verifier, {name: [value] for name, value in row.items()})
+        if missing:
+            raise ValueError(f"verifier: parameter {missing[0]!r} is no column of the data")
+        score = self._verifier(**named)[0]
         if score is None:
             return None
         if not isinstance(score, int | float) or math.isnan(score):

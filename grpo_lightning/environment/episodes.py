@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
 
 log = logging.getLogger(__name__)
 
-_warned: set[tuple[str, str]] = set()
+_warned: set[str] = set()
 
 
 @dataclass
@@ -102,16 +102,6 @@ class Episodes:
         episode.replies.pop()
 
     @property
-    def turns(self) -> list[list[str]]:
-        """[B] the model's turns."""
-        return [list(episode.turns) for episode in self._episodes]
-
-    @property
-    def replies(self) -> list[list[str]]:
-        """[B] the replies in between."""
-        return [list(episode.replies) for episode in self._episodes]
-
-    @property
     def scores(self) -> list[tuple[tuple[int, float], ...]]:
         """[B] (number of the turn from 0, score) pairs, the environment's own."""
         return [tuple(episode.scores) for episode in self._settled()]
@@ -130,12 +120,9 @@ class Episodes:
     @property
     def metrics(self) -> dict[str, float]:
         """Name -> mean over the episodes."""
-        size = max(len(self._episodes), 1)
-        return {
-            "episode/failed": sum(problem is not None for problem in self.failed) / size,
-            "episode/bad_calls": self._num_bad_calls / size,
-            "episode/cut_replies": self._num_cut / size,
-        }
+        num_failed = sum(problem is not None for problem in self.failed)
+        counts = {"failed": num_failed, "bad_calls": self._num_bad_calls, "cut_replies": self._num_cut}
+        return {f"episode/{name}": count / max(len(self._episodes), 1) for name, count in counts.items()}
 
     def check(self) -> None:
         """Raise or warn where the environment has failed.
@@ -155,8 +142,8 @@ class Episodes:
         )
         if len(failed) > environment.max_failed * size:
             raise EpisodeError(message)
-        if (key := (environment.name, problem.partition(":")[0])) not in _warned:
-            _warned.add(key)
+        if environment.name not in _warned:
+            _warned.add(environment.name)
             log.warning("%s; they are counted as episode/failed from now on", single_line(message))
 
     def _settled(self) -> list[_Episode]:
@@ -166,7 +153,7 @@ class Episodes:
         return self._episodes
 
     def _settle(self, row: int) -> None:
-        """Get the result of the last turn of ``row``, unless it is there."""
+        """Get the result of the last turn of ``row``."""
         episode = self._episodes[row]
         if not episode.is_open:
             return

@@ -55,8 +55,6 @@ class Gymnasium:
     ) -> None:
         if (id is None) == (make is None):
             raise ValueError(f"id: expected the name of an environment, or null and make, got {id!r:.80}")
-        if actions is not None and parse is not None:
-            raise ValueError("parse: expected null where actions are given, got both")
         self._id, self._make, self._kwargs = id, make, dict(kwargs or {})
         self._parse, self._describe, self._seed_column = parse, describe, seed_column
         try:
@@ -155,15 +153,12 @@ def plain(rendered: str) -> str:
 
 def _actions(actions: Any, space: Any) -> dict[str, Any]:
     """What the model says -> action, checked."""
-    if actions is None:
-        if not (hasattr(space, "n") and hasattr(space, "start")):
-            raise ValueError(f"actions: expected a mapping, or parse, for the action space {space}, got null")
+    if actions is None and hasattr(space, "n"):
         actions = {number: number for number in range(int(space.start), int(space.start + space.n))}
     if not isinstance(actions, Mapping) or not actions:
-        raise ValueError(f"actions: expected a mapping such as {{left: 0, right: 2}}, got {actions!r:.80}")
-    for name, action in actions.items():
-        if isinstance(action, bool) or action not in space:
-            raise ValueError(f"actions: expected actions of {space}, got {name}: {action!r:.80}")
+        raise ValueError(f"actions: expected a mapping such as {{left: 0}}, or parse, for {space}, got {actions!r:.80}")
+    if strange := [f"{name}: {action!r:.80}" for name, action in actions.items() if action not in space]:
+        raise ValueError(f"actions: expected actions of {space}, got {', '.join(strange)}")
     return {_normal(str(name)): action for name, action in actions.items()}
 
 

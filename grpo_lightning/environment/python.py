@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_lightning.config.rules import flag, integer, problems
 from grpo_lightning.environment.base import BadCall
-from grpo_lightning.environment.tools import Call, Malformed, calls
+from grpo_lightning.environment.tools import Call, calls
 from grpo_lightning.reward.text import fenced_blocks, without_thoughts
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
@@ -140,8 +140,8 @@ def _cell(turn: str) -> str | None:
     blocks = fenced_blocks(without_thoughts(turn), _LANGUAGES)
     if not blocks:
         for call in calls(turn, limit=_MAX_CALLS):
-            if isinstance(call, Malformed):
-                return BadCall(f"error: {call}")
+            if isinstance(call, BadCall):
+                return call
             if not _is_code(call):
                 return BadCall(f'error: the only tool is {_NAME}, and its only argument is "code", a text')
             blocks.append(f"{call.arguments['code']}\n")

@@ -14,18 +14,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_lightning.config.rules import integer, problems
 from grpo_lightning.environment.base import BadCall
+from grpo_lightning.reward.spec import describe_error
 from grpo_lightning.reward.text import without_thoughts
 
 RULES = {"max_calls": integer(1), "max_result": integer(100)}
 """What each setting may be."""
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
-_FORM = '{"name": NAME, "arguments": {...}}'
-_MAX_CALL = 20_000  # characters of one call
-_MAX_MESSAGE = 300  # characters of an exception's message
+_FORM = 'a call is {"name": NAME, "arguments": {...}}'
+_MAX_CALL = 20_000  # characters
 _WHOLE = re.compile(r'\{(?=.*"name")(?=.*"(?:parameters|arguments)").*\}', re.DOTALL)
 """A turn that is a call as a whole."""
-_PATH = re.compile(r"(?<![\w/:.])~?(?:/[^\s/'\":,;()]+){2,}/?")
-"""Absolute paths with at least two parts, which say more of the machine than of the call."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,6 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any]
-
-
-class Malformed(ValueError):
-    """A call that cannot be carried out; its message is meant for the model."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Tools:
     A turn with calls gets their results as a reply, one below the other; a turn without ends the episode, and the
     rewards judge it. What cannot be carried out (JSON that cannot be read, a tool that is not there, arguments that are
     missing, unknown or of another type, a tool that raises an exception) gets a reply that says what is wrong, and is
-    counted as a bad call. No text of a model makes this raise.
+    counted as a bad call.
 
     Only the calls of the last turn are carried out: a tool is a function of its arguments, and keeps nothing between
     two calls. What it needs of the row it names as a parameter that ``columns`` lists. It returns a text, or anything
@@ -115,33 +109,36 @@ class Tools:
         """
         replies: list[str] = []
         for call in calls(turns[-1], limit=self._max_calls):
-            reply = self._reply(call, {"turns": turns, **row})
-            if isinstance(reply, Over):
-                return reply.score
-            replies.append(reply)
+            result = call if isinstance(call, BadCall) else self._result(call, {"turns": turns, **row})
+            if isinstance(result, Over):
+                return result.score
+            replies.append(result)
         if not replies:
             return None
         kind = BadCall if any(isinstance(reply, BadCall) for reply in replies) else str
         return kind("\n".join(replies))
 
-    def _reply(self, call: Call | Malformed, row: Mapping[str, Any]) -> str | Over:
+    def _result(self, call: Call, row: Mapping[str, Any]) -> str | Over:
+        if (tool := self._by_name.get(call.name)) is None:
+            return BadCall(f"error: there is no tool {call.name!r:.50}; there are {', '.join(self._by_name)}")
         try:
-            if isinstance(call, Malformed):
-                raise call
-            if (tool := self._by_name.get(call.name)) is None:
-                raise Malformed(f"there is no tool {call.name!r:.50}; there are {', '.join(self._by_name)}")
             named = tool.arguments(call.arguments)
+        except _Misfit as error:
+            return BadCall(f"error: {error}")
+        try:
             result = tool.function(**named, **{name: row[name] for name in tool.hidden if name in row})
             if isinstance(result, Over):
                 return result
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-            if len(text) > self._max_result:
-                text = f"{text[: self._max_result]}… (cut: {self._max_result} of {len(text)} characters)"
-            return BadCall(text) if isinstance(result, BadCall) else str(text)
-        except Malformed as error:
-            return BadCall(f"error: {error}")
         except (Exception, SystemExit) as error:
-            return BadCall(f"error: {call.name}: {_message(error)}")  # type: ignore[union-attr]
+            return BadCall(f"error: {call.name}: {describe_error(error)}")
+        if len(text) > self._max_result:
+            text = f"{text[: self._max_result]}… (cut: {self._max_result} of {len(text)} characters)"
+        return BadCall(text) if isinstance(result, BadCall) else str(text)
+
+
+class _Misfit(ValueError):
+    """Arguments that do not fit a tool; the message is meant for the model."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ class _Tool:
         """The model's arguments, as the function's type hints have them.
 
         Raises:
-            Malformed: Some are missing, unknown or of another type.
+            _Misfit: Some are missing, unknown or of another type.
         """
         parameters, values = self.shown.parameters, {}
         wrong = [f"{name!r:.50} is no argument" for name in given if name not in parameters]
@@ -200,13 +197,13 @@ class _Tool:
             if name in given:
                 try:
                     values[name] = _fitted(given[name], parameter.annotation, name)
-                except Malformed as error:
+                except _Misfit as error:
                     wrong.append(str(error))
             elif parameter.default is parameter.empty:
                 wrong.append(f"{name!r} is missing")
         if wrong:
             usage = ", ".join(f"{name}: {_name(one.annotation)}" for name, one in parameters.items())
-            raise Malformed(f"{'; '.join(wrong[:5])}; the tool is {self.name}({usage})"[:1000])
+            raise _Misfit(f"{'; '.join(wrong[:5])}; the tool is {self.name}({usage})"[:1000])
         return values
 
 
@@ -230,7 +227,7 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
     """A value of JSON as its type hint says: 2.0 as an int, a list as a tuple, a text as an Enum.
 
     Raises:
-        Malformed: It is of another type; names its place.
+        _Misfit: It is of another type; names its place.
     """
     kind, options = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
@@ -239,7 +236,7 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
         for option in options:
             try:
                 return _fitted(value, option, place)
-            except Malformed:
+            except _Misfit:
                 continue
     elif kind is Literal:
         if any(value == option and type(value) is type(option) for option in options):
@@ -266,7 +263,7 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
     elif not isinstance(kind, type) or isinstance(value, kind):
         return value
     text = json.dumps(value)
-    raise Malformed(f"'{place}' is {text[:50]}{'…' if len(text) > 50 else ''}, and should be {_name(hint)}")
+    raise _Misfit(f"'{place}' is {text[:50]}{'…' if len(text) > 50 else ''}, and should be {_name(hint)}")
 
 
 def _name(hint: Any) -> str:
@@ -276,25 +273,11 @@ def _name(hint: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no type for: arrays and numbers of numpy and torch, and sets."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    raise TypeError(f"it returned a value of type {type(value).__name__}, which JSON cannot hold")
+    """What JSON has no type for: arrays and numbers of numpy and torch become lists and numbers, others texts."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _message(error: BaseException) -> str:
-    """An exception in one line, without paths of this machine."""
-    try:
-        text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
-    except Exception:  # an exception that cannot even be written
-        text = ""
-    line = " ".join(_PATH.sub("(path)", text[: 4 * _MAX_MESSAGE]).split())
-    return f"{type(error).__name__}: {line[:_MAX_MESSAGE]}" if line else type(error).__name__
-
-
-def calls(turn: str, *, limit: int) -> list[Call | Malformed]:
+def calls(turn: str, *, limit: int) -> list[Call | BadCall]:
     """Read the tool calls in a turn, outside of its thoughts. The text is untrusted: none of it raises or takes long.
 
     A call stands between ``<tool_call>`` and ``</tool_call>``, as in the templates of Hermes and Qwen:
@@ -303,18 +286,18 @@ def calls(turn: str, *, limit: int) -> list[Call | Malformed]:
 
     Args:
         turn: The model's text.
-        limit: Calls that are read; of further ones there is one `Malformed` that says so.
+        limit: Calls that are read; further ones are one `BadCall`, as every call is that cannot be read.
     """
     text = without_thoughts(turn)
-    found: list[Call | Malformed] = []
+    found: list[Call | BadCall] = []
     start = text.find(_OPENING)
     while start >= 0:
         end = text.find(_CLOSING, start)
         if len(found) == limit:
-            found.append(Malformed(f"too many calls in one turn; the limit is {limit}, others were not carried out"))
+            found.append(BadCall(f"error: too many calls in one turn; only the first {limit} were carried out"))
             break
         if end < 0:
-            found.append(Malformed(f"the call has no end; a call is {_FORM} between {_OPENING} and {_CLOSING}"))
+            found.append(BadCall(f"error: the call has no end; {_FORM} between {_OPENING} and {_CLOSING}"))
             break
         found.append(_call(text[start + len(_OPENING) : end]))
         start = text.find(_OPENING, end)
@@ -323,27 +306,18 @@ def calls(turn: str, *, limit: int) -> list[Call | Malformed]:
     return found
 
 
-def _call(text: str) -> Call | Malformed:
-    try:
-        call = _json(text)
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str):
-            raise Malformed(f"the call has no name; a call is {_FORM}")
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write the arguments as a text in JSON
-            arguments = _json(arguments)
-        if not isinstance(arguments, dict):
-            raise Malformed(f"the arguments of a call are a JSON object; a call is {_FORM}")
-        return Call(name, arguments)
-    except Malformed as error:
-        return error
-
-
-def _json(text: str) -> Any:
+def _call(text: str) -> Call | BadCall:
     if len(text) > _MAX_CALL:
-        raise Malformed(f"the call has {len(text)} characters; the limit is {_MAX_CALL}")
+        return BadCall(f"error: the call has {len(text)} characters; the limit is {_MAX_CALL}")
     try:
-        return json.loads(text)
+        call = json.loads(text)
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(name, str) else None
+        if isinstance(arguments, str):  # some models write the arguments as a text in JSON
+            arguments = json.loads(arguments)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise Malformed(f"the call is not valid JSON: {reason}; a call is {_FORM}") from None
+        return BadCall(f"error: the call is not valid JSON: {reason}; {_FORM}")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return BadCall(f"error: the call has no {'arguments' if isinstance(name, str) else 'name'}; {_FORM}")
+    return Call(name, arguments)

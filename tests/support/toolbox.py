@@ -103,12 +103,10 @@ def _raise(error):
 _FAULTS: dict[str, Callable[[], Any]] = {
     "value": lambda: int("no"),
     "exit": lambda: exit(3),
-    "path": lambda: _raise(RuntimeError("cannot read '/home/me/own/data.csv': 3/4 of http://a.b/c/d")),
     "unwritable": lambda: _raise(Unwritable()),
     "recursion": _recurse,
     "memory": lambda: bytearray(2**62),
     "long": lambda: _raise(ValueError("no " * 10_000)),
-    "object": object,
     "cycle": _cycle,
     "huge": lambda: 10**5000,
     "surrogate": lambda: "a\ud800b",
