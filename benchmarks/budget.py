@@ -49,10 +49,10 @@ class Watched(sampler.DecodeBatch):
     full_tokens = 0
     _before: float | None = None
 
-    def look(self, stops):
+    def sync(self, stops):
         seconds = None if Watched._before is None else time.perf_counter() - Watched._before
         is_full, tokens = len(self.running) == ROWS, sum(self.lengths)
-        over = super().look(stops)
+        over = super().sync(stops)
         if seconds is not None and is_full:
             Watched.full_seconds += seconds
             Watched.full_tokens += sum(self.lengths) - tokens

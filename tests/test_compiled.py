@@ -132,10 +132,10 @@ def test_keys_that_are_counted_may_be_part_of_a_room(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     query, rooms, lengths = torch.randn(3, 2, 4, 8), torch.randn(2, 5, 2, 20, 8), torch.tensor([0, 5, 15])
     key, value = rooms[:, 1:4, :, :16].unbind(0)
-    held = attention.seen(lengths, key, 16, None, counts=True)
-    mask = attention.unseen(lengths, 16, None, torch.float32)
+    held = attention.visible_keys(lengths, key, 16, None, counts=True)
+    mask = attention.visible_keys(lengths, key, 16, None, counts=False)
     found = attention.attend(query, key, value, held, 0.3)
-    for one, expected in zip(found, attention.written_out(query, key, value, mask, 0.3), strict=True):
+    for one, expected in zip(found, attention.attend_written_out(query, key, value, mask, 0.3), strict=True):
         assert_close(one, expected, rtol=0, atol=1e-5)
 
 
@@ -152,7 +152,9 @@ def test_keys_are_counted_where_all_layers_have_as_many(monkeypatch):
         held.grow(7, 100)
         assert held.counts_keys() is counts
         lengths = torch.tensor([0, 5, 15])
-        assert isinstance(attention.seen(lengths, held.keys, 7, None, held.counts_keys()), torch.Tensor) != counts
+        assert (
+            isinstance(attention.visible_keys(lengths, held.keys, 7, None, held.counts_keys()), torch.Tensor) != counts
+        )
     monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: False)
     assert not shared_prompt_cache.Buffers({0: (wide, wide)}, 3).counts_keys()
 

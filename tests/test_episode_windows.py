@@ -47,7 +47,7 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
         for parameter in policy.model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
-    monkeypatch.setattr(multi_turn, "READ_TOGETHER", 12)
+    monkeypatch.setattr(multi_turn, "PREFILL_ABOVE", 12)
     sampling = Sampling(**PLAIN | {"max_new_tokens": LONGER})
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2

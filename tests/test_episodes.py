@@ -86,7 +86,7 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     extended = []
     own = shared_prompt_cache.SharedPromptCache.extend
-    monkeypatch.setattr(multi_turn, "READ_TOGETHER", 12)
+    monkeypatch.setattr(multi_turn, "PREFILL_ABOVE", 12)
     for copied, pace in (
         (0, {"sync_every": 1}),
         (1 << 20, {"sync_every": 16}),

@@ -15,7 +15,7 @@ from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.rollout.dynamic_sampling import with_support
 from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.sampler.support import options, support_of_tokens
+from grpo_lightning.sampler.support import engine_filters, support_of_tokens
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.types import Prompts, Rollout, Sampling
 from tests.support import stand_in
@@ -112,12 +112,12 @@ def test_tokens_that_the_model_rules_out_are_in_no_set():
 
 
 def test_what_an_engine_is_asked_for():
-    assert options(Sampling(**FREE)) == {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    assert options(Sampling(**FREE | {"top_p": 0.9})) == {"top_p": 0.9, "top_k": 1024, "min_p": 0.0}
-    assert options(Sampling(**FREE | {"min_p": 0.1})) == {"top_p": 1.0, "top_k": 1024, "min_p": 0.1}
-    assert options(Sampling(**FREE | {"top_k": 2000})) == {"top_p": 1.0, "top_k": 1024, "min_p": 0.0}
-    assert options(Sampling(**FREE | {"top_k": 7})) == {"top_p": 1.0, "top_k": 7, "min_p": 0.0}
-    assert options(Sampling(**NUCLEUS | {"temperature": 0.0})) == {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert engine_filters(Sampling(**FREE)) == {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert engine_filters(Sampling(**FREE | {"top_p": 0.9})) == {"top_p": 0.9, "top_k": 1024, "min_p": 0.0}
+    assert engine_filters(Sampling(**FREE | {"min_p": 0.1})) == {"top_p": 1.0, "top_k": 1024, "min_p": 0.1}
+    assert engine_filters(Sampling(**FREE | {"top_k": 2000})) == {"top_p": 1.0, "top_k": 1024, "min_p": 0.0}
+    assert engine_filters(Sampling(**FREE | {"top_k": 7})) == {"top_p": 1.0, "top_k": 7, "min_p": 0.0}
+    assert engine_filters(Sampling(**NUCLEUS | {"temperature": 0.0})) == {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():

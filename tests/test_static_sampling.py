@@ -14,7 +14,7 @@ from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import fused_decode
-from grpo_lightning.sampler.native.attention import attend, written_out
+from grpo_lightning.sampler.native.attention import attend, attend_written_out
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
 from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
 from grpo_lightning.sampler.native.sampler import CUDAGraphStep, decode
@@ -169,15 +169,15 @@ def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, max
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
     of = MultiTurnBatch if kind == "talking" else DecodeBatch
-    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, draws=64)
+    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, steps=64)
     if kind == "talking":
-        slots._given[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
+        slots._forced[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
     with policy.eval_mode(), torch.no_grad():
         slots.open(range(max_concurrent or 6))
         cache.reserve(3)
         for _ in range(3):
             slots.step()
-        slots.look(None)
+        slots.sync(None)
         cache.reserve(tokens)
         yield slots, cache
 
@@ -186,7 +186,7 @@ def tensors(slots, cache) -> list[torch.Tensor]:
     """Everything that a step reads and writes, but for weights."""
     found = [
         value
-        for holder in (slots, slots.sets, cache)
+        for holder in (slots, slots.support, cache)
         for value in vars(holder).values()
         if isinstance(value, torch.Tensor)
     ]
@@ -217,7 +217,7 @@ def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
     ):
         slots.step()
         with pytest.raises(DataDependentOutputException):
-            slots.look(None)  # which shows that a look is noticed
+            slots.sync(None)  # which shows that a look is noticed
 
 
 @STEPS
@@ -226,7 +226,7 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
         for _ in range(12):
             slots.step()
         expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
-        sets = None if slots.sets.recent is None else slots.sets.recent.clone()
+        sets = None if slots.support.recent is None else slots.support.recent.clone()
     with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
 
         def step(unused):
@@ -239,7 +239,7 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
         assert torch.equal(slots.ids, expected[0])
         assert_close(slots.logprobs, expected[1], rtol=0, atol=1e-6)
         assert torch.equal(slots._count, expected[2])
-        assert sets is slots.sets.recent is None or torch.equal(slots.sets.recent, sets)
+        assert sets is slots.support.recent is None or torch.equal(slots.support.recent, sets)
         assert (sets is not None) == (kind in ("truncated", "talking"))
     assert int(expected[2].max()) > 5
 
@@ -273,7 +273,7 @@ def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
 
 
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
-def test_attention_written_out_is_the_kernels(dtype, masked):
+def test_attention_attend_written_out_is_the_kernels(dtype, masked):
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -283,7 +283,7 @@ def test_attention_written_out_is_the_kernels(dtype, masked):
         bias[1, ..., 7:], bias[2, ..., 1:] = -torch.inf, -torch.inf
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for found, expected in zip(
-        written_out(query, key, value, bias, 0.3), attend(query, key, value, bias, 0.3), strict=True
+        attend_written_out(query, key, value, bias, 0.3), attend(query, key, value, bias, 0.3), strict=True
     ):
         assert_close(found.float(), expected.float(), rtol=0, atol=tolerance)
 

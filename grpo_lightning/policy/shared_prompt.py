@@ -92,7 +92,7 @@ class SharedPath:
             prompts,
             group_size,
             longest=longest,
-            flat=flat_copy,
+            fused=flat_copy,
             windows=windows,
             is_static=is_static(self.decoder),
         )

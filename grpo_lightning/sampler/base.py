@@ -1,4 +1,4 @@
-"""Samplers generate completions, policies score them.
+"""What every sampler has: samplers generate completions, policies score them.
 
 P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, T tokens of the longest completion.
 """
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -15,36 +15,37 @@ from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.types import Prompt, Sampled, Sampling, SamplingSupport
 
+if TYPE_CHECKING:
+    from grpo_lightning.policy.base import Policy
+
 OnFinished = Callable[[int, str, list[int]], None]
 """(row, text, token ids) of a completion that has just ended, while others are still being generated."""
 Poll = Callable[[], None]
 """Called between generated tokens; may raise to abandon the sampling."""
-OnRowsFinished = Callable[[list[int], Tensor, Tensor], None]
-"""(completions that just ended, their ids [n, t], mask [n, t])"""
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What was drawn."""
+class Completions:
+    """Completions as token ids."""
 
     ids: Tensor
-    """[N, T]"""
+    """[B, T]"""
     mask: Tensor
-    """[N, T] (bool) what was drawn."""
+    """[B, T] (bool) tokens that the model has generated."""
     seen: Tensor
-    """[N, T] (bool) the same with the replies, which were read."""
+    """[B, T] (bool) these and the replies that it has read."""
     logprobs: Tensor
-    """[N, T] in nats, 0 where masked."""
+    """[B, T] in nats, 0 where masked."""
     entropies: Tensor
-    """[N, T] in nats, 0 where masked."""
+    """[B, T] in nats, 0 where masked."""
     finished: Tensor
-    """[N] (bool) whether a completion ended of itself."""
+    """[B] (bool) whether a completion ended by itself, not by the length limit."""
     support: SamplingSupport | None = None
-    """[N, T] the sets that the tokens were drawn from; None: the whole vocabulary."""
+    """[B, T] the sets that the tokens were sampled from; None: the whole vocabulary."""
 
 
 class Responder(Protocol):
-    """Replies to the model in multi-turn completions, which are numbered as in one call of `Sampler.generate`."""
+    """Replies to the model in multi-turn completions, whose rows are numbered as in one call of `Sampler.generate`."""
 
     is_slow: bool
     """Whether replies take time: they are asked for only once no completion can go on."""
@@ -77,7 +78,7 @@ class Sampler(ABC):
         """Metrics of the last step by name."""
         return {}
 
-    def ready(self, policy: Any, *, version: int, clock: Clock, ranks: Ranks) -> AbstractContextManager[None]:
+    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> AbstractContextManager[None]:
         """Inside, `generate` uses the policy's weights as they are at the beginning; all processes enter together.
 
         Args:
@@ -91,7 +92,7 @@ class Sampler(ABC):
     @abstractmethod
     def generate(
         self,
-        policy: Any,
+        policy: "Policy",
         prompts: Sequence[Prompt],
         *,
         group_size: int,
@@ -108,10 +109,10 @@ class Sampler(ABC):
         its prompt and of its place in the group.
 
         Args:
-            policy: A `policy.Policy`: tokenizes, and has the weights.
+            policy: Tokenizes, and has the weights.
             prompts: [P]
             group_size: Completions per prompt, G.
-            sampling: How tokens are drawn.
+            sampling: How tokens are sampled.
             seed: Of the random numbers, in [0, 2^64); no global random state is read or changed.
             first_prompt: Number of the first prompt here, among all that are sampled with this seed.
             poll: Called between tokens.

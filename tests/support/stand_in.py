@@ -133,14 +133,14 @@ class Staged(VLLM):
         super().__init__(**options)
         self.broken, self.disturbed = broken, disturbed
 
-    def draw(self, request):
+    def complete(self, requests, options):
         if self.broken == int(os.environ.get("RANK", 0)):
             raise RuntimeError("the engine is out of order")
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode(False), torch.no_grad():
             for weight in self._llm.model.parameters():
                 weight += self.disturbed * torch.randn(weight.shape, generator=generator)
-        return super().draw(request)
+        return super().complete(requests, options)
 
 
 def install(monkeypatch):

@@ -44,7 +44,7 @@ def url(tmp_path_factory):
         running = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, cwd=place)
     os.environ[KEY] = "of-this-test"
     try:
-        asked = Connection(f"http://127.0.0.1:{port}", timeout=5, key_name=KEY)
+        asked = Connection(f"http://127.0.0.1:{port}", timeout=5)
         for _ in range(500):
             try:
                 asked.get("/v1/models")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from grpo_lightning.sampler.vllm.server import KEY, Connection, VLLMServer
+from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
 from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, gap, ready, sample, sampling, tiny
 
 
@@ -18,7 +18,7 @@ def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
     assert gap(policy, found) > 0.05
     assert gap(policy, again) < 1e-3
     assert sampler.metrics == {"sampler/weight_version": 1.0}
-    assert Connection(url, timeout=5, key_name=KEY).get("/weight_info") == {"weight_version": "1"}
+    assert Connection(url, timeout=5).get("/weight_info") == {"weight_version": "1"}
 
 
 def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):

@@ -1,7 +1,8 @@
 """Attention of single tokens to keys and values that the rows of a group share.
 
 Shapes: b rows in the batch now, p prompts that they belong to, m rows of the largest group; Hq query heads, Hkv key
-heads, R = Hq / Hkv query heads that read one key head, D the size of a head; S tokens of the longest prompt.
+heads, R = Hq / Hkv query heads that read one key head, D the size of a head; S tokens of the longest prompt, C keys
+that a row looks at.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_ALIGNED = 8
+"""Numbers of 16 bits in 16 bytes, at multiples of which the kernels for GPUs want rows to begin."""
+_MAX_HEAD_SIZE = 256
+"""The size of a head that FlashAttention takes at most."""
 
 
 class Grouping:
@@ -41,13 +47,12 @@ class Grouping:
 
     def become(self, other: "Grouping") -> bool:
         """Take over another one's places without moving in memory, if it is of the same size; else return False."""
-        mine, its = (self._slots, self._places), (other._slots, other._places)
-        for one, new in zip(mine, its, strict=True):
-            if one is None or new is None or one.shape != new.shape:
-                return False
-        for one, new in zip(mine, its, strict=True):
-            if one is not None and new is not None:
-                one.copy_(new)
+        pairs = [(self._slots, other._slots), (self._places, other._places)]
+        if any(mine is None or its is None or mine.shape != its.shape for mine, its in pairs):
+            return False
+        for mine, its in pairs:
+            if mine is not None and its is not None:
+                mine.copy_(its)
         return True
 
     def attend(
@@ -68,8 +73,8 @@ class Grouping:
         groups, heads, width = len(key), key.shape[1], key.shape[-1]
         placed = query if self._slots is None else query.index_select(0, self._slots)
         # [p * m, Hkv, R, D] -> [p, m, Hkv, R, D] -> [p, Hkv, m, R, D] -> [p, Hkv, m * R, D]
-        asked = placed.view(groups, -1, *query.shape[1:]).transpose(1, 2).reshape(groups, heads, -1, width)
-        output, sums = attend(asked, key, value, bias, scale)
+        stacked = placed.view(groups, -1, *query.shape[1:]).transpose(1, 2).reshape(groups, heads, -1, width)
+        output, sums = attend(stacked, key, value, bias, scale)
         # [p, Hkv, m * R, D] -> [p, Hkv, m, R, D] -> [p, m, Hkv, R, D] -> [p * m, Hkv, R, D]
         output = output.view(groups, heads, -1, query.shape[2], width).transpose(1, 2).reshape(-1, *query.shape[1:])
         # [p, Hkv, m * R] -> [p, Hkv, m, R] -> [p, m, Hkv, R] -> [p * m, Hkv, R]
@@ -79,7 +84,7 @@ class Grouping:
         return output, sums
 
 
-class Held(NamedTuple):
+class KeyCounts(NamedTuple):
     """How many of its keys every row looks at, as the kernel for GPUs takes it; all are int32."""
 
     tokens: Tensor
@@ -91,7 +96,7 @@ class Held(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Held | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | KeyCounts | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries to all keys.
 
@@ -105,8 +110,8 @@ def attend(
     Returns:
         The output [n, Hkv, L, D] and the log-sum-exp of the attention scores [n, Hkv, L].
     """
-    if isinstance(bias, Held):
-        return _to_held(query, key, value, bias, scale)
+    if isinstance(bias, KeyCounts):
+        return _attend_counted(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if key.shape != value.shape or query.shape[1] != key.shape[1]:  # which the kernel does not compare
             raise ValueError(
@@ -123,36 +128,39 @@ def attend(
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         output, sums, *_ = efficient(query, key, value, bias, True, scale=scale)
         return output, sums[..., : query.shape[2]]  # which has room for a multiple of 32 queries
-    return written_out(query, key, value, bias, scale)
+    return attend_written_out(query, key, value, bias, scale)
 
 
-def _to_held(query: Tensor, key: Tensor, value: Tensor, held: Held, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend` by a kernel that reads no more keys than there are, and those of a row in several places at once."""
+def _attend_counted(
+    query: Tensor, key: Tensor, value: Tensor, counts: KeyCounts, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` by FlashAttention, which reads no more keys than there are, and those of a row in several places."""
     rows, heads, queries, width = query.shape
-    # The kernel takes a list of tokens [n, Hkv, D], of which it is told where those of a row begin: for it the next
-    # token is the next D numbers, and the next head all the room of a head further.
+    # The kernel takes a list of tokens [n, Hkv, D] and where in it those of a row begin: for it the next token is the
+    # next D numbers, and the next head all the room of a head further.
     size = (rows - 1) * heads * (key.stride(1) // width) + key.shape[2]
     listed = [one.as_strided((size, heads, width), (width, one.stride(1), 1)) for one in (key, value)]
-    flash = torch.ops.aten._flash_attention_forward
-    output, sums, *_ = flash(
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
         query.reshape(rows, -1, width),  # [b, Hkv, R, D] -> [b, Hq, D]
         *listed,
-        held.queries,
-        held.firsts,
+        counts.queries,
+        counts.firsts,
         1,
         key.shape[2],
         0.0,
         False,
         False,
         scale=scale,
-        seqused_k=held.tokens,
+        seqused_k=counts.tokens,
     )
     # [b, Hq, D] -> [b, Hkv, R, D], and [Hq, b] -> [Hkv, R, b] -> [b, Hkv, R]
     return output.view(query.shape), sums.view(heads, queries, rows).permute(2, 0, 1)
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """What `attend` computes, as matrix products: for a single token of each row the attention scores are few."""
+def attend_written_out(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` as matrix products: for a single token of each row the attention scores are few."""
     scores = (query @ key.transpose(2, 3)).float() * scale  # [n, Hkv, L, D] [n, Hkv, D, S] -> [n, Hkv, L, S]
     if bias is not None:
         scores = scores + bias
@@ -161,7 +169,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
 
 
 def joined(own: Tensor, own_sums: Tensor, prompt: Tensor, prompt_sums: Tensor) -> Tensor:
-    """The attention [b, Hkv, R, D] to two parts, of which the log-sum-exps of the scores [b, Hkv, R] are known."""
+    """The attention [b, Hkv, R, D] to two parts, from that to each and the log-sum-exps of its scores [b, Hkv, R]."""
     # e^prompt / (e^prompt + e^own), [b, Hkv, R] -> [b, Hkv, R, 1]; it never overflows.
     fraction = (prompt_sums - own_sums).sigmoid().unsqueeze(-1).to(own.dtype)
     return torch.lerp(own, prompt, fraction)
@@ -170,15 +178,8 @@ def joined(own: Tensor, own_sums: Tensor, prompt: Tensor, prompt_sums: Tensor) -
 def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
     """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
     rows, width = places.shape
-    # The kernel for GPUs wants rows that begin at a multiple of 16 bytes.
     zeros = torch.zeros(rows, -(-width // _ALIGNED) * _ALIGNED, dtype=dtype, device=places.device)[:, :width]
     return zeros.masked_fill_(places, -torch.inf)[:, None, None]
-
-
-_ALIGNED = 8
-"""Numbers of 16 bits in 16 bytes."""
-_WIDEST = 256
-"""The size of a head that FlashAttention takes at most."""
 
 
 def counts_keys(keys: Tensor) -> bool:
@@ -186,7 +187,7 @@ def counts_keys(keys: Tensor) -> bool:
 
     That is FlashAttention, which NVIDIA's GPUs from Ampere on have.
     """
-    if not _is_aligned(keys) or keys.shape[-1] > _WIDEST or torch.version.hip is not None:
+    if not _is_aligned(keys) or keys.shape[-1] > _MAX_HEAD_SIZE or torch.version.hip is not None:
         return False
     is_there = torch.backends.cuda.is_flash_attention_available()
     return is_there and torch.cuda.get_device_capability(keys.device) >= (8, 0)
@@ -197,8 +198,8 @@ def _is_aligned(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and tensor.element_size() == 2 and tensor.shape[-1] % _ALIGNED == 0
 
 
-def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None, counts: bool) -> Tensor | Held:
-    """Which of its keys every completion looks at, as `attend` takes it.
+def visible_keys(lengths: Tensor, keys: Tensor, width: int, window: int | None, counts: bool) -> Tensor | KeyCounts:
+    """Which of its keys every completion looks at, as `attend` takes it: a bias [b, 1, 1, C] or their numbers.
 
     Args:
         lengths: [b] the tokens of each before the one that looks.
@@ -207,23 +208,11 @@ def seen(lengths: Tensor, keys: Tensor, width: int, window: int | None, counts: 
         window: How many tokens back it may look, itself included; None: all the way.
         counts: Whether the kernel for all layers takes how many keys there are, see `counts_keys`.
     """
-    if window is not None or not counts:
-        return unseen(lengths, width, window, keys.dtype)
-    numbers = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    return Held(lengths.int() + 1, numbers, numbers * (keys.stride(0) // keys.shape[-1]))
-
-
-def unseen(lengths: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What keeps every completion from what it must not see of its keys, as what is added to attention scores.
-
-    Args:
-        lengths: [b] the tokens of each before the one that looks.
-        width: How many keys there are, C.
-        window: How many tokens back it may look, itself included; None: all the way.
-        dtype: Of the result, [b, 1, 1, C].
-    """
+    if window is None and counts:
+        numbers = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        return KeyCounts(lengths.int() + 1, numbers, numbers * (keys.stride(0) // keys.shape[-1]))
     places, now = torch.arange(width, device=lengths.device), lengths.unsqueeze(-1)
     hidden = places > now
     if window is not None:
         hidden = hidden | (places <= now - window)
-    return excluding(hidden, dtype)
+    return excluding(hidden, keys.dtype)

@@ -1,8 +1,17 @@
-"""Copies of linear layers for products with few rows, which are limited by how fast the weights can be read."""
+"""A decoder of the Llama family written out for one token at a time.
+
+A step of sampling multiplies each weight with a few numbers only, so that it is limited by how often weights are read
+and operators called, not by arithmetic. Weights are copied in the dtype of the products, an adapter merged into them,
+and those that read the same input side by side; in float32 the norm before them is folded in and the residual sum is
+part of the product before it. In 16 bits everything is rounded where training under autocast rounds it. The copy lives
+as long as a rollout is being made.
+
+Shapes: b rows in the batch now; Hq query heads, Hkv key heads, D the size of a head, H that of a hidden state.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +20,36 @@ from grpo_lightning.transformer import kernels
 from grpo_lightning.transformer.attention import Attention
 from grpo_lightning.transformer.kernels import dot
 
-_BATCH = 32
-"""Rows for which oneDNN chooses the layout; any other number is allowed."""
+_ONEDNN_ROWS = 32
+"""Rows for which oneDNN chooses the layout of weights; any other number is allowed."""
 
 
-class Linear(Protocol):
-    """A linear layer that takes and gives its own dtype."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The layer applied: [b, in] -> [b, out]."""
-        ...
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The layer applied and ``other`` [b, out] added, in the dtype of ``other``: [b, in] -> [b, out]."""
-        ...
-
-
-class PackedLinear:
-    """A linear layer on a CPU as oneDNN reads it.
+class Linear:
+    """A linear layer that takes and gives its own dtype.
 
     Args:
-        weight: [out, in] in float32 or bfloat16.
+        weight: [out, in]
         bias: [out] or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH)
-        self._bias, self._features = bias, len(weight)
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer applied: [b, in] -> [b, out]."""
+        return nn.functional.linear(x, self._weight, self._bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The layer applied and ``other`` [b, out] added, in the dtype of ``other``: [b, in] -> [b, out]."""
+        return other + self(x)
+
+
+class PackedLinear(Linear):
+    """A linear layer in float32 or bfloat16 on a CPU as oneDNN reads it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ONEDNN_ROWS), bias)
+        self._features = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -52,42 +64,18 @@ class PackedLinear:
         return y
 
 
-class DenseLinear:
-    """A linear layer as torch has it.
-
-    Args:
-        weight: [out, in]
-        bias: [out] or None.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self._weight, self._bias)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return other + self(x)
-
-
-def copied(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    """A layer that computes in ``dtype``, in the form that is fastest on the weight's device.
-
-    Args:
-        weight: [out, in]
-        bias: [out] or None.
-        dtype: Of its inputs and outputs; what has it already is not copied where it may stay as it is.
-    """
-    weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-    return PackedLinear(weight, bias) if packs(weight.device, dtype) else DenseLinear(weight, bias)
-
-
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN computes products of this dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """A layer that computes in ``dtype``, in the form that is fastest on the weight's device."""
+    weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+    return PackedLinear(weight, bias) if packs(weight.device, dtype) else Linear(weight, bias)
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +134,6 @@ class FusedDecodeStep:
     """
 
     def __init__(self, decoder: Any, dtype: torch.dtype, weight_of: WeightOf = plain_weight) -> None:
-        self._dtype = dtype
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
         self._qkv, self._mlp = _qkv, _mlp
@@ -155,7 +142,6 @@ class FusedDecodeStep:
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
-        self._key_heads = attention.k_proj.out_features // self._width
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [b, H] of one more token [b] of each row, at its position [b]."""
@@ -206,12 +192,7 @@ def _normalized(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
-    """The weights of a decoder layer that is built like Llama's.
-
-    Raises:
-        TypeError: It has other parts or weights.
-        AttributeError: It lacks some.
-    """
+    """The weights of a decoder layer that is built like Llama's; raises as `FusedDecodeStep`."""
     # What lies inside a projection, such as an adapter, is for ``weight_of`` to judge.
     inside = tuple(f"{name}." for name in _PROJECTIONS)
     parts = {name: part for name, part in layer.named_modules() if not name.startswith(inside)}
@@ -235,18 +216,18 @@ def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
     return _Layer(
         dtype=dtype,
         roped=sum(part.out_features for part in projections[:2]) // attention.head_dim,
-        qkv=_together(projections[:3], weight_of, folded[0], dtype),
+        qkv=_side_by_side(projections[:3], weight_of, folded[0], dtype),
         head_norm=head_norm,
-        out=copied(*weight_of(projections[3]), dtype),
-        gate_up=_together(projections[4:6], weight_of, folded[1], dtype),
-        down=copied(*weight_of(projections[6]), dtype),
+        out=_linear(*weight_of(projections[3]), dtype),
+        gate_up=_side_by_side(projections[4:6], weight_of, folded[1], dtype),
+        down=_linear(*weight_of(projections[6]), dtype),
         activation=torch.nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
         epsilons=(_epsilon(layer.input_layernorm), _epsilon(layer.post_attention_layernorm)),
         scales=None if dtype == torch.float32 else scales,
     )
 
 
-def _together(layers: list[Any], weight_of: WeightOf, scale: Tensor | None, dtype: torch.dtype) -> Linear:
+def _side_by_side(layers: list[Any], weight_of: WeightOf, scale: Tensor | None, dtype: torch.dtype) -> Linear:
     """Linear layers side by side as one, behind a norm that multiplies by ``scale``, if by anything."""
     # One product in place of two or three: with so few rows a step is also limited by the number of its operations.
     # A weight with an adapter merged into it is new memory, so that none of them is held for longer than it is needed.
@@ -256,7 +237,7 @@ def _together(layers: list[Any], weight_of: WeightOf, scale: Tensor | None, dtyp
     given = [bias for bias in biases if bias is not None]
     if given and len(given) < len(layers):
         raise TypeError("some of the projections have a bias and some have none")
-    return copied(weight if scale is None else weight.mul_(scale), torch.cat(given) if given else None, dtype)
+    return _linear(weight if scale is None else weight.mul_(scale), torch.cat(given) if given else None, dtype)
 
 
 def _epsilon(norm: Any) -> float:

@@ -1,12 +1,13 @@
-"""Models in the middle of their completions, as `decode` drives them, and those that work with any model.
+"""KV caches: a model in the middle of its completions, as `decode` drives it.
 
 Shapes: P prompts, G completions per prompt, B = P * G of them, numbered by prompt; b of them are held now, in slots 0
 to b - 1; S tokens of the longest prompt, T of the completions so far; V the size of the vocabulary.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,51 +17,50 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_lightning.memory import GiB, Shape
 
 
-class KVCache(Protocol):
+class KVCache(ABC):
     """A model in the middle of some completions. All but ``step`` may wait for results and move tensors."""
 
-    refills: bool
-    """Whether an ended completion can be replaced while others go on."""
-    is_static: bool
-    """Whether ``step`` makes the same operations, on tensors in the same places, as long as ``version`` is the same."""
-    extends: bool
+    refills = False
+    """Whether a completion that is over can be replaced while others go on, by ``fill``."""
+    extends = False
     """Whether ``extend`` can be called."""
-    rewinds: bool
-    """Whether ``rewind`` will be called; whoever calls it says so before ``open``."""
-    version: int
+    is_static = False
+    """Whether ``step`` makes the same operations, on tensors in the same places, as long as ``version`` is the same."""
+    version = 0
     """Another number whenever ``step`` would use other tensors or shapes than it did."""
+    rewinds = False
+    """Whether ``rewind`` will be called, as told before ``open``."""
 
+    @abstractmethod
     def open(self, rows: Sequence[int]) -> Tensor:
         """Hold these completions [b] and no others; returns the logits [b, V] of their next tokens."""
-        ...
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
         """Hold completions [n] in the place of others; returns the logits [n, V] of their next tokens."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} holds its completions until all of them are over")
 
-    def reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:  # noqa: B027
         """Make room for so many more tokens of each; they are then appended by as many calls of ``step``."""
-        ...
 
+    @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token [b] to every completion; returns the logits [b, V] of the next one."""
-        ...
 
     def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Read all tokens [n] of the completions in some slots together; returns the logits [n, V] of the next ones."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} reads one token after another")
 
+    @abstractmethod
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Forget what the completions [n] in some slots have behind their first ``tokens`` [n] tokens."""
-        ...
 
+    @abstractmethod
     def keep(self, slots: Sequence[int]) -> None:
         """Drop all completions but those in these slots, given in rising order, which become slots 0, 1, ..."""
-        ...
 
 
-class DynamicKVCache:
-    """The model's own cache, in which every completion holds its prompt; it works with any causal language model.
+class DynamicKVCache(KVCache):
+    """The cache of transformers, in which every completion holds its prompt; it works with any causal language model.
 
     Args:
         model: A transformers causal language model.
@@ -70,17 +70,8 @@ class DynamicKVCache:
         pad_id: The token id that stands before shorter prompts.
     """
 
-    refills = is_static = extends = rewinds = False
-    version = 0
-
     def __init__(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        *,
-        longest: int,
-        pad_id: int,
+        self, model: Any, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, pad_id: int
     ) -> None:
         self._model, self._prompts, self._group_size = model, prompts, group_size
         self._longest, self._pad_id = longest, pad_id
@@ -114,15 +105,6 @@ class DynamicKVCache:
         logits: Tensor = output.logits[:, -1][of_row]  # [P, V] -> [b, V]
         return logits
 
-    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
-        raise NotImplementedError("its completions are held until all of them are over")
-
-    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        raise NotImplementedError("it takes one token after another")
-
-    def reserve(self, tokens: int) -> None:
-        """Nothing: the model's cache grows by itself."""
-
     def step(self, tokens: Tensor) -> Tensor:
         # Completions that have ended go on like the others, but not beyond what the model has positions for.
         position = self._seen.sum(-1, keepdim=True).clamp(max=self._longest - 1)  # [b, 1]
@@ -137,25 +119,24 @@ class DynamicKVCache:
         return logits
 
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        places, kept = (torch.tensor(values, device=self._seen.device) for values in (slots, tokens))
-        seen, limit = self._seen[places], (self._firsts[places] + kept).unsqueeze(-1)
+        places, counts = (torch.tensor(values, device=self._seen.device) for values in (slots, tokens))
+        seen, limit = self._seen[places], (self._firsts[places] + counts).unsqueeze(-1)
         self._seen[places] = rest = seen.where(seen.cumsum(-1) <= limit, 0)
         if not torch.equal(rest, seen):
             self._close_gaps()
 
     def _close_gaps(self) -> None:
         """Move all columns that count to the right: sliding windows reach back over columns, whether these count."""
-        order = self._seen.argsort(dim=-1, stable=True)[
-            :, -int(self._seen.sum(-1).max()) :
-        ]  # [b, S + T] -> [b, longest]
+        longest = int(self._seen.sum(-1).max())
+        order = self._seen.argsort(dim=-1, stable=True)[:, -longest:]  # [b, S + T] -> [b, longest]
         self._seen = self._seen.gather(-1, order)
         for layer in self._cache.layers:
             if not getattr(layer, "is_initialized", True):
                 continue  # it reads the keys of another layer
             if type(layer) is not DynamicLayer:
                 raise ValueError(
-                    f"policy: {type(self._model).__name__} keeps a {type(layer).__name__}, which cannot forget tokens; "
-                    "allowed with an environment are models that keep keys and values of every token"
+                    f"policy: {type(self._model).__name__} keeps a {type(layer).__name__}, which cannot forget tokens: "
+                    "with an environment use a model that keeps keys and values of every token"
                 )
             for name in ("keys", "values"):
                 held = getattr(layer, name)  # [b, Hkv, S + T, D]
@@ -168,7 +149,7 @@ class DynamicKVCache:
         self._seen, self._firsts = self._seen[chosen], self._firsts[chosen]
 
 
-class NoKVCache:
+class NoKVCache(KVCache):
     """No cache at all: every step computes all tokens so far again; it works with anything that gives logits.
 
     Args:
@@ -179,9 +160,6 @@ class NoKVCache:
         pad_id: The token id that stands behind shorter rows.
         device: The device of the model.
     """
-
-    refills = is_static = extends = rewinds = False
-    version = 0
 
     def __init__(
         self,
@@ -199,18 +177,11 @@ class NoKVCache:
     def open(self, rows: Sequence[int]) -> Tensor:
         texts = [self._prompts[row // self._group_size] for row in rows]
         width = max(map(len, texts))
-        self._ids = torch.tensor(
-            [list(text) + [self._pad_id] * (width - len(text)) for text in texts], device=self._device
-        )
-        self._lengths = torch.tensor([len(text) for text in texts], device=self._device)
-        self._firsts = [len(text) for text in texts]
+        ids = [list(text) + [self._pad_id] * (width - len(text)) for text in texts]
+        self._ids = torch.tensor(ids, device=self._device)
+        self._firsts = torch.tensor([len(text) for text in texts], device=self._device)
+        self._lengths = self._firsts.clone()
         return self._next()
-
-    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
-        raise NotImplementedError("its completions are held until all of them are over")
-
-    def extend(self, slots: Sequence[int], rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        raise NotImplementedError("it takes one token after another")
 
     def reserve(self, tokens: int) -> None:
         """Widen the rows."""
@@ -225,13 +196,12 @@ class NoKVCache:
         return self._next()
 
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        for slot, kept in zip(slots, tokens, strict=True):
-            self._lengths[slot] = self._firsts[slot] + kept
+        places, counts = (torch.tensor(values, device=self._device) for values in (slots, tokens))
+        self._lengths[places] = self._firsts[places] + counts
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._device)
-        self._ids, self._lengths = self._ids[chosen], self._lengths[chosen]
-        self._firsts = [self._firsts[slot] for slot in slots]
+        self._ids, self._lengths, self._firsts = self._ids[chosen], self._lengths[chosen], self._firsts[chosen]
 
     def _next(self) -> Tensor:
         logits = self._logits(self._ids)  # [b, S + T, V]
@@ -273,8 +243,9 @@ def rows_within(
     if shares_prompts and rows * token * prompt_tokens / shape.layers <= copies_below:
         rows = int((budget - held) // whole)
     if rows < 1:
+        least = math.ceil((held + whole) / GiB * 1e4) / 1e4
         raise ValueError(
-            f"rollout.kv_cache_gib={gib}: allowed is at least {math.ceil((held + whole) / GiB * 1e4) / 1e4:.4f}, what "
-            f"{prompts} prompts of up to {prompt_tokens} tokens and one completion of {completion_tokens} need"
+            f"rollout.kv_cache_gib={gib} must be at least {least:.4f}: {prompts} prompts of up to {prompt_tokens} "
+            f"tokens and one completion of {completion_tokens} need as much"
         )
     return rows

@@ -1,4 +1,4 @@
-"""Completions of several turns: those that have ended one read a reply and go on."""
+"""Multi-turn completions: those that have ended a turn read a reply and go on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,85 +9,78 @@ from torch import Tensor
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
 from grpo_lightning.sampler.text import Conversation
 
-READ_TOGETHER = 32
-"""Replies of more tokens are read in one pass, with all that is before them; shorter ones beside what others draw."""
+PREFILL_ABOVE = 32
+"""Replies of more tokens are read in one pass, with all that is before them; shorter ones token by token, while others
+sample theirs."""
 
 
 class MultiTurnBatch(DecodeBatch):
-    """Completions that are told something whenever they have ended of themselves; arguments as in `DecodeBatch`."""
+    """A batch whose completions get replies whenever they have ended by themselves; arguments as in `DecodeBatch`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._given: Tensor = torch.full_like(self.ids, -1)
-        self._told: set[int] = set()
-        """Those of `asking` whose turn has been told."""
+        self._forced: Tensor = torch.full_like(self.ids, -1)
+        self._reported: set[int] = set()
+        """Those of `awaiting` whose turn the conversation knows."""
 
-    def answer(self, talk: Conversation, *, can_wait: bool) -> list[int]:
-        """Tell what has been said since the last look, and let completions that have a reply go on.
+    def converse(self, conversation: Conversation, *, can_wait: bool) -> list[int]:
+        """Report the turns that have ended since the last `sync`, and let completions that have a reply go on.
 
         Args:
-            talk: Whom it is told, and who replies.
+            conversation: Takes turns and replies.
             can_wait: Whether others can begin before there are replies.
 
         Returns:
             The completions that are over.
         """
-        for row in sorted(self.asking - self._told):
-            self._told.add(row)
-            talk.said(row, self.turn(row))
-        if not self.asking or (talk.waits and (self.running or can_wait)):
+        for row in sorted(self.awaiting - self._reported):
+            self._reported.add(row)
+            conversation.step(row, self.token_ids([row])[0][self.turn_starts[row] :])
+        if not self.awaiting or (conversation.is_slow and (self.running or can_wait)):
             return []
-        self._told.clear()
-        return self.reply({row: talk.reply(row) for row in sorted(self.asking)})
+        self._reported.clear()
+        return self._reply({row: conversation.reply(row) for row in sorted(self.awaiting)})
 
-    def turn(self, row: int) -> list[int]:
-        """The tokens of a completion's last turn, as last looked at."""
-        ids: list[int] = self.ids[row, self.turn_starts[row] : self.lengths[row]].tolist()
-        return ids
-
-    def reply(self, replies: Mapping[int, Sequence[int] | None]) -> list[int]:
-        """Let completions that are `asking` go on.
+    def _reply(self, replies: Mapping[int, Sequence[int] | None]) -> list[int]:
+        """Let completions that are `awaiting` go on.
 
         Args:
-            replies: Completion -> the tokens that are said to it, which it reads before it draws again; None: it is
-                over. One for which they leave no room is cut where it is.
+            replies: Completion -> the tokens that it reads before it samples again; None: it is over. One for which
+                they leave no room is cut where it is.
 
         Returns:
             The completions that are over.
         """
-        slot_of = {row: slot for slot, row in enumerate(self.held) if row is not None}
-        over, slots, long = [], list[int](), list[int]()
+        slot_of = {row: slot for slot, row in enumerate(self.rows) if row >= 0}
+        over, short, long = [], list[int](), list[int]()
         for row, ids in replies.items():
-            self.asking.remove(row)
+            self.awaiting.remove(row)
             start = self.lengths[row]
             if ids is None or start + len(ids) >= self._sampling.max_new_tokens:
                 self.finished[row] = ids is None
-                self.held[slot_of[row]] = None
+                self.rows[slot_of[row]] = -1
                 over.append(row)
                 continue
             self.turn_starts[row] = end = start + len(ids)
-            self._given[row, start:end] = torch.tensor(ids, device=self._given.device)
-            (long if self._cache.extends and len(ids) > READ_TOGETHER else slots).append(slot_of[row])
-        if slots:
-            self._go_on(slots)
+            self._forced[row, start:end] = torch.tensor(ids, device=self._forced.device)
+            (long if self._cache.extends and len(ids) > PREFILL_ABOVE else short).append(slot_of[row])
+        if short:
+            self._read_token_by_token(short)
         if long:
-            self._read_on(long)
+            self._read_in_one_pass(long)
         return over
 
-    def _read_on(self, slots: Sequence[int]) -> None:
-        """Take up completions where they have ended, with all of the reply at once, and draw their next tokens."""
-        rows = [self.held[slot] or 0 for slot in slots]
+    def _read_in_one_pass(self, slots: Sequence[int]) -> None:
+        rows = [self.rows[slot] for slot in slots]
         for row in rows:
             start, end = self.lengths[row], self.turn_starts[row]
-            self.ids[row, start:end] = self._given[row, start:end]
+            self.ids[row, start:end] = self._forced[row, start:end]
             self.lengths[row] = end
-        tokens = [self.ids[row, : self.lengths[row]].tolist() for row in rows]
-        self._enter(slots, rows, self._cache.extend(slots, rows, tokens))
+        self._enter(slots, rows, self._cache.extend(slots, rows, [self.token_ids([row])[0] for row in rows]))
 
-    def _go_on(self, slots: Sequence[int]) -> None:
-        """Take up completions where they have ended."""
-        rows = [self.held[slot] or 0 for slot in slots]
-        # What was drawn behind a turn's end is forgotten; its last token is read with the next step.
+    def _read_token_by_token(self, slots: Sequence[int]) -> None:
+        rows = [self.rows[slot] for slot in slots]
+        # What was sampled behind a turn's end is forgotten; its last token is read with the next step.
         self._cache.rewind(slots, [self.lengths[row] - 1 for row in rows])
         places, of_rows, counts = (
             torch.tensor(values, device=self._row.device)

@@ -1,24 +1,27 @@
-"""Sampling: tokens from a causal language model, with the log-probability of each as it was drawn.
+"""The native sampler: the policy's own forward passes, with the weights that are trained.
 
-Shapes: N completions in all, T tokens of the longest; b of them are drawn at a time, n of which have just ended.
+Shapes: N completions in all, T tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Decoded, OnFinished, OnRowsFinished, Poll, Responder, Sampler
+from grpo_lightning.sampler.base import Completions, OnFinished, Poll, Responder, Sampler
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
 from grpo_lightning.sampler.native.token_sampling import uniforms
-from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, reporter
+from grpo_lightning.sampler.text import Conversation, OnIdsFinished, StopStrings, as_sampled, report_texts
 from grpo_lightning.types import Prompt, Sampled, Sampling
 
+if TYPE_CHECKING:
+    from grpo_lightning.policy.base import Policy
+
 COMPACT_BELOW = 0.75
-"""Ended completions are dropped once at most this fraction of those held is still running and none waits.
+"""Completions that are over are dropped once at most this fraction of those held is still running and none waits.
 
 Dropping copies the keys and values of all that remain, so it is not done for each one that ends.
 """
@@ -26,9 +29,44 @@ COMPACT_BELOW_GPU = 0.5
 """The same on a GPU, where every size has to be recorded."""
 SYNC_EVERY = 16
 """Tokens between two looks at the results where looking means waiting for a GPU."""
-WARM_UP = 1
-"""Steps that are made before one is recorded, so that what is compiled is compiled and libraries have chosen their
-kernels."""
+
+
+class NativeSampler(Sampler):
+    """Generates with the policy itself: no weights are copied, nothing is rounded."""
+
+    def generate(
+        self,
+        policy: "Policy",
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        poll: Poll | None = None,
+        on_finished: OnFinished | None = None,
+        responder: Responder | None = None,
+    ) -> Sampled:
+        tokens = policy.tokenize(prompts)
+        longest = max(map(len, tokens)) + sampling.max_new_tokens
+        policy.check_context(longest, "rollout.max_new_tokens")
+        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
+        conversation = None if responder is None else Conversation(responder, policy)
+        cache = policy.kv_cache(tokens, group_size, longest=longest)
+        with policy.eval_mode():
+            completions = decode(
+                cache,
+                uniforms(seed, rows, sampling.max_new_tokens).to(policy.device),
+                sampling=sampling,
+                end_ids=policy.end_ids,
+                pad_id=policy.pad_id,
+                stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
+                poll=poll,
+                on_finished=report_texts(policy.tokenizer, on_finished),
+                max_concurrent=policy.max_concurrent(tokens, sampling, longest=longest),
+                conversation=conversation,
+            )
+        return as_sampled(policy, tokens, completions, conversation)
 
 
 @torch.no_grad()
@@ -41,93 +79,80 @@ def decode(
     pad_id: int,
     stops: StopStrings | None = None,
     poll: Poll | None = None,
-    on_finished: OnRowsFinished | None = None,
+    on_finished: OnIdsFinished | None = None,
     max_concurrent: int | None = None,
     sync_every: int | None = None,
-    talk: Conversation | None = None,
-) -> Decoded:
-    """Draw the completions of a cache.
+    conversation: Conversation | None = None,
+) -> Completions:
+    """Decode the completions of a cache, token by token.
 
-    What is drawn depends on nothing but the weights and the random numbers: not on which completions are held at a
-    time, nor on when it is looked at the results.
+    A completion depends on nothing but the weights and the random numbers: not on which others are decoded beside it,
+    nor on how often results are looked at.
 
     Args:
         cache: The model, with its prompts.
         uniforms: [N, max_new_tokens] the random numbers that decide the tokens.
-        sampling: How tokens are drawn.
+        sampling: How tokens are sampled.
         end_ids: The token ids that end a completion; the first of them still belongs to it.
         pad_id: The token id that fills ended completions.
         stops: Which completions end for another reason; None: no other reason.
-        poll: Called before every look; what it raises is passed on.
-        on_finished: Called with the completions that have just ended.
-        max_concurrent: The most completions that are held at a time, others waiting for one of them to end; None: all.
-        sync_every: Tokens between two looks; None: 1 on a CPU, else `SYNC_EVERY`.
-        talk: Replies to completions that have ended a turn, which then go on; None: they are over.
+        poll: Called before every look at the results; what it raises is passed on.
+        on_finished: Called with the completions that have just ended by themselves.
+        max_concurrent: The most completions at a time, others waiting for one of them to end; None: all.
+        sync_every: Tokens between two looks at the results; None: 1 on a CPU, else `SYNC_EVERY`.
+        conversation: Replies to completions that have ended a turn, which then go on; None: they are over.
 
     Raises:
         FloatingPointError: The logits are not finite.
     """
     on_cpu = uniforms.device.type == "cpu"
     sync_every = sync_every or (1 if on_cpu else SYNC_EVERY)
-    cache.rewinds = talk is not None
-    # A completion draws once when it takes its slot, which may be between two looks.
-    kind = MultiTurnBatch if talk else DecodeBatch
-    slots = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, draws=sync_every + 1)
-    # What each holds grows by itself where it does not refill: then those that have ended must not go on.
-    compact = 1.0 if talk and not cache.refills else COMPACT_BELOW if on_cpu else COMPACT_BELOW_GPU
-    replay = CUDAGraphStep(slots.step, uniforms.device if cache.is_static else torch.device("cpu"))
+    cache.rewinds = conversation is not None
+    kind = MultiTurnBatch if conversation else DecodeBatch
+    # A completion samples once when it takes its slot, which may be between two looks.
+    batch = kind(cache, uniforms, sampling=sampling, end_ids=end_ids, steps=sync_every + 1)
+    # A cache that does not refill grows by itself: then completions that are over must not go on.
+    compact = 1.0 if conversation and not cache.refills else COMPACT_BELOW if on_cpu else COMPACT_BELOW_GPU
+    step = CUDAGraphStep(batch.step, uniforms.device if cache.is_static else torch.device("cpu"))
     waiting = list(range(len(uniforms)))[::-1]  # the next one last
     max_concurrent = min(max_concurrent or len(waiting), len(waiting))
-    slots.open([waiting.pop() for _ in range(max_concurrent)])
+    batch.open([waiting.pop() for _ in range(max_concurrent)])
     while True:
-        over = slots.look(stops)
-        if talk and isinstance(slots, MultiTurnBatch):
-            over += slots.answer(talk, can_wait=bool(waiting and cache.refills and slots.free))
-        if on_finished and (told := [row for row in over if slots.finished[row]]):
-            on_finished(told, *slots.drawn(told))
-        taken = slots.taken
+        over = batch.sync(stops)
+        if conversation and isinstance(batch, MultiTurnBatch):
+            over += batch.converse(conversation, can_wait=bool(waiting and cache.refills and batch.free))
+        if on_finished and (ended := [row for row in over if batch.finished[row]]):
+            on_finished(ended, batch.token_ids(ended))
+        taken = batch.taken
         if not (taken or waiting):
-            break
+            return batch.completions(pad_id)
         if poll:
             poll()
-        if waiting and (free := slots.free) and (cache.refills or not taken):
+        if waiting and (free := batch.free) and (cache.refills or not taken):
             size = min(len(free) if cache.refills else max_concurrent, len(waiting))
             rows = [waiting.pop() for _ in range(size)]
             if cache.refills:
-                slots.fill(free[:size], rows)
+                batch.fill(free[:size], rows)
             else:
-                slots.open(rows)
+                batch.open(rows)
             continue  # some may be over with their first token
-        if len(taken) < len(slots.held) and len(taken) <= compact * len(slots.held):
-            slots.keep(taken)
-        least = min((slots.lengths[slots.held[slot] or 0] for slot in slots.running), default=0)
-        tokens = min(sync_every, sampling.max_new_tokens - least)
+        if len(taken) < len(batch.rows) and len(taken) <= compact * len(batch.rows):
+            batch.keep(taken)
+        shortest = min((batch.lengths[batch.rows[slot]] for slot in batch.running), default=0)
+        tokens = min(sync_every, sampling.max_new_tokens - shortest)
         cache.reserve(tokens)
-        replay(tokens, cache.version)
-    ids, seen = slots.drawn(range(len(uniforms)))
-    length = seen.shape[1]
-    replied = slots.replied(length)
-    mask = seen if replied is None else seen & ~replied
-    return Decoded(
-        ids=ids.where(seen, pad_id),
-        mask=mask,
-        seen=seen,
-        logprobs=slots.logprobs[:, :length].where(mask, 0.0),
-        entropies=slots.entropies[:, :length].where(mask, 0.0),
-        finished=torch.tensor(slots.finished, device=uniforms.device),
-        support=slots.support(),
-    )
+        step(tokens, cache.version)
 
 
 class CUDAGraphStep:
-    """Repeats a step that reads and writes the same tensors every time.
+    """Repeats a step that reads and writes the same tensors every time, on a GPU as a CUDA graph.
 
     A step on a GPU is a thousand small kernels; queueing them takes the CPU longer than the GPU needs for them. A
-    recording is queued as a whole: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    graph is queued as a whole: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 
     Args:
         step: What is repeated.
-        device: Where its tensors are; it is recorded on "cuda" only.
+        device: Where its tensors are; a graph is recorded on "cuda" only.
     """
 
     def __init__(self, step: Callable[[], None], device: torch.device) -> None:
@@ -142,63 +167,22 @@ class CUDAGraphStep:
                 self._step()
             return
         if version != self._version:
-            self._version, self._graph = version, None  # the old recording's memory is free for the new one
-        if self._graph is None:
-            times = self._warmed_up(times)
-        if times and self._graph is None:
+            self._version, self._graph = version, None  # the old graph's memory is free for the new one
+        if self._graph is None and times:
+            self._warm_up()
+            times -= 1
+        if self._graph is None and times:
             self._graph = torch.cuda.CUDAGraph()
-            # Recording computes nothing.
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph):  # which computes nothing
                 self._step()
         for _ in range(times):
             if self._graph is not None:
                 self._graph.replay()
 
-    def _warmed_up(self, times: int) -> int:
-        """Make the first steps one by one; returns how many are left."""
+    def _warm_up(self) -> None:
+        """Make a step before one is recorded, in which functions are compiled and libraries choose their kernels."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        first = min(WARM_UP, times)
         with torch.cuda.stream(stream):
-            for _ in range(first):
-                self._step()
+            self._step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        return times - first
-
-
-class NativeSampler(Sampler):
-    """Generates with the policy itself: no weights are copied, nothing is rounded."""
-
-    def generate(
-        self,
-        policy: Any,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        first_prompt: int = 0,
-        poll: Poll | None = None,
-        on_finished: OnFinished | None = None,
-        responder: Responder | None = None,
-    ) -> Sampled:
-        tokens = policy.tokenize(prompts)
-        longest = max(map(len, tokens)) + sampling.max_new_tokens
-        policy.check_context(longest, "rollout.max_new_tokens")
-        cache = policy.kv_cache(tokens, group_size, longest=longest)
-        rows = [(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
-        talk = None if responder is None else Conversation(responder, policy.tokenizer, policy.reply_ids)
-        with policy.eval_mode():
-            decoded = decode(
-                cache,
-                uniforms(seed, rows, sampling.max_new_tokens).to(policy.device),
-                sampling=sampling,
-                end_ids=policy.end_ids,
-                pad_id=policy.pad_id,
-                stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
-                poll=poll,
-                on_finished=reporter(policy.tokenizer, on_finished),
-                max_concurrent=policy.max_concurrent(tokens, sampling, longest=longest),
-                talk=talk,
-            )
-        return as_sampled(policy, tokens, decoded, talk)

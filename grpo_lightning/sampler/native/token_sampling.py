@@ -1,4 +1,4 @@
-"""The next token out of logits, and the random numbers that decide it.
+"""Token sampling: the next token out of logits, and the random numbers that decide it.
 
 Shapes: b rows in the batch, V the size of the vocabulary.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.transformer import kernels
-from grpo_lightning.transformer.kernels import dot
+from grpo_lightning.transformer.kernels import MIN_LOGPROB, dot
 from grpo_lightning.types import Sampling
 
 MAX_SUPPORT = 1024
@@ -21,17 +21,13 @@ little memory, and the same operations are made whatever the logits are."""
 _ROUNDING = 1e-6
 """The relative error of a sum of probabilities in float32."""
 
-
-MIN_LOGIT = -1e4
-"""A shifted logit whose exponential is 0; a finite stand-in for -inf."""
-
 BLOCK = 512
 """Tokens whose weights are added up before the running sum is made, in vocabularies larger than `_SMALL`."""
 _SMALL = 8192
 
 
 class NonFiniteLogits(FloatingPointError):
-    """The policy's weights are damaged: they give logits from which no token can be drawn."""
+    """The policy's weights are damaged: they give logits from which no token can be sampled."""
 
 
 def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
@@ -56,7 +52,7 @@ def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
 
 
 class SampledTokens(NamedTuple):
-    """A token of every row, and what it was drawn from."""
+    """A token of every row, and what it was sampled from."""
 
     tokens: Tensor
     """[b]"""
@@ -81,11 +77,25 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Sample
         sampling: How the token is drawn.
         uniform: [b] in [0, 1).
     """
-    if sampling.truncated and sampling.temperature != 0:
-        shifted, _, total = _exponentials(logits, sampling.temperature)
-        return _from_set(shifted, total, sampling, uniform, total.isfinite())
-    from_all = kernels.compiled(_from_all) if kernels.worth_compiling(logits) else _from_all
-    return SampledTokens(*from_all(logits, uniform, sampling.temperature))
+    if not sampling.truncated or sampling.temperature == 0:
+        from_all = kernels.compiled(_from_all) if kernels.worth_compiling(logits) else _from_all
+        return SampledTokens(*from_all(logits, uniform, sampling.temperature))
+    shifted, _, total = _exponentials(logits, sampling.temperature)
+    sound = total.isfinite()
+    ids, values, inside = likeliest_tokens(  # [b, K] each
+        shifted, total, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+    )
+    weights = values.exp().masked_fill_(~inside, 0.0)
+    place = inverse_cdf(weights, uniform).unsqueeze(-1)  # [b, 1]
+    total = weights.sum(-1)
+    log_total = total.log()
+    return SampledTokens(
+        ids.gather(-1, place).squeeze(-1),
+        values.gather(-1, place).squeeze(-1) - log_total,
+        log_total - dot(weights, values) / total,
+        sound,
+        ids.where(inside, -1).int(),
+    )
 
 
 def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +105,7 @@ def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, T
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     # The largest becomes 0, so that no exponential overflows; and -inf a finite number, since 0 * -inf is not 0.
-    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=MIN_LOGIT)
+    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=MIN_LOGPROB)
     weights = shifted.exp()
     return shifted, weights, weights.sum(-1)
 
@@ -109,24 +119,6 @@ def _from_all(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tens
     # [b, V] -> [b, 1] -> [b]
     logprobs = shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
     return tokens, logprobs, entropy, total.isfinite()
-
-
-def _from_set(shifted: Tensor, total: Tensor, sampling: Sampling, uniform: Tensor, sound: Tensor) -> SampledTokens:
-    """`sample_tokens` with truncation, from logits [b, V] whose largest is 0 and the sum [b] of their exponentials."""
-    ids, values, inside = likeliest_tokens(
-        shifted, total, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
-    )  # [b, K] each
-    weights = values.exp().masked_fill_(~inside, 0.0)
-    place = inverse_cdf(weights, uniform).unsqueeze(-1)  # [b, 1]
-    total = weights.sum(-1)
-    log_total = total.log()
-    return SampledTokens(
-        ids.gather(-1, place).squeeze(-1),
-        values.gather(-1, place).squeeze(-1) - log_total,
-        log_total - dot(weights, values) / total,
-        sound,
-        ids.where(inside, -1).int(),
-    )
 
 
 def likeliest_tokens(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,34 +17,35 @@ from torch import Tensor
 from grpo_lightning.clock import Clock
 from grpo_lightning.config.consistency import engine_problems, missing_vllm
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.sampler.support import options
-from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, GenerationRequest, WeightSource
+from grpo_lightning.memory import GiB
+from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, RequestOptions
 from grpo_lightning.sampler.vllm.process_setup import (
-    check_heads,
-    complaints,
-    for_cpu,
-    launched,
-    plain_arithmetic,
-    undisturbed,
+    check_head_size,
+    cpu_arguments,
+    launcher_environment,
+    loader_warnings,
+    outside_training,
+    preserved_state,
 )
-from grpo_lightning.types import Sampling
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy.base import Policy
 
 T = TypeVar("T")
-GIB = 2**30
 CPU_CACHE_GIB = 1.0
-"""Keys and values on a CPU where nothing else is said: vLLM would take most of the computer's memory."""
-SLEEP = 2
+"""Keys and values on a CPU where nothing else is said: vLLM would take most of the CPU RAM."""
+SLEEP_LEVEL = 2
 """vLLM's level at which weights are forgotten, too: they come anew before they are used."""
 
 
 class VLLM(EngineSampler):
-    """Completions by vLLM's kernels, with the log-probabilities of the distribution that they are drawn from.
+    """Completions by vLLM's kernels, with the log-probabilities of the distribution that they are sampled from.
 
     A completion's seed is its own: it depends neither on those beside it nor on the number of processes, but for
     rounding.
 
     Args:
-        seed: Of the engine; each that is drawn with has its own.
+        seed: Of the engine; each request has its own.
         dtype: Of the engine's weights: float32, bfloat16 or float16; null: the type in which the policy computes.
         max_model_len: Tokens of prompt and completion that a request may have; null: the model's context.
         gpu_memory_utilization: Share of the GPU's memory that the engine may take.
@@ -87,12 +88,13 @@ class VLLM(EngineSampler):
         self._llm: Any = None
         self._device = torch.device("cpu")
         self._label = ""
+        """The version of its weights, with which it marks completions."""
 
     def __deepcopy__(self, _: Any) -> "VLLM":
         return self  # an engine is a place, not a value
 
     @contextmanager
-    def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
+    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
         """As in `Sampler.ready`.
 
         Raises:
@@ -102,43 +104,42 @@ class VLLM(EngineSampler):
         self._version = None
         with clock("wake"):
             if self._llm is None:
-                self._llm = self._built(policy, ranks)
+                self._llm = self._build(policy, ranks)
             else:
                 self._wake("weights")  # before they are written: what sleeps has no memory to write to
         with clock("sync"):
-            self._hand_over(policy, version)
+            self._copy_weights(policy, version)
         with clock("wake"):
             self._wake("kv_cache")
         yield
         if self._sleeps:
-            self._llm.sleep(level=SLEEP)
+            self._llm.sleep(level=SLEEP_LEVEL)
         self._version = version
 
-    def draw(self, request: GenerationRequest) -> Sequence[Completion]:
-        """[B] completions, with the weights that were handed over last.
+    def complete(self, requests: Sequence[Request], options: RequestOptions) -> Sequence[Completion]:
+        """As in `EngineSampler.complete`.
 
         Raises:
             ValueError: A prompt is too long.
-            RuntimeError: The engine says that it has drawn with other weights.
+            RuntimeError: The engine says that it has used other weights.
         """
         limit = self._llm.model_config.max_model_len
-        longest = max((len(ids) + most for ids, _, most in request.rows), default=0)
+        longest = max((len(request.prompt) + request.max_tokens for request in requests), default=0)
         if longest > limit:
             raise ValueError(
                 f"prompt and completion need up to {longest} tokens, the engine holds {limit}: lower "
                 "rollout.max_new_tokens or data.max_prompt_length, or raise sampler.max_model_len"
             )
-        rows = [Row(number, *row) for number, row in enumerate(request.rows)]
-        with undisturbed(), plain_arithmetic(self._device):
+        engine = self._llm.llm_engine
+        with preserved_state(), outside_training(self._device):
             if self.tensor_parallel_size == 1:
-                return drawn(self._llm.llm_engine, rows, request, version=self._label)
-            # All of a group draw the same, and keep what each was asked for.
-            of_all = self._of_group(rows)
-            together = [row for part in of_all for row in part]
-            numbered = [Row(number, row.prompt, row.seed, row.max_tokens) for number, row in enumerate(together)]
-            found = drawn(self._llm.llm_engine, numbered, request, version=self._label, alone=False)
-            first = sum(len(part) for part in of_all[: dist.get_rank() % self.tensor_parallel_size])
-            return found[first : first + len(rows)]
+                return run_requests(engine, requests, options, version=self._label)
+            # All of a group generate the same, and keep what each was asked for.
+            parts = self._of_group(requests)
+            union = [request for part in parts for request in part]
+            completions = run_requests(engine, union, options, version=self._label, interactive=False)
+            first = sum(len(part) for part in parts[: dist.get_rank() % self.tensor_parallel_size])
+            return completions[first : first + len(requests)]
 
     def any_process(self, value: bool) -> bool:
         return value if self.tensor_parallel_size == 1 else any(self._of_group(value))
@@ -151,56 +152,55 @@ class VLLM(EngineSampler):
         dist.all_gather_object(parts, value, group=get_tp_group().cpu_group)
         return parts
 
-    def _built(self, policy: WeightSource, ranks: Ranks) -> Any:
+    def _build(self, policy: "Policy", ranks: Ranks) -> Any:
         """An engine without weights."""
         if ranks.size % self.tensor_parallel_size:
             raise ValueError(
-                f"sampler.tensor_parallel_size={self.tensor_parallel_size}: allowed are divisors of the run's "
-                f"{ranks.size} processes"
+                f"sampler.tensor_parallel_size={self.tensor_parallel_size} must divide the run's {ranks.size} processes"
             )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self._device.type == "cuda"
         cache = self.kv_cache_gib or (None if on_gpu else CPU_CACHE_GIB)
-        with TemporaryDirectory(prefix="grpo-lightning-") as folder, launched(ranks), undisturbed():
+        with TemporaryDirectory(prefix="grpo-lightning-") as folder, launcher_environment(ranks), preserved_state():
             self._dtype = policy.write_config(Path(folder))  # outside of what follows, where nothing is rounded
             if self.dtype is not None:
                 self._dtype = getattr(torch, self.dtype)
             more = dict(self.engine)
             if not on_gpu:
-                check_heads(folder)
-                more |= for_cpu(folder, self.max_model_len)
-            with plain_arithmetic(self._device):
+                check_head_size(folder)
+                more |= cpu_arguments(folder, self.max_model_len)
+            with outside_training(self._device):
                 from vllm import LLM
 
                 return LLM(
                     model=folder,
                     skip_tokenizer_init=True,  # token ids in, token ids out
                     dtype=str(self._dtype).removeprefix("torch."),
-                    seed=self.seed + ranks.rank // self.tensor_parallel_size,  # those that share weights draw the same
+                    seed=self.seed + ranks.rank // self.tensor_parallel_size,  # one for those that share weights
                     generation_config="vllm",  # not the model's, which may hold penalties
                     load_format="dummy",
-                    logprobs_mode="processed_logprobs",  # of what is drawn from: with the temperature
+                    logprobs_mode="processed_logprobs",  # of what is sampled from: with the temperature
                     enable_prefix_caching=True,
                     distributed_executor_backend="external_launcher",
                     tensor_parallel_size=self.tensor_parallel_size,
                     enforce_eager=self.enforce_eager,
                     max_model_len=self.max_model_len,
                     gpu_memory_utilization=self.gpu_memory_utilization,
-                    kv_cache_memory_bytes=None if cache is None else int(cache * GIB),
+                    kv_cache_memory_bytes=None if cache is None else int(cache * GiB),
                     enable_sleep_mode=on_gpu and self.sleep,
                     **more,
                 )
 
-    def _hand_over(self, policy: WeightSource, version: int) -> None:
+    def _copy_weights(self, policy: "Policy", version: int) -> None:
         """Write the policy's weights into the engine, and forget what was computed with older ones."""
 
         def cast() -> Iterator[tuple[str, Tensor]]:
             for name, weight in policy.named_weights():
                 yield name, weight.to(self._dtype)
 
-        with complaints() as told, plain_arithmetic(self._device):
+        with loader_warnings() as warnings, outside_training(self._device):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast()})
-        if wrong := [said for said in told if "RotaryEmbedding:" not in said]:  # which has no weights
+        if wrong := [text for text in warnings if "RotaryEmbedding:" not in text]:  # which has no weights
             raise RuntimeError(f"sampler=vllm: some weights were not taken over: {'; '.join(wrong)[:500]}")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("sampler=vllm: keys and values of older weights could not be dropped from its cache")
@@ -217,110 +217,93 @@ class VLLM(EngineSampler):
 
 
 @dataclass
-class Row:
-    """A completion that is being drawn."""
+class _Running:
+    """What the engine has generated of a request so far."""
 
     number: int
-    prompt: Sequence[int]
-    seed: int
-    max_tokens: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_over: bool = False
     is_stopped: bool = False
     """Whether it ended with a stop string."""
     versions: frozenset[str] = frozenset()
-    """Of the weights that it was drawn with, as the engine says at its end."""
+    """Of the weights that were used, as the engine says at its end."""
 
-    def completion(self, end_ids: Sequence[int]) -> Completion:
-        """What it came to."""
-        return Completion(self.ids, self.logprobs, finished=self.is_stopped or self.ids[-1] in end_ids)
+    def add(self, output: Any) -> None:
+        """Append what an output of the engine adds."""
+        part = output.outputs[0]
+        self.ids += part.token_ids
+        self.logprobs += part.logprobs.logprobs if part.logprobs else ()
+        self.is_over = output.finished
+        self.versions |= {span.version for span in part.weight_versions or ()}
 
 
-def drawn(
-    engine: Any, rows: Sequence[Row], request: GenerationRequest, *, version: str, alone: bool = True
+def run_requests(
+    engine: Any,
+    requests: Sequence[Request],
+    options: RequestOptions,
+    *,
+    version: str,
+    interactive: bool = True,
 ) -> list[Completion]:
-    """All rows to their ends.
+    """The completions of all requests, by an engine in this process, step by step.
 
     Args:
         engine: A ``vllm.LLMEngine`` without requests.
-        rows: Numbered from 0.
-        request: How they are drawn.
+        requests: What to generate.
+        options: How.
         version: Of the weights that it has.
-        alone: Whether this process may leave between tokens; not where others draw the same.
+        interactive: Whether this process may report and leave between tokens; not where others generate the same.
 
     Raises:
-        RuntimeError: The engine says that it has drawn with other weights.
-    """
-    has_stops = request.stops is not None
-    for row in rows:
-        prompt = {"prompt_token_ids": list(row.prompt)}
-        engine.add_request(str(row.number), prompt, parameters(request, row, stepwise=has_stops))
-    try:
-        while engine.has_unfinished_requests():
-            if request.poll and alone:
-                request.poll()
-            changed = [_taken(rows, output) for output in engine.step()]
-            if has_stops and (ended := _cut(request, changed)):
-                engine.abort_request([str(row.number) for row in ended])
-            for row in changed:
-                if request.on_finished and alone and row.is_over and row.completion(request.end_ids).finished:
-                    request.on_finished(row.number, row.ids)
-    except BaseException:
-        engine.abort_request([str(row.number) for row in rows if not row.is_over])
-        raise
-    if others := frozenset().union(*(row.versions for row in rows)) - {version}:
-        raise RuntimeError(f"sampler=vllm: drawn with weights of version {', '.join(sorted(others))}, not {version}")
-    return [row.completion(request.end_ids) for row in rows]
-
-
-def parameters(request: GenerationRequest, row: Row, *, stepwise: bool) -> Any:
-    """VLLM's parameters of one completion: nothing but temperature and filters shapes the distribution.
-
-    Args:
-        request: How completions are drawn.
-        row: This one.
-        stepwise: Whether its tokens are wanted as they come.
+        RuntimeError: The engine says that it has used other weights.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling: Sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        **options(sampling),
-        seed=row.seed,
-        max_tokens=row.max_tokens,
-        stop_token_ids=list(request.end_ids),
-        ignore_eos=True,  # the line above has all of them
-        logprobs=0,  # of the token that was drawn
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if stepwise else RequestOutputKind.FINAL_ONLY,
-    )
+    # Stop strings are looked for at every token; else a completion comes as a whole.
+    kind = RequestOutputKind.DELTA if options.stops else RequestOutputKind.FINAL_ONLY
+    rows = [_Running(number) for number in range(len(requests))]
+
+    def finished(row: _Running) -> bool:
+        return row.is_stopped or row.ids[-1] in options.end_ids
+
+    for number, request in enumerate(requests):
+        own = {"flat_logprobs": True, "detokenize": False, "output_kind": kind}
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        engine.add_request(str(number), prompt, SamplingParams(**options.parameters(request), **own))
+    try:
+        while engine.has_unfinished_requests():
+            if options.poll and interactive:
+                options.poll()
+            changed = []
+            for output in engine.step():
+                changed.append(rows[int(output.request_id)])
+                changed[-1].add(output)
+            if options.stops and (ended := _stop(options, changed)):
+                engine.abort_request([str(row.number) for row in ended])
+            over = [row for row in changed if row.is_over and finished(row)]
+            if options.on_finished and interactive and over:
+                options.on_finished([row.number for row in over], [row.ids for row in over])
+    except BaseException:
+        engine.abort_request([str(row.number) for row in rows if not row.is_over])
+        raise
+    if others := frozenset().union(*(row.versions for row in rows)) - {version}:
+        raise RuntimeError(f"sampler=vllm: weights of version {', '.join(sorted(others))} were used, not {version}")
+    return [Completion(row.ids, row.logprobs, finished(row)) for row in rows]
 
 
-def _taken(rows: Sequence[Row], output: Any) -> Row:
-    """The row of an output, with what the output adds."""
-    row, part = rows[int(output.request_id)], output.outputs[0]
-    row.ids += part.token_ids
-    row.logprobs += part.logprobs.logprobs if part.logprobs else ()
-    row.is_over = output.finished
-    row.versions |= {span.version for span in part.weight_versions or ()}
-    return row
-
-
-def _cut(request: GenerationRequest, rows: Sequence[Row]) -> list[Row]:
-    """The rows that end with a stop string, cut behind the token that completes it; one token is new in each.
+def _stop(options: RequestOptions, rows: Sequence[_Running]) -> list[_Running]:
+    """End the rows that end with a stop string; one token is new in each.
 
     Returns:
         Those of them that the engine would go on with.
     """
-    stops = request.stops
+    stops = options.stops
     if stops is None:
         return []
-    kept = stops([row.ids[-stops.tail :] for row in rows], [1] * len(rows))
-    ended = [row for row, tokens in zip(rows, kept, strict=True) if tokens]
+    belong = stops([row.ids[-stops.tail :] for row in rows], [1] * len(rows))
+    ended = [row for row, tokens in zip(rows, belong, strict=True) if tokens]
     running = [row for row in ended if not row.is_over]
     for row in ended:
         row.is_stopped = row.is_over = True

@@ -5,22 +5,33 @@ P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, 
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from grpo_lightning.sampler.base import Decoded, OnFinished, Poll, Responder, Sampler
-from grpo_lightning.sampler.text import Conversation, StopStrings, as_sampled, one_by_one
+from grpo_lightning.sampler.base import Completions, OnFinished, Poll, Responder, Sampler
+from grpo_lightning.sampler.support import engine_filters
+from grpo_lightning.sampler.text import Conversation, OnIdsFinished, StopStrings, as_sampled, report_texts
 from grpo_lightning.types import Prompt, Sampled, Sampling
 
+if TYPE_CHECKING:
+    from grpo_lightning.policy.base import Policy
 
-@dataclass(frozen=True)
-class Completion:
-    """One completion, or one turn of it, as an engine has generated it.
+
+class Request(NamedTuple):
+    """One completion, or one turn of it, that an engine is to generate."""
+
+    prompt: Sequence[int]
+    """Token ids. Requests of a group have the same object."""
+    seed: int
+    """In [0, 2^63)."""
+    max_tokens: int
+
+
+class Completion(NamedTuple):
+    """What an engine has generated for a request.
 
     Example:
         ``Completion([7, 2], [-0.3, -0.1], finished=True)`` with 2 the end of sequence.
@@ -35,54 +46,31 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """The completions that an engine is to generate.
+class RequestOptions:
+    """How the completions of some requests are generated."""
 
-    Example:
-        Two completions of the prompt 5 6: ``GenerationRequest(prompts=[[5, 6]], seeds=[[7, 8]], max_new_tokens=[9],
-        sampling=sampling, end_ids=[2])``.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    """[P] the token ids of each."""
-    seeds: Sequence[Sequence[int]]
-    """[P] those of each one's completions."""
-    max_new_tokens: Sequence[int]
-    """[P] the most tokens of a completion."""
     sampling: Sampling
-    """How tokens are drawn."""
+    """How tokens are sampled."""
     end_ids: Sequence[int]
     """The token ids that end a completion."""
     stops: StopStrings | None = None
     """Which completions end with a stop string."""
     poll: Poll | None = None
     """Called between tokens, where the engine can; what it raises is passed on."""
-    on_finished: Callable[[int, Sequence[int]], None] | None = None
-    """Called with the row and the token ids of a completion that has finished."""
+    on_finished: OnIdsFinished | None = None
+    """Called with the numbers and the token ids of completions that have finished."""
 
-    @property
-    def rows(self) -> list[tuple[Sequence[int], int, int]]:
-        """[B] token ids of the prompt, seed and most tokens of every completion."""
-        return [
-            (ids, seed, most)
-            for ids, seeds, most in zip(self.prompts, self.seeds, self.max_new_tokens, strict=True)
-            for seed in seeds
-        ]
-
-
-class WeightSource(Protocol):
-    """What an engine needs of a policy to copy its weights."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight with its name in the model's files, adapters merged, whole where weights are sharded.
-
-        A tied one comes under each of its names.
-        """
-        ...
-
-    def write_config(self, directory: Path) -> torch.dtype:
-        """Write the model's configuration, with an untied head; returns the type in which it computes."""
-        ...
+    def parameters(self, request: Request) -> dict[str, Any]:
+        """VLLM's parameters of a request in both modes: only temperature and filters shape the distribution."""
+        return {
+            "temperature": self.sampling.temperature,
+            **engine_filters(self.sampling),
+            "seed": request.seed,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": list(self.end_ids),
+            "ignore_eos": True,  # the line above has all of them
+            "logprobs": 0,  # of the sampled token
+        }
 
 
 @dataclass
@@ -141,16 +129,16 @@ class EngineSampler(Sampler):
         return {} if self._version is None else {"sampler/weight_version": float(self._version)}
 
     @abstractmethod
-    def draw(self, request: GenerationRequest) -> Sequence[Completion]:
-        """[B] completions, with the weights that were copied last."""
+    def complete(self, requests: Sequence[Request], options: RequestOptions) -> Sequence[Completion]:
+        """A completion for each request, with the weights that were copied last."""
 
     def any_process(self, value: bool) -> bool:
-        """Whether ``value`` is true in any process that has to call `draw` together with this one."""
+        """Whether ``value`` is true in any process that has to call `complete` together with this one."""
         return value
 
     def generate(
         self,
-        policy: Any,
+        policy: "Policy",
         prompts: Sequence[Prompt],
         *,
         group_size: int,
@@ -163,59 +151,54 @@ class EngineSampler(Sampler):
     ) -> Sampled:
         if sampling.kv_cache_gib is not None:
             raise ValueError(
-                f"kv_cache_gib={sampling.kv_cache_gib}: with {self.key} it must be null; an engine has a cache of its "
-                "own size"
+                f"kv_cache_gib={sampling.kv_cache_gib} must be null with {self.key}: an engine has a cache of its own "
+                "size"
             )
         tokens = policy.tokenize(prompts)
         policy.check_context(max(map(len, tokens)) + sampling.max_new_tokens, "rollout.max_new_tokens")
-        request = GenerationRequest(
-            prompts=tokens,
-            seeds=[[row_seed(seed, first_prompt + p, g) for g in range(group_size)] for p in range(len(tokens))],
-            max_new_tokens=[sampling.max_new_tokens] * len(tokens),
+        options = RequestOptions(
             sampling=sampling,
             end_ids=policy.end_ids,
             stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
             poll=poll,
-            on_finished=None if on_finished is None else one_by_one(policy.tokenizer, on_finished),
+            on_finished=report_texts(policy.tokenizer, on_finished),
         )
         rows = [_Row(ids, (first_prompt + p, g)) for p, ids in enumerate(tokens) for g in range(group_size)]
-        for row, turn in zip(rows, self.draw(request), strict=True):
+        requests = [Request(row.prompt, row_seed(seed, *row.member), sampling.max_new_tokens) for row in rows]
+        for row, turn in zip(rows, self.complete(requests, options), strict=True):
             row.add(turn)
-        talk = None if responder is None else Conversation(responder, policy.tokenizer, policy.reply_ids)
-        if talk is not None:
-            self._converse(rows, talk, replace(request, on_finished=None), seed)
-        return as_sampled(policy, tokens, _decoded(rows, pad_id=policy.pad_id, device=policy.device), talk)
+        conversation = None if responder is None else Conversation(responder, policy)
+        if conversation is not None:
+            self._converse(rows, conversation, replace(options, on_finished=None), seed)
+        return as_sampled(policy, tokens, _as_tensors(rows, policy.pad_id, policy.device), conversation)
 
-    def _converse(self, rows: Sequence[_Row], talk: Conversation, request: GenerationRequest, seed: int) -> None:
+    def _converse(self, rows: Sequence[_Row], conversation: Conversation, options: RequestOptions, seed: int) -> None:
         """Generate the further turns of completions that have a reply, one turn of all at a time."""
-        limit = request.sampling.max_new_tokens
-        first = dict.fromkeys(range(len(rows)), 0)
+        limit = options.sampling.max_new_tokens
+        starts = dict.fromkeys(range(len(rows)), 0)
         """Row -> where its last turn begins, for those that go on."""
         while True:
-            asking = [number for number in first if rows[number].finished]
-            for number in asking:
-                talk.said(number, rows[number].ids[first[number] :])
-            first = {}
-            for number in asking:
-                row, reply = rows[number], talk.reply(number)
+            awaiting = [number for number in starts if rows[number].finished]
+            for number in awaiting:
+                conversation.step(number, rows[number].ids[starts[number] :])
+            starts = {}
+            for number in awaiting:
+                row, reply = rows[number], conversation.reply(number)
                 if reply is None:
                     continue
                 row.finished = len(row.ids) + len(reply) < limit  # otherwise it is cut where it is
                 if row.finished:
                     row.read(reply)
-                    first[number] = len(row.ids)
-            if not self.any_process(bool(first)):
+                    starts[number] = len(row.ids)
+            if not self.any_process(bool(starts)):
                 return
-            turns = self.draw(
-                replace(
-                    request,
-                    prompts=[[*rows[number].prompt, *rows[number].ids] for number in first],
-                    seeds=[[row_seed(seed, *rows[number].member, rows[number].num_turns)] for number in first],
-                    max_new_tokens=[limit - len(rows[number].ids) for number in first],
-                )
-            )
-            for number, turn in zip(first, turns, strict=True):
-                rows[number].add(turn)
+            going = [rows[number] for number in starts]
+            requests = [
+                Request([*row.prompt, *row.ids], row_seed(seed, *row.member, row.num_turns), limit - len(row.ids))
+                for row in going
+            ]
+            for row, turn in zip(going, self.complete(requests, options), strict=True):
+                row.add(turn)
 
 
 def row_seed(seed: int, *place: int) -> int:
@@ -229,23 +212,21 @@ def row_seed(seed: int, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
 
 
-def _decoded(rows: Sequence[_Row], *, pad_id: int, device: torch.device) -> Decoded:
+def _as_tensors(rows: Sequence[_Row], pad_id: int, device: torch.device) -> Completions:
     """Completions [B] as tensors [B, T].
 
-    Engines return no entropies. In their place is -log p of the token that was drawn, whose expectation is the entropy.
+    Engines return no entropies. In their place is -log p of the sampled token, whose expectation is the entropy.
     """
     length = max(len(row.ids) for row in rows)
 
-    def filled(values: Sequence[Sequence[float]], value: float) -> list[list[float]]:
-        return [[*row, *[value] * (length - len(row))] for row in values]
+    def padded(values: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([[*row, *[value] * (length - len(row))] for row in values], dtype=dtype, device=device)
 
-    logprobs = torch.tensor(filled([row.logprobs for row in rows], 0.0), device=device)
-    seen = torch.tensor(filled([[True] * len(row.ids) for row in rows], False), dtype=torch.bool, device=device)
-    is_reply = torch.tensor(filled([row.is_reply for row in rows], False), dtype=torch.bool, device=device)
-    return Decoded(
-        ids=torch.tensor(filled([row.ids for row in rows], pad_id), dtype=torch.long, device=device),
-        mask=seen & ~is_reply,
-        seen=seen,
+    logprobs = padded([row.logprobs for row in rows], 0.0, torch.float32)
+    return Completions(
+        ids=padded([row.ids for row in rows], pad_id, torch.long),
+        mask=padded([[not reply for reply in row.is_reply] for row in rows], False, torch.bool),
+        seen=padded([[True] * len(row.ids) for row in rows], False, torch.bool),
         logprobs=logprobs,
         entropies=-logprobs,
         finished=torch.tensor([row.finished for row in rows], device=device),

@@ -1,6 +1,6 @@
-"""A server of vLLM's beside the run: completions over HTTP, weights as files that both see.
+"""A vLLM server beside the run: completions over HTTP, weights as files that both see.
 
-How the server is started says docs/engines.md. A key is read from the environment, as `KEY`, and is never written
+docs/engines.md says how the server is started. A key is read from the environment, as `KEY`, and is never written
 anywhere.
 """
 
@@ -10,31 +10,35 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request as HTTPRequest
+from urllib.request import urlopen
 
 import torch
 from safetensors.torch import save_file
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.config.redaction import REDACTED
-from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
-from grpo_lightning.sampler.support import options
-from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, GenerationRequest, WeightSource
+from grpo_lightning.distributed.ranks import Ranks
+from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, RequestOptions
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy.base import Policy
 
 KEY = "VLLM_API_KEY"
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
-_LOOK_EVERY = 0.2
-"""Seconds between two looks at whether the run was request to end."""
+_POLL_EVERY = 0.2
+"""Seconds between two polls."""
 _NEUTRAL = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     **{"min_tokens": 0, "use_beam_search": False},
 }
-"""Said with every request, like the filters, so that no default of the server's shapes the distribution."""
+"""In every request, like the filters, so that no default of the server's shapes the distribution."""
 
 
 class VLLMServer(EngineSampler):
@@ -57,75 +61,74 @@ class VLLMServer(EngineSampler):
         super().__init__(dtype)
         self.directory = Path(directory)
         self.model = model
-        self._server = Connection(url, timeout=timeout, key_name=KEY)
-        self._ranks = SINGLE_PROCESS
+        self._server = Connection(url, timeout=timeout)
 
     @contextmanager
-    def ready(self, policy: WeightSource, *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
+    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
         """As in `Sampler.ready`.
 
         Raises:
             ValueError: The server serves no model, or several.
             RuntimeError: It does not answer, or has kept keys and values of older weights.
         """
-        self._version, self._ranks = None, ranks
+        self._version = None
         with clock("sync"):
             self.model = self.model or ranks.all_or_raise(self._only_model)[ranks.rank]
             place = self.directory.resolve() / f"grpo-lightning-weights-{version}"
             ranks.all_or_raise(lambda: _make(place) if ranks.rank == 0 else None)
             self._write(policy, place, ranks)
-            ranks.all_or_raise(lambda: self._hand_over(place, version) if ranks.rank == 0 else None)
+            ranks.all_or_raise(lambda: self._reload(place, version) if ranks.rank == 0 else None)
         yield
         self._version = version
 
-    def draw(self, request: GenerationRequest) -> Sequence[Completion]:
-        """[B] completions, with the weights that the server has.
+    def complete(self, requests: Sequence[Request], options: RequestOptions) -> Sequence[Completion]:
+        """As in `EngineSampler.complete`; requests of a group are one request with several completions.
 
         Raises:
             RuntimeError: The server does not answer, or without log-probabilities.
         """
-        if not request.prompts:
+        if not requests:
             return []
-        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(request.prompts)))
+        groups = [list(group) for _, group in groupby(requests, key=lambda request: id(request.prompt))]
+        pool = ThreadPoolExecutor(max_workers=min(MAX_CONCURRENT, len(groups)))
         try:
-            answers = [pool.submit(self._group, request, number) for number in range(len(request.prompts))]
+            answers = [pool.submit(self._complete_group, group, options) for group in groups]
             waiting = set(answers)
             while waiting:
-                _, waiting = wait(waiting, timeout=_LOOK_EVERY)
-                if request.poll:
-                    request.poll()
-            groups = [answer.result() for answer in answers]
+                _, waiting = wait(waiting, timeout=_POLL_EVERY)
+                if options.poll:
+                    options.poll()
+            completions = [completion for answer in answers for completion in answer.result()]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             self._server.post("/abort_requests", {})  # what has begun is of no use to anybody
             raise
         pool.shutdown()
-        completions = [one for group in groups for one in group]
-        for row, one in enumerate(completions):
-            if request.on_finished and one.finished:
-                request.on_finished(row, one.ids)
+        finished = [row for row, completion in enumerate(completions) if completion.finished]
+        if options.on_finished and finished:
+            options.on_finished(finished, [completions[row].ids for row in finished])
         return completions
 
     def _only_model(self) -> str:
-        names = [str(one["id"]) for one in self._server.get("/v1/models")["data"]]
+        names = [str(model["id"]) for model in self._server.get("/v1/models")["data"]]
         if len(names) != 1:
-            raise ValueError(f"sampler.model=null: allowed is one of the models that are served: {', '.join(names)}")
+            raise ValueError(f"sampler.model=null: name one of the models that are served: {', '.join(names)}")
         return names[0]
 
-    def _write(self, policy: WeightSource, place: Path, ranks: Ranks) -> None:
-        """The weights as a model's directory; all processes iterate, the first one writes."""
+    def _write(self, policy: "Policy", place: Path, ranks: Ranks) -> None:
+        """Write the weights as a model's directory; all processes iterate, the first one writes."""
         is_first = ranks.rank == 0
         if is_first:
-            dtype = policy.write_config(place)
-        kept = {}
+            computes_in = policy.write_config(place)
+            dtype = getattr(torch, self.dtype) if self.dtype else computes_in
+        weights = {}
         for name, weight in policy.named_weights():
             if is_first:
-                wanted = getattr(torch, self.dtype) if self.dtype else dtype
-                kept[name] = weight.to("cpu", wanted, copy=True).contiguous()  # files hold no tied weights
+                weights[name] = weight.to("cpu", dtype, copy=True).contiguous()  # files hold no tied weights
         if is_first:
-            save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+            save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
 
-    def _hand_over(self, place: Path, version: int) -> None:
+    def _reload(self, place: Path, version: int) -> None:
         """Let the server read the weights, and forget what it computed with older ones."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
         self._server.post("/collective_rpc", call)
@@ -137,41 +140,22 @@ class VLLMServer(EngineSampler):
         self._server.post("/update_weight_version", {"new_version": str(version)})
         shutil.rmtree(place)
 
-    def _group(self, request: GenerationRequest, number: int) -> list[Completion]:
-        """[G] completions of one prompt."""
-        sampling = request.sampling
-        answer = self._server.post(
-            "/v1/completions",
-            {
-                **_NEUTRAL,
-                **options(sampling),
-                "model": self.model,
-                "prompt": list(request.prompts[number]),
-                "n": len(request.seeds[number]),
-                "seed": request.seeds[number][0],
-                "temperature": sampling.temperature,
-                "max_tokens": request.max_new_tokens[number],
-                "stop_token_ids": list(request.end_ids),
-                "ignore_eos": True,
-                "logprobs": 0,
-                "return_token_ids": True,
-            },
-        )
+    def _complete_group(self, requests: Sequence[Request], options: RequestOptions) -> list[Completion]:
+        """[G] completions of one prompt; vLLM derives their seeds from the first one's."""
+        own = {"model": self.model, "prompt": list(requests[0].prompt), "n": len(requests), "return_token_ids": True}
+        answer = self._server.post("/v1/completions", {**_NEUTRAL, **options.parameters(requests[0]), **own})
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        if len(choices) != len(request.seeds[number]):
-            raise RuntimeError(
-                f"{self._server.url}: {len(choices)} completions of a prompt came, not {len(request.seeds[number])}"
-            )
-        return [self._completion(choice, request) for choice in choices]
+        if len(choices) != len(requests):
+            raise RuntimeError(f"{self._server.url}: {len(choices)} completions of a prompt came, not {len(requests)}")
+        return [self._completion(choice, options) for choice in choices]
 
-    def _completion(self, choice: Mapping[str, Any], request: GenerationRequest) -> Completion:
-        ids, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not ids or not told or len(ids) != len(told):
+    def _completion(self, choice: Mapping[str, Any], options: RequestOptions) -> Completion:
+        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not ids or not logprobs or len(ids) != len(logprobs):
             raise RuntimeError(f"{self._server.url}: a completion came without its token ids or log-probabilities")
-        kept = request.stops([ids], [len(ids)])[0] if request.stops else 0
-        if kept:
-            return Completion(ids[:kept], told[:kept], finished=True)
-        return Completion(ids, told, finished=ids[-1] in request.end_ids)
+        if options.stops and (length := options.stops([ids], [len(ids)])[0]):
+            return Completion(ids[:length], logprobs[:length], finished=True)
+        return Completion(ids, logprobs, finished=ids[-1] in options.end_ids)
 
 
 def _make(place: Path) -> None:
@@ -186,42 +170,40 @@ class Connection:
     Args:
         url: http://HOST:PORT or https://HOST:PORT.
         timeout: Seconds for one answer.
-        key_name: The environment variable that may hold a key.
 
     Raises:
         ValueError: The address is another, or holds a password.
     """
 
-    def __init__(self, url: str, *, timeout: float, key_name: str) -> None:
+    def __init__(self, url: str, *, timeout: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
             raise ValueError(
-                f"sampler.url={shown}: allowed is http://HOST:PORT or https://HOST:PORT; a key is read from {key_name}"
+                f"sampler.url={shown} must be http://HOST:PORT or https://HOST:PORT; a key is read from the "
+                f"environment variable {KEY}"
             )
-        self.url = url.rstrip("/")
-        self._timeout = timeout
-        self._key_name = key_name
+        self.url, self._timeout = url.rstrip("/"), timeout
 
     def get(self, path: str) -> Any:
         """The answer to a request without content."""
-        return self._asked(Request(f"{self.url}{path}"))
+        return self._send(HTTPRequest(f"{self.url}{path}"))
 
     def post(self, path: str, content: Any) -> Any:
         """The answer to a request; an empty one is an empty mapping."""
         data = json.dumps(content).encode()
-        return self._asked(Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
+        return self._send(HTTPRequest(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
 
-    def _asked(self, request: Request) -> Any:
-        key = os.environ.get(self._key_name, "").strip()  # without the line end that files have
+    def _send(self, request: HTTPRequest) -> Any:
+        key = os.environ.get(KEY, "").strip()  # without the line end that files have
         if key:
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
             with urlopen(request, timeout=self._timeout) as answer:
-                read = answer.read()
+                content = answer.read()
         except HTTPError as error:
-            said = error.read(500).decode(errors="replace").replace(key or REDACTED, REDACTED)
-            raise RuntimeError(f"{request.full_url}: status {error.code}: {said}") from None
+            body = error.read(500).decode(errors="replace").replace(key or REDACTED, REDACTED)
+            raise RuntimeError(f"{request.full_url}: status {error.code}: {body}") from None
         except (URLError, OSError) as error:
             raise RuntimeError(f"{request.full_url}: no answer: {getattr(error, 'reason', error)}") from None
-        return json.loads(read) if read else {}
+        return json.loads(content) if content else {}
