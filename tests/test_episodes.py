@@ -5,17 +5,19 @@ from functools import partial
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.generic import GenericPolicy
+from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.native import multi_turn, shared_prompt_cache
 from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
-from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
 from tests.support.episodes import Episode, FakeResponder, chatty, played_alone
 from tests.support.sampling import generate
-from tests.test_static_sampling import FIRST, OPTIONS, PLAIN, PROMPTS, opened
+from tests.test_static_sampling import ENDS, FIRST, OPTIONS, PLAIN, PROMPTS, opened
 
 LONGER = 60
 SAMPLING = PLAIN | {"max_new_tokens": LONGER}
@@ -38,6 +40,11 @@ def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_si
     sampling = Sampling(**SAMPLING | dict(options))
     responder = FakeResponder(environment, is_slow=waits)
     return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, responder=responder, **given)
+
+
+def talkative(turns):
+    """Replies of 1 to 22 tokens."""
+    return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)
 
 
 def assert_equal(found: Sampled, expected: list[Episode]) -> None:
@@ -78,9 +85,6 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
     "kind", ["plain", pytest.param("truncated", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
 )
 def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
-    def talkative(turns):
-        return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)
-
     options = OPTIONS[kind] | {"max_new_tokens": 120}
     sampling = Sampling(**PLAIN | options)
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
@@ -150,37 +154,62 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
             assert torch.equal(found.ids, everything.ids)
 
 
-def test_who_takes_time_is_asked_only_when_nobody_can_go_on(policy):
+def test_slow_environments_are_asked_only_when_no_completion_can_go_on(policy):
     """So what is computed together hangs on tokens alone, however long replies take."""
-    responder = FakeResponder(chatty, is_slow=True)
-    rounds = []
+    open_turns = []
 
     class Watching(FakeResponder):
         def reply(self, row):
-            rounds.append(tuple(sorted(self.turns)) if not self.asked else ())
+            open_turns.append(set(self.turns))
             return super().reply(row)
 
     watching = Watching(chatty, is_slow=True)
     generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, responder=watching)
-    ended = {row for row, turns in watching.turns.items() if turns}
-    # The first that is asked is asked after all that end a first turn have ended it.
-    assert set(rounds[0]) == ended
-    assert responder.turns == {}
+    assert open_turns[0] == set(watching.turns)  # the first reply is asked for after all first turns have ended
 
 
 def test_a_reply_that_leaves_no_room_cuts_before_it(policy):
-    lengths = []
-
-    def endless(turns):
-        lengths.append(len(turns))
-        return "The meaning of life is 42. " * 3
-
-    found = sampled(policy, endless)
+    found = sampled(policy, lambda turns: "The meaning of life is 42. " * 3)
     for row, turns in enumerate(spans(found.mask)):
         last = int(found.attention_mask[row, -found.mask.shape[1] :].sum())
         assert turns[-1][1] == last  # it ends on a token of the model
         assert len(found.turns[row]) == len(found.replies[row]) + 1
     assert not any(found.finished)
+
+
+WINDOW = 24
+SIZES = {
+    **{"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW},
+    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None},
+}
+MODELS = {
+    "every layer": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
+    "every other layer": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatch):
+    torch.manual_seed(0)
+    policy = HFPolicy(MODELS[kind](), tokenizer(chat=False), share_prompts=share_prompts)
+    policy.end_ids = ENDS
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    monkeypatch.setattr(multi_turn, "PREFILL_ABOVE", 12)
+    sampling = Sampling(**PLAIN | {"max_new_tokens": 80})
+    expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
+    assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
+    for waits, sync_every in ((False, 1), (False, 16), (True, 1), (True, 16)):
+        monkeypatch.setattr(native, "decode", partial(decode, sync_every=sync_every))
+        responder = FakeResponder(talkative, is_slow=waits)
+        found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, responder=responder)
+        assert_equal(found, expected)
+        assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])

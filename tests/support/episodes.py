@@ -28,13 +28,11 @@ class FakeResponder:
     is_slow: bool = False
     role: str | None = None
     turns: dict[int, list[str]] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)
 
     def step(self, row: int, text: str) -> None:
         self.turns.setdefault(row, []).append(text)
 
     def reply(self, row: int) -> str | None:
-        self.asked.append(row)
         return self.environment(tuple(self.turns[row]))
 
     def reject(self, row: int, problem: str) -> None:
